@@ -103,13 +103,13 @@ class RecordedDevice:
         self._chance = random.Random(seed)
 
     def run(self, batch: ScheduledBatch) -> StepResult:
-        counts = batch.num_drafts if batch.sharing is None else self._shared(batch)
+        counts = batch.num_drafts if batch.drafting.sharing is None else self._shared(batch)
         parts = zip(batch.request_ids, batch.epochs, batch.num_known, counts, batch.samples, strict=True)
-        return StepResult(batch.step, [self._advance(batch.num_wanted, *part) for part in parts])
+        return StepResult(batch.step, [self._advance(batch.drafting.num_wanted, *part) for part in parts])
 
     def _shared(self, batch: ScheduledBatch) -> list[int]:
         """Drafts of each request, where the device shares token rows out by how sure the drafter is."""
-        sharing, found = batch.sharing, []
+        sharing, found = batch.drafting.sharing, []
         assert sharing is not None
         for index, (request_id, weight) in enumerate(zip(batch.request_ids, sharing.weights, strict=True)):
             row, gain = self.rows[request_id], 1.0
@@ -194,11 +194,11 @@ def step_cost(batch: ScheduledBatch, costs: StepCosts) -> float:
     if costs.is_padded and max(batch.num_known) == 1 and all(batch.samples):
         most = max(batch.num_drafts)
         if requests <= FEW:
-            rows = requests * (1 + max(most, batch.num_wanted))
+            rows = requests * (1 + max(most, batch.drafting.num_wanted))
         else:
-            total = rows if batch.sharing is None else requests + batch.sharing.total
+            total = rows if batch.drafting.sharing is None else requests + batch.drafting.sharing.total
             rows = requests * (1 + most) if total == requests * (1 + most) else size_for(requests, total, most)
-    return costs.step(rows) + costs.draft(batch.num_wanted, requests)
+    return costs.step(rows) + costs.draft(batch.drafting.num_wanted, requests)
 
 
 class TrueAcceptance(Acceptance):

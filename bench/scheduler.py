@@ -69,8 +69,8 @@ def answer(batch: ScheduledBatch, source: random.Random | None) -> StepResult:
             for request_id, epoch, drafts in zip(batch.request_ids, batch.epochs, batch.num_drafts, strict=True)
         ])
     num_drafts = list(batch.num_drafts)
-    if batch.sharing is not None:  # as if the device gave all equally many
-        least, more = divmod(batch.sharing.total, batch.num_requests)
+    if batch.drafting.sharing is not None:  # as if the device gave all equally many
+        least, more = divmod(batch.drafting.sharing.total, batch.num_requests)
         num_drafts = [least + (index < more) for index in range(batch.num_requests)]
     results = []
     for request_id, epoch, known, drafts in zip(batch.request_ids, batch.epochs, batch.num_known, num_drafts,

@@ -18,8 +18,9 @@ from outrider.adapters.peft_folder import AdapterError
 from outrider.adapters.step_adapters import StepAdapters
 from outrider.adapters.targets import Targets
 from outrider.core import Limits
+from outrider.core.adapter_orders import AdapterPlacement
 from outrider.core.lora_request import AdapterRead
-from outrider.core.step_messages import AdapterPlacement, AdapterReach
+from outrider.core.step_messages import AdapterReach
 from outrider.kernels import ops
 from outrider.kernels.adapter_tables import NO_SLOT
 from outrider.kernels.buffers import to_device

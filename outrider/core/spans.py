@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from outrider.core.batch_part import BatchPart
+
 
 class MarkedSpan(NamedTuple):
     """A span that a step computes whole."""
@@ -13,6 +15,13 @@ class MarkedSpan(NamedTuple):
     request: int  # index in the batch
     start: int
     end: int  # one past its last position
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedSpans(BatchPart):
+    """The spans that a step computes."""
+
+    spans: list[MarkedSpan]
 
 
 @dataclass(frozen=True, slots=True)

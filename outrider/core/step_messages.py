@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from outrider.core.adaptation import AdaptationReport, RowEnd
+from outrider.core.batch_part import BatchPart
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.draft_confidence import DraftSharing
 from outrider.core.drafter_faults import DrafterFault
 from outrider.core.params import SamplingParams
-from outrider.core.spans import MarkedSpan
 
 if TYPE_CHECKING:
     import numpy as np
@@ -97,14 +97,6 @@ class AdapterReach(enum.Flag):
     LATENTS = enum.auto()  # the expansion of latent attention
 
 
-class AdapterPlacement(NamedTuple):
-    """An adapter that the device copies from the host's memory before a step."""
-
-    number: int  # of its load
-    slot: int
-    offset: int  # where it begins in the arena
-
-
 @dataclass(frozen=True, slots=True)
 class CheckpointWrite:
     """Pages for a row's recurrent state after exactly `boundary` tokens. A step writes them if it gets that far."""
@@ -161,6 +153,38 @@ class StepForm(enum.Enum):
     SPLIT = "split"
 
 
+class StepMode(NamedTuple):
+    """How the worker runs a step."""
+
+    generation: int = 0  # rises after a failed step: the device forgets its rows before the first step of a new one
+    form: StepForm = StepForm.WHOLE
+    is_traced: bool = False  # the result tells how long the parts of the step took, where the worker can
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOrders:
+    """Changes of pages and of recurrent states in one step."""
+
+    pages: PageChanges = field(default_factory=PageChanges)
+    checkpoints: list[CheckpointWrite] = field(default_factory=list)  # for rows of the batch
+    folds: list[CheckpointWrite] = field(default_factory=list)  # for rows that ended; done before the rows are reused
+    num_pending: list[int] = field(default_factory=list)  # each request's accepted drafts that wait to be folded
+    shares_pages: bool = False  # several requests hold the same leading pages, for hundreds of tokens
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOrders:
+    """What one step does for drafts, beside checking those that are scheduled."""
+
+    num_wanted: int = 0  # most drafts that the drafter may guess for the next step; 0 leaves the drafter out
+    from_host: list[HostDraft] = field(default_factory=list)
+    sharing: DraftSharing | None = None  # how a captured step shares its token rows out; num_drafts are the most then
+    ends: list[RowEnd] = field(default_factory=list)  # rows that requests have left; admissions may take them again
+
+
+Part = TypeVar("Part", bound=BatchPart)
+
+
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
     """The scheduler's order for one step. Lists run over requests, in batch order; a batch may consist of folds alone.
@@ -176,20 +200,14 @@ class ScheduledBatch:
     samples: list[bool]  # whether the step computes the last known token, so that a token can be sampled after it
     bounds: list[int]  # computed tokens after this step, at most
     admissions: list[Admission] = field(default_factory=list)
-    pages: PageChanges = field(default_factory=PageChanges)
-    host_drafts: list[HostDraft] = field(default_factory=list)
-    checkpoints: list[CheckpointWrite] = field(default_factory=list)  # for rows of this batch
-    folds: list[CheckpointWrite] = field(default_factory=list)  # for rows that ended; done before the rows are reused
-    num_pending: list[int] = field(default_factory=list)  # accepted drafts that wait to be folded, at most
-    num_wanted: int = 0  # most drafts that the drafter may guess for the next step; 0 leaves the drafter out
-    generation: int = 0  # rises after a failed step: the device forgets its rows before the first step of a new one
-    form: StepForm = StepForm.WHOLE
-    spans: list[MarkedSpan] = field(default_factory=list)  # marked spans that this step computes
-    shares_pages: bool = False  # several of its requests hold the same leading pages, for hundreds of tokens
-    adapters: list[AdapterPlacement] = field(default_factory=list)  # that must be on the device before the admissions
-    ends: list[RowEnd] = field(default_factory=list)  # rows that requests have left; admissions may take them again
-    sharing: DraftSharing | None = None  # how a captured step shares its token rows out; num_drafts are the most then
-    is_traced: bool = False  # the result tells how long the parts of the step took, where the worker can
+    cache: CacheOrders = field(default_factory=CacheOrders)
+    drafting: DraftOrders = field(default_factory=DraftOrders)
+    mode: StepMode = StepMode()
+    parts: tuple[BatchPart, ...] = ()  # of features, at most one of each kind
+
+    def part(self, kind: type[Part]) -> Part | None:
+        """The part of this kind, if the batch has one."""
+        return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @property
     def num_requests(self) -> int:
@@ -198,6 +216,12 @@ class ScheduledBatch:
     @property
     def num_tokens(self) -> int:
         return sum(self.num_known) + sum(self.num_drafts)
+
+    @property
+    def num_token_rows(self) -> int:
+        """Token rows that the step computes: fewer than its tokens if requests share rows for their drafts."""
+        sharing = self.drafting.sharing
+        return self.num_tokens if sharing is None else self.num_requests + sharing.total
 
 
 class TokenLogprobs(NamedTuple):
@@ -236,6 +260,14 @@ class StepTimes:
     parts: tuple[tuple[str, float], ...]  # names and seconds, one part after the other
 
 
+class DraftingReport(NamedTuple):
+    """News of the drafters on the device, since the last result."""
+
+    faults: tuple[DrafterFault, ...]
+    is_over: bool  # all of them are switched off
+    adaptation: AdaptationReport | None = None  # of a drafter that learns while it serves
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     step: int
@@ -244,6 +276,4 @@ class StepResult:
     checkpoints: list[int] = field(default_factory=list)  # ids of the checkpoints that were written
     uncaptured: Uncaptured | None = None  # why the step was not a replayed graph; None if it was one
     times: StepTimes | None = None  # times of a traced step, where its worker can tell them
-    drafter_faults: tuple[DrafterFault, ...] = ()  # faults of drafters on the device since the last result
-    is_drafting_over: bool = False  # there are drafters on the device, and all of them are switched off
-    adaptation: AdaptationReport | None = None  # of a drafter that learns while it serves, if there is news
+    drafting: DraftingReport | None = None  # where there are drafters on the device

@@ -11,13 +11,14 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
 from outrider.core import AdaptationReport, Admission, Limits, RowEnd
-from outrider.core.drafter_faults import DrafterFault, FaultKind, FaultRecord, words_of
+from outrider.core.drafter_faults import FaultKind, FaultRecord, words_of
 from outrider.core.ranks import RankLost
+from outrider.core.step_messages import DraftingReport
 from outrider.drafters.base import Drafter, Drafts, HiddenReads, Step, ViewOf
 from outrider.drafters.choice import ProposalChoice
 from outrider.drafters.combined import CombinedDrafter
@@ -35,14 +36,6 @@ class WrongForm(ValueError):
 
 class SpoiledRows(RuntimeError):
     """A drafter has written to the rows' tensors: no row can be trusted until all are admitted anew."""
-
-
-class DrafterReport(NamedTuple):
-    """The part of a step's result that speaks of drafters."""
-
-    faults: tuple[DrafterFault, ...]  # since the last report
-    is_over: bool  # there are drafters, and all are switched off
-    adaptation: AdaptationReport | None = None  # of a drafter that learns, if there is news
 
 
 class StepLearner(Protocol):
@@ -299,7 +292,7 @@ class DrafterGuards:
                 raise SpoiledRows(f"drafter {guard.record.drafter} wrote to the tensors of the engine's rows; all "
                                   "requests are admitted anew")
 
-    def report(self, found: Sequence[WrongValue]) -> DrafterReport:
+    def report(self, found: Sequence[WrongValue]) -> DraftingReport:
         """Called when a step's result is read. Returns the faults since the last report. found: those of a step that
         the device found, any number of them."""
         for index, guard in enumerate(self._guards):
@@ -310,4 +303,4 @@ class DrafterGuards:
                 guard.record.add(kind, f"propose() returned {what} {own.value}")
         news = tuple(fault for guard in self._guards for fault in guard.record.take())
         adaptation = None if self._learner is None else self._learner.end_step()
-        return DrafterReport(news, bool(self._guards) and self.num_off == len(self._guards), adaptation)
+        return DraftingReport(news, bool(self._guards) and self.num_off == len(self._guards), adaptation)

@@ -307,7 +307,8 @@ class Engine:
             return []
         self._in_flight.popleft()
         self.stats.observe_step(result)
-        self.adaptation = result.adaptation or self.adaptation
+        if result.drafting is not None:
+            self.adaptation = result.drafting.adaptation or self.adaptation
         if self._host_faults is not None:
             self.stats.observe_faults(self._host_faults.take())
         if self.trace is not None:

@@ -55,9 +55,9 @@ class EngineStats:
             self.num_hit_tokens += admission.computed
             self.num_computed_prompt_tokens += max(0, admission.prompt_len - admission.computed)
         num_tokens, num_drafts = batch.num_tokens, batch.num_drafts
-        if batch.sharing is not None:  # the device knows which request gets how many: as if all got equally many
-            num_tokens = batch.num_requests + batch.sharing.total
-            least, more = divmod(batch.sharing.total, batch.num_requests)
+        if batch.drafting.sharing is not None:  # the device knows who gets how many: as if all got equally many
+            num_tokens = batch.num_token_rows
+            least, more = divmod(batch.drafting.sharing.total, batch.num_requests)
             num_drafts = [least + (index < more) for index in range(batch.num_requests)]
         self.num_step_tokens += num_tokens
         _count(self.steps_by_tokens, bisect_left(STEP_TOKENS, num_tokens))
@@ -73,8 +73,8 @@ class EngineStats:
         self.num_steps += 1
         if result.uncaptured is not None:
             self.uncaptured[result.uncaptured] += 1
-        if result.drafter_faults:
-            self.observe_faults(result.drafter_faults)
+        if result.drafting is not None and result.drafting.faults:
+            self.observe_faults(result.drafting.faults)
 
     def observe_faults(self, faults: Iterable[DrafterFault]) -> None:
         for fault in faults:

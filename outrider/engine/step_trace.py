@@ -49,7 +49,7 @@ class StepTrace:
         if batch is None:
             return None
         self._next = now + self._interval
-        batch = replace(batch, is_traced=True)
+        batch = replace(batch, mode=batch.mode._replace(is_traced=True))
         if len(self._pending) == MAX_PENDING:
             self._pending.clear()  # steps that failed have no result
         self._pending[batch.step] = batch, began, time.time()

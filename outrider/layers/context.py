@@ -23,7 +23,8 @@ from typing import Never, Protocol
 
 import torch
 
-from outrider.core.step_messages import AdapterPlacement, AdapterReach
+from outrider.core.adapter_orders import AdapterPlacement
+from outrider.core.step_messages import AdapterReach
 from outrider.formats import activate
 from outrider.kernels.adapter_tables import AdapterTables, RowSlots, TargetRange
 from outrider.kernels.moe import Routed

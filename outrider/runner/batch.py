@@ -21,6 +21,7 @@ from outrider.cache.groups import Group
 from outrider.core import Admission, ScheduledBatch
 from outrider.core.checked_request import PromptEmbeds
 from outrider.core.draft_confidence import DraftSharing
+from outrider.core.spans import MarkedSpans
 from outrider.kernels import ops
 from outrider.kernels.buffers import send, to_device
 from outrider.kernels.packet import StepExtents, StepPacket, pack, unpack
@@ -141,16 +142,16 @@ def pack_eager(scheduled: ScheduledBatch, padded: PaddedSize) -> tuple[EagerShap
         padded.requests, padded.tokens, sum(logit_counts), max(scheduled.num_drafts, default=0),
         scheduled.num_requests, sum(query_lens), ExactQueries((*query_lens, *extra)),
         ExactQueries((*scheduled.num_known, *extra)), tuple(logit_counts),
-        LengthBound(max(scheduled.bounds, default=0)), max(scheduled.num_pending, default=0),
+        LengthBound(max(scheduled.bounds, default=0)), max(scheduled.cache.num_pending, default=0),
     )
     return shape, _packed(scheduled, shape, query_lens, logit_counts, [])
 
 
-def token_spans(scheduled: ScheduledBatch, shape: EagerShape, device: torch.device) -> TokenSpans:
+def token_spans(scheduled: ScheduledBatch, marked: MarkedSpans, shape: EagerShape, device: torch.device) -> TokenSpans:
     """The marked span of every padded token of a batch."""
     first_row = [0, *accumulate(shape.queries.lens)]
     starts, ends = [0] * shape.tokens, [0] * shape.tokens
-    for request, start, end in scheduled.spans:
+    for request, start, end in marked.spans:
         before = scheduled.bounds[request] - scheduled.num_known[request]  # a step with a span has no drafts of it
         row = first_row[request] + start - before
         starts[row : row + end - start] = [start] * (end - start)
@@ -181,11 +182,11 @@ def pack_captured(scheduled: ScheduledBatch, shape: CapturedShape) -> list[int]:
     """The integers of a batch that a captured step serves."""
     boundaries: list[int] = []
     if shape.takes_checkpoints:
-        by_row = {write.row: write.boundary for write in scheduled.checkpoints}
-        if len(by_row) < len(scheduled.checkpoints):
+        by_row = {write.row: write.boundary for write in scheduled.cache.checkpoints}
+        if len(by_row) < len(scheduled.cache.checkpoints):
             raise ValueError("a request has several checkpoints, and a batch of this shape has room for one each")
         boundaries = [by_row.get(row, -1) for row in scheduled.rows]
-    sharing = scheduled.sharing if shares_drafts(shape) else None
+    sharing = scheduled.drafting.sharing if shares_drafts(shape) else None
     if sharing is None:
         return _packed(scheduled, shape, *_lens(scheduled), boundaries)
     # The device lays out the token rows of drafts (`share_drafts`).

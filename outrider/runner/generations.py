@@ -22,11 +22,11 @@ class Generations:
     @contextmanager
     def running(self, batch: ScheduledBatch) -> Iterator[None]:
         """Around everything that a step does to the device. Raises StepCancelled where nothing may be done."""
-        if batch.generation == self._current and self._has_failed:
+        if batch.mode.generation == self._current and self._has_failed:
             raise StepCancelled("a step before this one failed")
         try:
-            if batch.generation != self._current:
-                self._current, self._has_failed = batch.generation, False
+            if batch.mode.generation != self._current:
+                self._current, self._has_failed = batch.mode.generation, False
                 self._step.reset()
             yield
         except BaseException:

@@ -73,7 +73,7 @@ class LocalRunner:
     @torch.inference_mode()
     def _run(self, batch: ScheduledBatch, packed: PackedBatch) -> StepResult:
         start = time.perf_counter()
-        clock = self.device_step.clock = StepClock() if batch.is_traced else NO_CLOCK
+        clock = self.device_step.clock = StepClock() if batch.mode.is_traced else NO_CLOCK
         with self._generations.running(batch):
             if self._before_step is not None:
                 self._before_step(batch)
@@ -82,9 +82,9 @@ class LocalRunner:
             result = self.device_step.run(batch, packed)
             self.device_step.drafting.check_rows()
             done = read_result(batch, result, time.perf_counter() - start, Uncaptured.NO_GRAPHS)
-            if batch.form is StepForm.SPLIT:
+            if batch.mode.form is StepForm.SPLIT:
                 done = self.device_step.grammars.settle(batch, done)
-            if batch.is_traced:
+            if batch.mode.is_traced:
                 clock.lap("read")
                 done = replace(done, times=clock.times)
             return done

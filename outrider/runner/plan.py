@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from outrider.core import Admission, SamplingParams, ScheduledBatch
+from outrider.core.spans import MarkedSpans
 from outrider.core.step_messages import AdapterReach
 from outrider.layers import StandIns
 from outrider.mixers.batch import NO_SPANS, Spans
@@ -105,12 +106,13 @@ class StepPlanner:
             if not (self._has_sampler_kernels() and kernels_serve(self._needs)):
                 self._extras = StepExtras.from_params(asked, counts, self._vocab_size, state.device)
             self._asked = asked, counts, are_placed
+        marked = scheduled.part(MarkedSpans)
         any_sampled = any(not params.is_greedy for params in asked)
         targets = self._recurrent.targets(scheduled, shape.requests)
         extras = self._extras if processors is None else replace(self._extras, processors=processors)
-        return StepPlan(self._needs, extras, any_sampled, scheduled.num_wanted,
+        return StepPlan(self._needs, extras, any_sampled, scheduled.drafting.num_wanted,
                         NoCheckpoints() if targets is None else ListedCheckpoints(targets),
-                        token_spans(scheduled, shape, state.device) if scheduled.spans else NO_SPANS,
+                        NO_SPANS if marked is None else token_spans(scheduled, marked, shape, state.device),
                         self._additions(scheduled, shape))
 
     def _additions(self, scheduled: ScheduledBatch, shape: EagerShape) -> RowAdditions:

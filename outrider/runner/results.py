@@ -45,9 +45,7 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
     if not result.drafting:
         return done
     faults = [WrongValue.from_code(own[FAULT], own[FAULT_VALUE]) for own in counts if own[FAULT]]
-    report = result.drafting.report(faults)
-    return replace(done, drafter_faults=report.faults, is_drafting_over=report.is_over,
-                   adaptation=report.adaptation)
+    return replace(done, drafting=result.drafting.report(faults))
 
 
 def with_asked_logprobs(result: DeviceResult, batch: ScheduledBatch, params: RowParams) -> DeviceResult:
@@ -66,7 +64,7 @@ def _run_logprobs(scheduled: ScheduledBatch, result: DeviceResult,
     nums = [params.logprobs for params in result.params]
     asked = [num for num in nums if num is not None]
     num_drafts = scheduled.num_drafts
-    if scheduled.sharing is not None and result.shares_drafts:  # then the device knows, and all of them were alive
+    if scheduled.drafting.sharing is not None and result.shares_drafts:  # the device knows, and all of them were alive
         num_drafts = [own[3] for own in counts[: scheduled.num_requests]]
     sampled = [1 + drafts if samples else 0
                for drafts, samples in zip(num_drafts, scheduled.samples, strict=True)]  # logit rows
@@ -98,7 +96,7 @@ def _written(scheduled: ScheduledBatch, result: DeviceResult) -> list[int]:
     flags = result.written.tolist()
     if isinstance(result.checkpoints, RowCheckpoints):
         index_of = {row: i for i, row in enumerate(scheduled.rows)}
-        flags = [flags[index_of[write.row]] for write in scheduled.checkpoints]
-    writes = [*scheduled.checkpoints, *scheduled.folds]
+        flags = [flags[index_of[write.row]] for write in scheduled.cache.checkpoints]
+    writes = [*scheduled.cache.checkpoints, *scheduled.cache.folds]
     flags += result.folded.tolist()
     return [write.id for write, was_written in zip(writes, flags, strict=True) if was_written]

@@ -13,6 +13,7 @@ from functools import partial
 import torch
 
 from outrider.core import NULL_ROW, AdapterReach, Admission, SamplingParams, ScheduledBatch, StepForm
+from outrider.core.adapter_orders import AdapterPlacements
 from outrider.core.checked_request import NO_REQUEST
 from outrider.drafters.base import Drafter, HiddenReads, Step
 from outrider.drafters.guard import DrafterGuards
@@ -148,23 +149,24 @@ class DeviceStep:
 
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
         """Everything the host tells the device, before the step begins."""
-        self._folded = self.recurrent.fold(scheduled.folds, self.state.computed)  # their rows may be taken below
-        self.pool.apply(scheduled.pages)
+        self._folded = self.recurrent.fold(scheduled.cache.folds, self.state.computed)  # their rows may be taken below
+        self.pool.apply(scheduled.cache.pages)
         self.state.admit(scheduled.admissions)
         if self.adapters is not None:
-            self.adapters.place(scheduled.adapters)
+            if (placed := scheduled.part(AdapterPlacements)) is not None:
+                self.adapters.place(placed.placements)
             self.adapters.admit({own.row: own.request.adapter for own in scheduled.admissions})
         self.recurrent.admit(scheduled.admissions)
         self.grammars.admit(scheduled.admissions)
         self.planner.admit(scheduled.admissions)
-        self.recurrent.give_pages(scheduled.checkpoints)
-        self.drafting.begin_step(scheduled.ends)
+        self.recurrent.give_pages(scheduled.cache.checkpoints)
+        self.drafting.begin_step(scheduled.drafting.ends)
         self.drafting.admit(scheduled.admissions)
-        self.state.take_host_drafts(scheduled.host_drafts)
-        if scheduled.form is StepForm.SPLIT:
+        self.state.take_host_drafts(scheduled.drafting.from_host)
+        if scheduled.mode.form is StepForm.SPLIT:
             self.grammars.begin(scheduled)
-        self.state.write_pages(scheduled.pages.table_writes)  # last for the rows: see RowState.admit
-        self.drafting.fill_slots(self._view_of_admitted, is_cold=scheduled.num_wanted == 0)
+        self.state.write_pages(scheduled.cache.pages.table_writes)  # last for the rows: see RowState.admit
+        self.drafting.fill_slots(self._view_of_admitted, is_cold=scheduled.drafting.num_wanted == 0)
 
     @torch.inference_mode()
     def load_filling(self, count: int) -> None:
@@ -198,7 +200,7 @@ class DeviceStep:
         plan = self.planner.plan(scheduled, packed.shape)
         half = self.forward_half(packed.shape, packed.ints, plan)
         self.clock.lap("forward")
-        if scheduled.form is StepForm.SPLIT:
+        if scheduled.mode.form is StepForm.SPLIT:
             self.host_turn(scheduled)
             self.clock.lap("grammars")
         # Before drafters, which may write to the hidden states.

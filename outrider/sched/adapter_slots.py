@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from outrider.core.step_messages import AdapterPlacement
+from outrider.core.adapter_orders import AdapterPlacement
 
 
 class AdapterSlots:

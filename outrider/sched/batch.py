@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from outrider.cache.checkpoints import StateProgress
-from outrider.core import Admission, CheckpointWrite, HostDraft, PageChanges, RowEnd, ScheduledBatch, StepForm
-from outrider.core.draft_confidence import DraftSharing
-from outrider.core.spans import MarkedSpan
-from outrider.core.step_messages import AdapterPlacement
+from outrider.core import Admission, ScheduledBatch, StepForm
+from outrider.core.batch_part import BatchPart
+from outrider.core.spans import MarkedSpan, MarkedSpans
+from outrider.core.step_messages import CacheOrders, DraftOrders, StepMode
 from outrider.sched.request import Request
 
 
@@ -25,7 +25,7 @@ class BatchBuilder:
         self._num_known: list[int] = []
         self._num_drafts: list[int] = []
         self._samples: list[bool] = []
-        self._num_pending: list[int] = []
+        self.num_pending: list[int] = []  # accepted drafts of each request that wait to be folded, at most
         self._before: list[int] = []  # bounds before the step
         self._spans: list[MarkedSpan] = []
 
@@ -43,7 +43,7 @@ class BatchBuilder:
         self._num_known.append(num_known)
         self._num_drafts.append(num_drafts)
         self._samples.append(samples)
-        self._num_pending.append(request.num_pending)
+        self.num_pending.append(request.num_pending)
         self._before.append(own.at_most)
         request.num_pending = num_drafts
         own.at_most = bound
@@ -77,12 +77,11 @@ class BatchBuilder:
             progress[request.id] = StateProgress(request.folded, max(request.folded, sure), least, before + known)
         return progress
 
-    def build(self, admissions: Iterable[Admission], pages: PageChanges, host_drafts: list[HostDraft],
-              checkpoints: list[CheckpointWrite], folds: list[CheckpointWrite], num_wanted: int,
-              form: StepForm = StepForm.WHOLE, *, shares_pages: bool = False,
-              adapters: list[AdapterPlacement] | None = None, ends: list[RowEnd],
-              sharing: DraftSharing | None = None) -> ScheduledBatch:
+    def build(self, admissions: Iterable[Admission], cache: CacheOrders, drafting: DraftOrders, form: StepForm,
+              parts: tuple[BatchPart, ...] = ()) -> ScheduledBatch:
         requests = self.requests
+        if self._spans:
+            parts = (*parts, MarkedSpans(self._spans))
         return ScheduledBatch(
             step=self.step,
             request_ids=[r.id for r in requests],
@@ -93,17 +92,8 @@ class BatchBuilder:
             samples=self._samples,
             bounds=[r.bound.at_most for r in requests],
             admissions=list(admissions),
-            pages=pages,
-            host_drafts=host_drafts,
-            checkpoints=checkpoints,
-            folds=folds,
-            num_pending=self._num_pending,
-            num_wanted=num_wanted,
-            generation=self._generation,
-            form=form,
-            spans=self._spans,
-            shares_pages=shares_pages,
-            adapters=adapters or [],
-            ends=ends,
-            sharing=sharing,
+            cache=cache,
+            drafting=drafting,
+            mode=StepMode(self._generation, form),
+            parts=parts,
         )

@@ -14,6 +14,8 @@ from outrider.cache.manager import CacheManager, Start
 from outrider.core import (
     Admission,
     Bound,
+    CacheOrders,
+    DraftOrders,
     FaultRecord,
     Finish,
     Limits,
@@ -23,6 +25,7 @@ from outrider.core import (
     StepForm,
     StepResult,
 )
+from outrider.core.adapter_orders import AdapterPlacements
 from outrider.core.draft_confidence import DraftSharing
 from outrider.sched.adapter_slots import AdapterSlots
 from outrider.sched.batch import BatchBuilder
@@ -152,18 +155,18 @@ class Scheduler:
         batch = self._in_flight.pop(result.step)
         if seconds is not None and self._drafts is not None:
             self._drafts.observe_step(batch, seconds)
-        if result.is_drafting_over and self._host_drafts is None:
+        if result.drafting is not None and result.drafting.is_over and self._host_drafts is None:
             self._drafts = FixedDrafts(0)
         updates: list[Update] = []
         settled: list[SettledDrafts] = []
         requests, host_drafts = self._requests, self._host_drafts
-        is_shared, learns = batch.sharing is not None, self._drafts is not None
+        is_shared, learns = batch.drafting.sharing is not None, self._drafts is not None
         failed = [part.request_id for part in result.requests if part.finish is Finish.ERROR]
         for request_id in self.cache.settle_promises(result.step, failed, result.checkpoints):
             self._start_again(requests[request_id])  # its epoch rises, so its results from this step on are dropped
         # Checkpoints before requests: they cover tokens that were known when the step ran, and a request may end below.
         self.cache.settle_checkpoints(result.step, result.checkpoints, lambda owner: requests[owner].token_ids, failed)
-        from_host = {draft.row for draft in batch.host_drafts}
+        from_host = {draft.row for draft in batch.drafting.from_host}
         for part, row, known, drafts, sampled in zip(
             result.requests, batch.rows, batch.num_known, batch.num_drafts, batch.samples, strict=True
         ):
@@ -200,7 +203,7 @@ class Scheduler:
         self.preempt_all()
         if self.adapters is not None:
             self.adapters.forget_all()
-        self.cache.forget_unsettled([batch.pages for batch in batches])
+        self.cache.forget_unsettled([batch.cache.pages for batch in batches])
         for request_id in self._suspects.fail(points):
             self.end(request_id, Finish.ERROR, error)
         self._try_suspects(is_new=True)
@@ -496,13 +499,13 @@ class Scheduler:
         step = self.stats.num_steps
         checkpoints = self.cache.grant_checkpoints(step, batch.progress) if self.cache.takes_checkpoints else []
         folds = self.cache.take_folds(step)
-        pages = self.cache.take_changes()
+        cache = CacheOrders(self.cache.take_changes(), checkpoints, folds, batch.num_pending, self.cache.shares_pages)
+        from_host = [] if self._host_drafts is None else self._host_drafts.take()
+        drafting = DraftOrders(plan.num_wanted, from_host, self._sharing_of(batch, plan), self._ends)
         form = batch.form if self._num_with_form else StepForm.WHOLE
-        host_drafts = [] if self._host_drafts is None else self._host_drafts.take()
-        scheduled = batch.build(self._admissions, pages, host_drafts, checkpoints, folds, plan.num_wanted, form,
-                                shares_pages=self.cache.shares_pages,
-                                adapters=None if self.adapters is None else self.adapters.take_changes(),
-                                ends=self._ends, sharing=self._sharing_of(batch, plan))
+        placements = () if self.adapters is None else tuple(self.adapters.take_changes())
+        parts = (AdapterPlacements(placements),) if placements else ()
+        scheduled = batch.build(self._admissions, cache, drafting, form, parts)
         self._admissions, self._ends = [], []
         self._in_flight[scheduled.step] = scheduled
         self.stats.num_steps += 1

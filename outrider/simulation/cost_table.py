@@ -108,7 +108,7 @@ class CostTable:
                 attention += self._attend(known, bound - known)
         seconds = self.decode(num_decoding, num_drafts) if num_decoding else 0.0
         if num_prompt:
-            own = self.prompt_steps(len(batch.num_known), proposes=batch.num_wanted > 0)
+            own = self.prompt_steps(len(batch.num_known), proposes=batch.drafting.num_wanted > 0)
             tokens = num_decoding + num_drafts + num_prompt
             seconds = max(seconds, own.step(tokens)) + attention
         for cost in self.reading:

@@ -35,14 +35,15 @@ class SimulatedDevice:
     def run(self, batch: ScheduledBatch) -> StepResult:
         for admission in batch.admissions:
             self._rows[admission.row] = SimulatedRow(admission)
-        written = [fold.id for fold in batch.folds]
-        for write in batch.checkpoints:
+        written = [fold.id for fold in batch.cache.folds]
+        for write in batch.cache.checkpoints:
             row, known = self._rows[write.row], batch.num_known[batch.rows.index(write.row)]
             if row.num_folded < write.boundary <= row.computed + known:
                 written.append(write.id)
         parts = zip(batch.request_ids, batch.epochs, batch.rows, batch.num_known, batch.num_drafts, batch.samples,
                     strict=True)
-        return StepResult(batch.step, [self._advance(batch.num_wanted, *part) for part in parts], checkpoints=written)
+        results = [self._advance(batch.drafting.num_wanted, *part) for part in parts]
+        return StepResult(batch.step, results, checkpoints=written)
 
     def skip(self, rows: Sequence[int], num_steps: int) -> None:
         """Each of the rows decodes for so many steps without drafts."""

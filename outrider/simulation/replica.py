@@ -129,7 +129,7 @@ class SimulatedReplica:
         self._device_free = max(now, self._device_free) + seconds
         self.busy += seconds
         self._in_flight.append(InFlight(batch, self._device_free))
-        if batch.num_wanted and (num := sum(map(_is_decoding, batch.num_known, batch.samples))):
+        if batch.drafting.num_wanted and (num := sum(map(_is_decoding, batch.num_known, batch.samples))):
             self._outcome.drafts.choose(num, sum(batch.num_drafts))
         return True
 

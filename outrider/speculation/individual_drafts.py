@@ -76,7 +76,7 @@ class IndividualDrafts(LearnedDrafts):
             return
         count = batch.num_requests
         plain = self._costs.step(count, count)
-        added = self._costs.step(batch.num_tokens, count) - plain + self._costs.draft(batch.num_wanted, count)
+        added = self._costs.step(batch.num_tokens, count) - plain + self._costs.draft(batch.drafting.num_wanted, count)
         checks_drafts = batch.num_tokens > count
         if self._slowness.observe(plain, added, seconds, checks_drafts=checks_drafts) and not self._depth.proposed:
             self._tries.allow(count)

@@ -168,12 +168,12 @@ class SizedDrafts(LearnedDrafts):
                                  for request, result, num_scheduled in settled if num_scheduled])
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
-        count, depth, wanted = batch.num_requests, max(batch.num_drafts, default=0), batch.num_wanted
+        count, depth, wanted = batch.num_requests, max(batch.num_drafts, default=0), batch.drafting.num_wanted
         if max(batch.num_known, default=0) != 1 or count > MANY and batch.step % LOOK_EVERY:
             return
         if depth and depth != wanted:  # a time of two numbers
             return
-        rows = batch.num_tokens if batch.sharing is None else count + batch.sharing.total
+        rows = batch.num_token_rows
         foreseen = (self._costs.step(rows, count) + self._costs.read(batch.bounds) + rows * self._sampling
                     + self._costs.draft(wanted, count))
         self._times.observe(count, READING if wanted and not depth else depth, rows, foreseen, seconds)

@@ -137,7 +137,7 @@ def test_products_that_are_added_in_place_round_as_others_do() -> None:
 def test_the_reference_writes_no_row_without_an_adapter(tmp_path: Path) -> None:
     from outrider.adapters.store import AdapterStore, with_adapters
     from outrider.core import Limits
-    from outrider.core.step_messages import AdapterPlacement
+    from outrider.core.adapter_orders import AdapterPlacement
     from outrider.kernels.adapter_tables import NO_SLOT
     from outrider.layers import Linear, find_modules
 

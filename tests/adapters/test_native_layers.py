@@ -13,7 +13,7 @@ import torch
 
 from outrider.adapters.store import AdapterStore, with_adapters
 from outrider.core import Limits
-from outrider.core.step_messages import AdapterPlacement
+from outrider.core.adapter_orders import AdapterPlacement
 from outrider.kernels import cpu as native
 from outrider.layers import RowAdapters, StepContext
 from outrider.layers.context import LinearLayer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from outrider.core.step_messages import AdapterPlacement
+from outrider.core.adapter_orders import AdapterPlacement
 from outrider.sched.adapter_slots import AdapterSlots
 
 SIZES = {1: 40, 2: 30, 3: 30, 4: 100}

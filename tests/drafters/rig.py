@@ -38,7 +38,7 @@ class DraftRig(Rig):
 
     def _poison(self, batch: ScheduledBatch) -> None:
         self._current = batch
-        self.num_cold += batch.num_wanted == 0
+        self.num_cold += batch.drafting.num_wanted == 0
         super()._poison(batch)
 
     def _recorded(self, step: Step) -> Drafts:

@@ -98,8 +98,8 @@ def test_f2_every_pass_has_the_bound_of_its_own_batch(kind: str, family: str, tm
             # Rows just admitted have one slot to fill first, if not a head's without a hit; then the step's tokens, and
             # one pass per further draft.
             filled = [a.computed + 1 for a in batch.admissions if kind == "draft_model" or a.computed]
-            bounds = [max(filled)] if filled and batch.num_wanted else []
-            bounds += [min(bound + ahead, MAX_LEN) for ahead in range(1, batch.num_wanted + 1)]
+            bounds = [max(filled)] if filled and batch.drafting.num_wanted else []
+            bounds += [min(bound + ahead, MAX_LEN) for ahead in range(1, batch.drafting.num_wanted + 1)]
             expected = [own for own in bounds for _ in range(num_drafter_groups)]
             assert [tokens for drafts, tokens, *_ in passes if drafts] == expected
         bounds = [max(batch.bounds) for batch in rig.batches]
@@ -159,7 +159,7 @@ def test_f2_hybrids_latent_layers_and_the_assistant_are_bounded_by_the_batch(
         for batch, passes in zip(rig.batches, recorder.passes, strict=True):
             bound = max(batch.bounds)
             assert {tokens for drafts, tokens, *_ in passes if not drafts} == {bound}
-            ahead = range(1) if model == "gemma4_assistant" else range(1, max(1, batch.num_wanted) + 1)
+            ahead = range(1) if model == "gemma4_assistant" else range(1, max(1, batch.drafting.num_wanted) + 1)
             found = {tokens for drafts, tokens, *_ in passes if drafts}
             assert found <= {min(bound + s, MAX_LEN) for s in ahead}
             num_ahead |= {tokens - bound for tokens in found}

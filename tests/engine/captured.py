@@ -39,7 +39,7 @@ class AsCaptured:
 
     @torch.inference_mode()
     def run(self, batch: ScheduledBatch, packed: PackedBatch) -> StepResult:
-        step, batch = self._rig.step, replace(batch, form=self._form)
+        step, batch = self._rig.step, replace(batch, mode=batch.mode._replace(form=self._form))
         self._rig._poison(batch)
         step.apply_host_writes(batch)
         key = self.keys.key_for(batch, step.state)

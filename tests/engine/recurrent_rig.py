@@ -17,6 +17,7 @@ from outrider.cache.groups import LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec
 from outrider.core import NULL_PAGE, NULL_ROW, Admission, CheckpointWrite, Limits, ScheduledBatch, StepResult
 from outrider.core.checked_request import NO_REQUEST
+from outrider.core.step_messages import CacheOrders
 from outrider.layers import StepContext
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
 from outrider.layers.kda import KDAMixer, KDANames, KDAShape
@@ -253,7 +254,7 @@ class BackendRig:
         scheduled = ScheduledBatch(
             0, [p.stream.row for p in parts], [0] * len(parts), [p.stream.row for p in parts], known, drafts,
             [True] * len(parts), [p.stream.computed + k + d for p, k, d in zip(parts, known, drafts, strict=True)],
-            checkpoints=list(targets),
+            cache=CacheOrders(checkpoints=list(targets)),
         )
         ints = torch.tensor([
             [*(p.stream.row for p in parts), *[NULL_ROW] * extra_requests],
@@ -342,7 +343,7 @@ class StateRig(Rig):
         batch = super()._watched_schedule()
         if batch is not None:
             self.requests |= {request.id: request for request in self.scheduler._running}
-            folds = [fold.row for fold in batch.folds]
+            folds = [fold.row for fold in batch.cache.folds]
             self._free_rows[batch.step] = [row for row in (NULL_ROW, *self.scheduler._free_rows) if row not in folds]
         return batch
 
@@ -358,9 +359,9 @@ class StateRig(Rig):
         self._owner |= dict(zip(batch.rows, batch.request_ids, strict=True))
         updates = super()._watched_update(result, seconds)
         if self._compares:
-            for write in [*batch.checkpoints, *batch.folds]:
+            for write in [*batch.cache.checkpoints, *batch.cache.folds]:
                 if write.id in result.checkpoints:
-                    owner = owners[write.row] if write in batch.folds else self._owner[write.row]
+                    owner = owners[write.row] if write in batch.cache.folds else self._owner[write.row]
                     self._compare_checkpoint(owner, write)
             self._compare_rows()
         return updates

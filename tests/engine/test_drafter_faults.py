@@ -133,7 +133,7 @@ def assert_noted(rig: Rig, lines: list[str], kind: FaultKind, words: str, num: i
         return
     assert len(off) == 1 and "switched off" in off[0] and words in off[0]
     assert [name for name, _ in stats.drafters_off] == [drafter]
-    assert drafts_nothing(rig.scheduler) and not rig.batches[-1].num_wanted
+    assert drafts_nothing(rig.scheduler) and not rig.batches[-1].drafting.num_wanted
 
 
 VALUES = given(st.sampled_from(["count", "token"]), st.sampled_from(EXTREMES), st.integers(0, 20), st.integers(0, 8),
@@ -202,7 +202,7 @@ def check_exceptions(method: str, start: int, times: int) -> None:
 def test_a_few_faults_leave_a_drafter_on() -> None:
     rig, lines = assert_harmless(FaultyDrafter(at=range(2, 2 + MAX_DRAFTER_FAULTS - 1)))
     assert_noted(rig, lines, FaultKind.RAISED, "propose() raised", MAX_DRAFTER_FAULTS - 1)
-    assert rig.engine.stats.num_draft_tokens > 0 and rig.batches[-1].num_wanted == K
+    assert rig.engine.stats.num_draft_tokens > 0 and rig.batches[-1].drafting.num_wanted == K
 
 
 @pytest.mark.parametrize("name", WRITES)

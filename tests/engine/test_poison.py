@@ -33,7 +33,7 @@ def test_poisoned_pages_never_reach_an_output(family: str, dtype: torch.dtype) -
 
 def assert_recycled(rig: Rig) -> None:
     """Pages went from owner to owner, and their unused slots still held NaN at the end."""
-    writes = [write for batch in rig.batches for write in batch.pages.table_writes]
+    writes = [write for batch in rig.batches for write in batch.cache.pages.table_writes]
     granted = [page for write in writes for page in write.pages if page != NULL_PAGE]
     assert max(granted.count(page) for page in set(granted)) > 1
     assert rig.step.pool.data.isnan().any()
@@ -54,9 +54,9 @@ def test_a_page_that_changes_group_is_cleared() -> None:
     short, long = (Ask(prompt_of(length, length), SamplingParams(seed=1, max_tokens=7)) for length in (3, 50))
     with Rig(tiny_model("gemma3"), **settings) as rig:
         rig.run([short] * 3)  # a page for each of them, in each of the two groups
-        assert not [page for batch in rig.batches for page in batch.pages.cleared]
+        assert not [page for batch in rig.batches for page in batch.cache.pages.cleared]
         rig.run([long])  # needs four of the group without a window
-        cleared = [page for batch in rig.batches for page in batch.pages.cleared]
+        cleared = [page for batch in rig.batches for page in batch.cache.pages.cleared]
         assert cleared and NULL_PAGE not in cleared
 
 

@@ -68,8 +68,8 @@ class SharedDrafts(DraftCounts):
 ])
 def test_tokens_are_those_without_drafts(family: str, drafter: str, stands_in: bool) -> None:
     rig, _ = run_captured(family, drafter, SharedDrafts(K), stands_in=stands_in, scripted=SureDrafter)
-    shared = [(batch.sharing.total, [part.num_drafted for part in result.requests])
-              for batch, result in zip(rig.batches, rig.results, strict=True) if batch.sharing is not None]
+    shared = [(batch.drafting.sharing.total, [part.num_drafted for part in result.requests])
+              for batch, result in zip(rig.batches, rig.results, strict=True) if batch.drafting.sharing is not None]
     assert all(sum(counts) <= total for total, counts in shared)
     assert sum(len(set(counts)) > 1 for _, counts in shared) > 3, "requests get different numbers"
     assert drafter == "mtp" or {part.num_accepted for result in rig.results for part in result.requests} == {0, 1, 2, 3}
@@ -128,7 +128,8 @@ def test_the_engine_checks_what_its_drafter_is_sure_of() -> None:
         rig.scheduler._drafts = SizedDrafts(K, StepCosts((1, 12, 48), (1.0, 1.05, 2.0), is_padded=True))
         AsCaptured(rig)
         assert tokens_of(rig.run(asks)) == wanted
-    shared = [result for batch, result in zip(rig.batches, rig.results, strict=True) if batch.sharing is not None]
+    shared = [result for batch, result in zip(rig.batches, rig.results, strict=True)
+              if batch.drafting.sharing is not None]
     drafted, accepted = (sum(getattr(part, name) for result in shared for part in result.requests)
                          for name in ("num_drafted", "num_accepted"))
     assert len(shared) > 5 and accepted > 0.75 * drafted

@@ -78,7 +78,8 @@ def test_the_host_acts_between_forward_and_sampler(monkeypatch: pytest.MonkeyPat
         ((expected,),) = tokens_of(rig.run([Ask(prompt_of(1, 9), greedy(8))]))
         assert order == ["forward", "finish"] * len(rig.batches), "no turn in a whole step"
         order.clear()
-        rig.runner._run = lambda batch, packed: run(replace(batch, form=StepForm.SPLIT), packed)  # type: ignore[method-assign]
+        rig.runner._run = lambda batch, packed: run(  # type: ignore[method-assign]
+            replace(batch, mode=batch.mode._replace(form=StepForm.SPLIT)), packed)
         ((cut,),) = tokens_of(rig.run([Ask(prompt_of(1, 9), greedy(8))]))
     assert order == ["forward", "host", "finish"] * (len(order) // 3)
     assert cut == expected[: expected.index(expected[2]) + 1], "the id that the host wrote ends the request"

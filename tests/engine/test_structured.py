@@ -164,15 +164,15 @@ def test_captured_halves_give_the_same_tokens(drafts: str) -> None:
 def test_steps_are_split_only_where_a_grammar_samples() -> None:
     with rig_of(max_num_batched_tokens=16, enable_prefix_caching=False) as rig:
         assert tokens_of(rig.run(ASKS[4:])) == expected()[4:]
-        assert {batch.form for batch in rig.batches} == {StepForm.WHOLE}
+        assert {batch.mode.form for batch in rig.batches} == {StepForm.WHOLE}
         rig.batches.clear()
         assert tokens_of(rig.run([ASKS[0], ASKS[4]])) == [expected()[0], expected()[4]]
-        forms = [batch.form for batch in rig.batches]
+        forms = [batch.mode.form for batch in rig.batches]
         assert forms[0] is StepForm.WHOLE, "of a prompt in chunks only the last one samples"
         assert forms[-1] is StepForm.SPLIT
         rig.batches.clear()
         assert tokens_of(rig.run(ASKS[5:])) == expected()[5:]
-        assert {batch.form for batch in rig.batches} == {StepForm.WHOLE}, "after the last grammar has ended"
+        assert {batch.mode.form for batch in rig.batches} == {StepForm.WHOLE}, "after the last grammar has ended"
 
 
 def test_a_text_that_has_all_of_its_form_ends_beside_a_mate_with_min_tokens() -> None:

@@ -17,6 +17,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.cache.groups import LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec
 from outrider.core import NULL_ROW, CheckpointWrite, Limits, ScheduledBatch
+from outrider.core.step_messages import CacheOrders
 from outrider.kernels.gpu import mamba2, recurrent_inputs
 from outrider.kernels.gpu.mamba2_scan import LongRuns
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
@@ -182,7 +183,7 @@ class Twins:
         request_of = [i for i, n in enumerate(lens) for _ in range(n)] + [len(lens) - 1] * padded[1]
         bounds = [p.life.computed + k + d for p, k, d in zip(parts, known, drafts, strict=True)]
         scheduled = ScheduledBatch(0, rows, [0] * len(parts), rows, known, drafts, [True] * len(parts), bounds,
-                                   checkpoints=targets)
+                                   cache=CacheOrders(checkpoints=targets))
         ints = torch.tensor([
             [*rows, *[NULL_ROW] * padded[0]], [*(p.life.computed for p in parts), *extra],
             [*(0 if p.is_dead else p.known for p in parts), *extra],

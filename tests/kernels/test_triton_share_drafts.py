@@ -16,6 +16,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.core import ScheduledBatch
 from outrider.core.draft_confidence import CHANCE_BITS, MOST_CHANCE, NUM_LEVELS, WEIGHT_BITS, DraftSharing, levels_of
+from outrider.core.step_messages import DraftOrders
 from outrider.kernels import ops
 from outrider.kernels.gpu.share_drafts import share_drafts
 from outrider.kernels.packet import StepPacket, unpack
@@ -79,7 +80,7 @@ def packet_of(case: Case, device: torch.device) -> StepPacket:
     rows = list(range(1, count + 1))
     sharing = DraftSharing(case.total, [own.weight for own in case.members], case.chances)
     batch = ScheduledBatch(0, rows, [0] * count, rows, [1] * count, [own.most for own in case.members], [True] * count,
-                           [8] * count, sharing=sharing if case.total else None)
+                           [8] * count, drafting=DraftOrders(sharing=sharing if case.total else None))
     tokens = count + (case.total or sum(batch.num_drafts)) + case.spare_tokens
     shape = CapturedShape.decoding(count + case.spare_requests, tokens, case.max_drafts, window=0, max_len=64)
     return unpack(shape, torch.tensor(pack_captured(batch, shape), device=device))

@@ -426,5 +426,5 @@ def test_batches_tell_which_rows_requests_have_left(monkeypatch: pytest.MonkeyPa
     with learning_rig() as rig:
         serve(rig, prompts(3, seed=2), 6)
         serve(rig, prompts(1, seed=3), 1)
-        ends = [end for batch in rig.batches for end in batch.ends]
+        ends = [end for batch in rig.batches for end in batch.drafting.ends]
         assert len(ends) == 3 and {end.row for end in ends} == set(rig.batches[0].rows)

@@ -134,7 +134,7 @@ def test_a_worker_that_tells_no_times_is_one_part() -> None:
     rig = tiny_engine()
     add_request(rig.engine, "a", [1, 2, 3], SamplingParams(max_tokens=1))
     batch = trace.schedule(rig.scheduler)
-    assert batch is not None and batch.is_traced
+    assert batch is not None and batch.mode.is_traced
     trace.finish(StepResult(batch.step + 1, []))  # of another step
     trace.finish(StepResult(batch.step, [], seconds=0.25))
     (own,) = traced

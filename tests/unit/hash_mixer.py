@@ -190,7 +190,7 @@ class HashMixerRunner:
         self._check_batch(batch)
         for page in blank_pages:
             self._fill(page, POISON)
-        folded = [self._fold_ended(fold) for fold in batch.folds]
+        folded = [self._fold_ended(fold) for fold in batch.cache.folds]
         self._apply_host_writes(batch)
         lives = [self._live(batch, i) for i in range(batch.num_requests)]
         self._forward(batch, lives)
@@ -202,7 +202,8 @@ class HashMixerRunner:
 
     def _check_batch(self, batch: ScheduledBatch) -> None:
         if not batch.rows:
-            assert batch.folds and not batch.admissions and not batch.checkpoints, "a batch without anything to do"
+            orders = batch.cache
+            assert orders.folds and not batch.admissions and not orders.checkpoints, "a batch without anything to do"
             return
         assert 0 < batch.num_tokens <= self.limits.max_batched_tokens, "batch over the token budget"
         assert len(set(batch.rows)) == batch.num_requests <= self.limits.max_requests, "a row is in the batch twice"
@@ -212,13 +213,13 @@ class HashMixerRunner:
         assert max(batch.bounds) <= self.limits.max_len, "a bound beyond the longest request"
 
     def _apply_host_writes(self, batch: ScheduledBatch) -> None:
-        for page in batch.pages.cleared:
+        for page in batch.cache.pages.cleared:
             self.seen.num_cleared_pages += 1
             self._fill(page, CLEARED)
             self._group_of[page] = -1
         for admission in batch.admissions:
             self._admit(admission)
-        for write in batch.pages.table_writes:
+        for write in batch.cache.pages.table_writes:
             table = self._tables[write.group][write.row]
             assert write.start + len(write.pages) <= len(table), "a write beyond the page table"
             table[write.start : write.start + len(write.pages)] = write.pages
@@ -228,7 +229,7 @@ class HashMixerRunner:
                     self._group_of[page] = write.group
         for admission in batch.admissions:
             self._find_valid(admission)
-        for draft in batch.host_drafts:
+        for draft in batch.drafting.from_host:
             self._take_host_draft(draft)
 
     def _admit(self, admission: Admission) -> None:
@@ -344,18 +345,18 @@ class HashMixerRunner:
     def _advance_states(self, batch: ScheduledBatch, lives: list[Live | None]) -> list[int]:
         """Fold, apply the known tokens, store; drafts are only kept. Returns the checkpoints written."""
         if not self._has_state:
-            assert not batch.checkpoints and not batch.folds
+            assert not batch.cache.checkpoints and not batch.cache.folds
             return []
         written: list[int] = []
         targets: dict[int, list[CheckpointWrite]] = {}
-        for write in batch.checkpoints:
+        for write in batch.cache.checkpoints:
             assert write.row in batch.rows, "a checkpoint of a row that is not in the batch"
             targets.setdefault(write.row, []).append(write)
         for i, live in enumerate(lives):
             if live is None:
                 continue
             state = live.state
-            assert state.pending <= batch.num_pending[i], "more drafts wait to be folded than the host thinks"
+            assert state.pending <= batch.cache.num_pending[i], "more drafts wait to be folded than the host thinks"
             known = state.tokens[state.computed : state.computed + live.num_known]
             if live.row in self._bad:
                 state.state = NOT_FINITE
@@ -417,7 +418,7 @@ class HashMixerRunner:
         assert self.limits.max_drafts or state.computed == batch.bounds[i], "fewer tokens computed than the bound"
         state.drafts = []
         if run and state.alive:
-            count = self._rng.randint(0, batch.num_wanted)
+            count = self._rng.randint(0, batch.drafting.num_wanted)
             state.drafts = guess_after(state.seed, state.tokens, count, self._right, self._rng)
         self._write_guesses(live.row, state)
         if live.samples:

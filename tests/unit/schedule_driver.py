@@ -201,9 +201,10 @@ class Driver:
             step = InFlight(batch, self.pool.take_unwritten())
             self._steps.append(step)
             self.counts["steps"] += 1
-            assert {draft.row for draft in batch.host_drafts} <= set(batch.rows), "a draft for nobody's row"
+            assert {draft.row for draft in batch.drafting.from_host} <= set(batch.rows), "a draft for nobody's row"
             folded = {r.row: r.folded for r in self.requests if r.state is State.RUNNING}
-            assert all(write.boundary > folded[write.row] for write in batch.checkpoints), "a state that has passed"
+            writes = batch.cache.checkpoints
+            assert all(write.boundary > folded[write.row] for write in writes), "a state that has passed"
             self.counts["chunked prompts"] += batch.samples.count(False)
             if not self.scenario.is_lazy:
                 step.result = self.device.step(batch, step.unwritten)

@@ -20,6 +20,7 @@ from outrider.core.checked_request import CheckedRequest, PromptEmbeds
 from outrider.core.decode_sizes import size_for, unequal_sizes
 from outrider.core.params import SamplingParams
 from outrider.core.pooling_params import PoolingParams
+from outrider.core.step_messages import CacheOrders, DraftOrders, StepMode
 from outrider.kernels.packet import StepPacket, empty_packet, unpack
 from outrider.kernels.step import NUM_COUNTS
 from outrider.mixers import EveryPosition, LatentLayer
@@ -144,7 +145,7 @@ def test_graphs_of_start_up_stand_in_for_all_decode_steps_with_parameters(is_cos
     assert sum(key.sampler is SamplerForm.FULL for key in at_start) <= 9 + len(PROMPTS_AT_START)
     asked = rows_of(logprobs=1)
     for requests, drafts, num_wanted in itertools.product((1, 5, 40, 64), range(4), (0, 3)):
-        key = served(made, replace(batch_of([drafts] * requests), num_wanted=num_wanted), asked)
+        key = served(made, replace(batch_of([drafts] * requests), drafting=DraftOrders(num_wanted)), asked)
         wide = made.wider(key, at_start)
         assert wide is not None and wide.covers(key) and wide.sampler is SamplerForm.FULL
         assert made.wider(replace(key, form=StepForm.SPLIT), at_start) is None
@@ -180,7 +181,7 @@ def test_few_graphs_serve_all_numbers_of_drafts_and_proposals(is_costly: bool) -
         for drafts, num_wanted in itertools.product(range(4), range(4)):
             if not is_costly and num_wanted not in (0, 3):
                 continue  # it always proposes all it can
-            batch = replace(batch_of([drafts] + [0] * (requests - 1)), num_wanted=num_wanted)
+            batch = replace(batch_of([drafts] + [0] * (requests - 1)), drafting=DraftOrders(num_wanted))
             key = served(made, batch)
             keys.add(key)
             serving = key if key in at_start else made.wider(key, at_start)
@@ -203,7 +204,7 @@ def test_different_numbers_of_drafts_share_sizes_at_most_32_apart(num_requests: 
         even = [base + (i < more) for i in range(num_requests)]
         first = [min(3, max(0, total - 3 * i)) for i in range(num_requests)]
         for num_drafts in (even, first):
-            key = served(made, replace(batch_of(num_drafts), num_wanted=3))
+            key = served(made, replace(batch_of(num_drafts), drafting=DraftOrders(3)))
             sizes.add(key.tokens)
             if more == 0 and num_drafts is even:
                 assert key.tokens == padded * (1 + 3), "the graph of start-up that proposes three"
@@ -222,7 +223,7 @@ def test_graphs_that_are_captured_when_idle_stand_in_for_different_numbers_of_dr
     made = graphs(is_costly=is_costly)
     later = {*made.decoding(), *made.usual()}
     assert len(later) == len([*made.decoding(), *made.usual()])
-    batch = replace(batch_of([3] * 32 + [0] * 32), num_wanted=3)
+    batch = replace(batch_of([3] * 32 + [0] * 32), drafting=DraftOrders(3))
     key, wider = served(made, batch), made.wider(served(made, batch), later)
     assert key == GraphKey(64, 160, 3, True) and wider == GraphKey(64, 192, 3, True)
     assert made.wider(key, list(made.decoding())) == GraphKey(64, 256, 3, True)
@@ -253,7 +254,7 @@ def test_the_scheduler_fills_sizes_that_are_captured(requests: int, max_drafts: 
 @pytest.mark.parametrize("num_drafts", [0, 1, 2, 3])
 def test_start_up_has_a_graph_for_every_number_of_drafts(num_requests: int, num_drafts: int) -> None:
     """A batch of a new size is padded to more requests, but neither to more drafts nor to a longer proposal."""
-    batch = replace(batch_of([num_drafts] * num_requests), num_wanted=num_drafts)
+    batch = replace(batch_of([num_drafts] * num_requests), drafting=DraftOrders(num_drafts))
     for takes_checkpoints in (False, True):
         made = graphs(takes_checkpoints=takes_checkpoints)
         captured = [*made.decoding_at_start(), *made.fewer_drafts()]
@@ -351,7 +352,7 @@ def writes(*targets: tuple[int, int]) -> list[CheckpointWrite]:
 
 def test_checkpoints_are_integers_of_a_captured_batch() -> None:
     """One boundary per padded request, or -1; a step without checkpoints has none, and other integers are the same."""
-    made, batch = graphs(), replace(batch_of([1, 0, 2]), checkpoints=writes((3, 48), (1, 32)))
+    made, batch = graphs(), replace(batch_of([1, 0, 2]), cache=CacheOrders(checkpoints=writes((3, 48), (1, 32))))
     key = served(made, batch)
     assert key.takes_checkpoints and key != served(made, batch_of([1, 0, 2]))
     shape = made.shape(key)
@@ -375,22 +376,22 @@ def test_an_empty_packet_is_all_padding() -> None:
 
 
 def test_several_checkpoints_of_a_request_and_folds_run_eagerly() -> None:
-    several = replace(batch_of([0, 0]), checkpoints=writes((1, 32), (2, 48), (1, 48)))
+    several = replace(batch_of([0, 0]), cache=CacheOrders(checkpoints=writes((1, 32), (2, 48), (1, 48))))
     assert graphs().key_for(several, PLAIN) is Uncaptured.SEVERAL_CHECKPOINTS
-    assert graphs().key_for(replace(batch_of([0]), folds=writes((2, 16))), PLAIN) is Uncaptured.FOLDS
+    assert graphs().key_for(replace(batch_of([0]), cache=CacheOrders(folds=writes((2, 16)))), PLAIN) is Uncaptured.FOLDS
     with pytest.raises(ValueError, match="several checkpoints"):
         pack_captured(several, CapturedShape.decoding(2, 2, 0, window=0, max_len=80, takes_checkpoints=True))
 
 
 def test_a_split_step_has_a_graph_of_its_own() -> None:
     made, batch = graphs(takes_checkpoints=True), batch_of([1, 0, 2])
-    whole, split = served(made, batch), served(made, replace(batch, form=StepForm.SPLIT))
+    whole, split = served(made, batch), served(made, replace(batch, mode=StepMode(form=StepForm.SPLIT)))
     assert split == replace(whole, form=StepForm.SPLIT) and made.shape(split) == made.shape(whole)
     assert all(key.form is StepForm.WHOLE for key in made.at_start()), "captured when it is met"
 
 
 def test_what_was_written_by_request_is_reported_by_checkpoint() -> None:
-    batch = replace(batch_of([0, 0, 0]), checkpoints=writes((3, 48), (1, 32)), folds=writes((9, 16)))
+    batch = replace(batch_of([0, 0, 0]), cache=CacheOrders(checkpoints=writes((3, 48), (1, 32)), folds=writes((9, 16))))
     counts, run = torch.zeros(4, NUM_COUNTS, dtype=torch.int64), torch.zeros(4, 1, dtype=torch.int64)
     for flags, ids in (([1, 0, 0, 0, 0], [11]), ([0, 1, 1, 1, 0], [10]), ([1, 1, 1, 1, 1], [10, 11, 10])):
         written, folded = torch.tensor(flags, dtype=torch.bool).split((4, 1))

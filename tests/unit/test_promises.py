@@ -290,8 +290,8 @@ def test_the_host_knows_whether_enough_requests_hold_the_same_pages(monkeypatch:
     rig = Rig()
     rig.add(*prompts(manager.FEWEST_SHARERS), prompts(40)[39][:24])
     batch = rig.step()
-    assert batch is not None and not batch.shares_pages, "the first of them shares nobody's pages"
+    assert batch is not None and not batch.cache.shares_pages, "the first of them shares nobody's pages"
     rig.add(*prompts(12)[11:], first=20)
-    assert (batch := rig.step()) is not None and batch.shares_pages
+    assert (batch := rig.step()) is not None and batch.cache.shares_pages
     rig.run()
     assert not rig.cache.shares_pages

@@ -293,14 +293,14 @@ def request(index: int, prompt: Sequence[int], new: int = 20) -> Request:
 def play(batch: ScheduledBatch, state: dict[int, tuple[int, int]], accepted: int = 0, finish: Finish = Finish.NO,
          proposed: int = 3) -> StepResult:
     """As a device would: `state` is (computed, pending) by row. Everyone gets token 5 after the accepted drafts."""
-    written = [w.id for w in batch.folds if state[w.row][0] - state[w.row][1] < w.boundary <= state[w.row][0]]
+    written = [w.id for w in batch.cache.folds if state[w.row][0] - state[w.row][1] < w.boundary <= state[w.row][0]]
     for admission in batch.admissions:
         state[admission.row] = (admission.computed, 0)
     parts = []
     for i, row in enumerate(batch.rows):
         computed, pending = state[row]
         known = batch.num_known[i]
-        own = [w for w in batch.checkpoints if w.row == row]
+        own = [w for w in batch.cache.checkpoints if w.row == row]
         written += [w.id for w in own if computed - pending < w.boundary <= computed + known]
         taken = min(accepted, batch.num_drafts[i])
         state[row] = (computed + known + taken, taken)
@@ -326,7 +326,7 @@ def test_a_row_that_ends_with_drafts_pending_is_folded_in_the_next_step() -> Non
     drive(sched, state, accepted=3, finish=Finish.STOP)  # 17 computed, of which 14 are in the state
     assert sched.num_running == 0 and sched.has_work
     batch = drive(sched, state)
-    assert batch.num_requests == 0 and [fold.boundary for fold in batch.folds] == [16]
+    assert batch.num_requests == 0 and [fold.boundary for fold in batch.cache.folds] == [16]
     assert not sched.has_work and sched.cache.usage() == 0
     sched.add(request(1, [*TOKENS[:13], 5, 5, 5, 5, 5, 5, 5]))
     assert drive(sched, state).admissions[0].computed == 16, "the next turn of the chat"
@@ -339,7 +339,7 @@ def test_a_fold_reads_its_row_before_the_next_owner_gets_it() -> None:
     drive(sched, state, accepted=3, finish=Finish.STOP)
     sched.add(request(1, [9, 9, 9]))
     batch = drive(sched, state)
-    assert batch.folds[0].row == batch.admissions[0].row, "in one batch: folds come first"
+    assert batch.cache.folds[0].row == batch.admissions[0].row, "in one batch: folds come first"
 
 
 @pytest.mark.parametrize(("prompt", "accepted", "folds"), [(13, 1, []), (13, 2, [16]), (12, 2, []), (12, 3, [16]),
@@ -351,7 +351,7 @@ def test_a_fold_is_for_a_boundary_among_the_pending_drafts(prompt: int, accepted
     drive(sched, state)
     drive(sched, state, accepted, Finish.LENGTH)
     batch = sched.schedule()
-    assert [fold.boundary for fold in (batch.folds if batch else [])] == folds
+    assert [fold.boundary for fold in (batch.cache.folds if batch else [])] == folds
 
 
 def test_who_would_begin_from_a_fold_waits_for_it() -> None:
@@ -361,7 +361,7 @@ def test_who_would_begin_from_a_fold_waits_for_it() -> None:
     drive(sched, state, accepted=3, finish=Finish.STOP)
     sched.add(request(1, [*TOKENS[:13], 5, 5, 5, 5, 5]))
     fold = sched.schedule()
-    assert fold is not None and fold.folds and fold.num_requests == 0
+    assert fold is not None and fold.cache.folds and fold.num_requests == 0
     assert sched.schedule() is None, "until the fold is reported"
     sched.update(play(fold, state))
     assert drive(sched, state).admissions[0].computed == 16
@@ -401,7 +401,7 @@ def test_a_failed_step_spoils_what_later_ones_write_of_ended_requests() -> None:
         drive(sched, state)
     assert sched.schedule() is not None  # computes token 19
     second = sched.schedule()
-    assert second is not None and [write.boundary for write in second.checkpoints] == [20]
+    assert second is not None and [write.boundary for write in second.cache.checkpoints] == [20]
     sched._requests[0].token_ids.append(5)  # as if it were known
     sched.end(0, Finish.ABORT)
     assert sched.cache.usage() > 0, "what the second step may write is waited for"
@@ -423,9 +423,9 @@ def test_an_error_leaves_no_fold() -> None:
 def test_the_host_says_how_many_drafts_may_wait() -> None:
     sched, state = scheduler(), {}
     sched.add(request(0, TOKENS[:13]))
-    assert drive(sched, state).num_pending == [0]
-    assert drive(sched, state).num_pending == [0]
-    assert drive(sched, state).num_pending == [3]
+    assert drive(sched, state).cache.num_pending == [0]
+    assert drive(sched, state).cache.num_pending == [0]
+    assert drive(sched, state).cache.num_pending == [3]
 
 
 # Sizes

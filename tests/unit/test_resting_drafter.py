@@ -14,6 +14,7 @@ from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.decode_sizes import FEW
 from outrider.core.draft_confidence import LEVEL_BITS
 from outrider.core.params import SamplingParams
+from outrider.core.step_messages import DraftOrders
 from outrider.sched.request import Request, State
 from outrider.speculation.acceptance import PATIENT, Acceptance
 from outrider.speculation.auto_drafts import auto_drafts
@@ -71,7 +72,7 @@ class Serving:
         self._num_steps += 1
         ids, ones = [request.id for request in decoding], [1] * len(decoding)
         batch = ScheduledBatch(self._num_steps, ids, ones, ids, ones, plan.num_drafts, [True] * len(ids), ones,
-                               num_wanted=num_wanted)
+                               drafting=DraftOrders(num_wanted))
         if decoding and plan.sharing is None:
             self._chooser.observe_step(batch, seconds * self._slowness(self._num_steps))
         return Served(seconds, max(self._costs.step(count, count), self._host(0)), tokens, sum(plan.num_drafts))

@@ -157,7 +157,7 @@ def test_a_drafter_sees_prompts_of_requests_that_start_in_this_step(is_padded: b
     sched._drafts = auto_drafts(2, costs, always_propose=False)
     sched.add(request(0, 5))
     batch = scheduled(sched)
-    assert batch.admissions and batch.num_wanted == 2 and max(batch.num_drafts) == 0
+    assert batch.admissions and batch.drafting.num_wanted == 2 and max(batch.num_drafts) == 0
 
 
 class SharedRows(DraftCounts):
@@ -174,11 +174,11 @@ def test_the_device_shares_no_rows_out_in_a_step_with_prompts() -> None:
     sched.add(request(0, 2, new=20), request(1, 2, new=20))
     sched.update(result_of(scheduled(sched)))
     batch = scheduled(sched)
-    assert batch.sharing is not None and batch.num_drafts == [3, 3]
+    assert batch.drafting.sharing is not None and batch.num_drafts == [3, 3]
     sched.update(result_of(batch))
     sched.add(request(2, 2, new=20))
     batch = scheduled(sched)
-    assert batch.admissions and batch.sharing is None and batch.num_drafts == [1, 1, 0]
+    assert batch.admissions and batch.drafting.sharing is None and batch.num_drafts == [1, 1, 0]
 
 
 @pytest.mark.parametrize(("finish", "observed"), [(Finish.LENGTH, 1), (Finish.NO, 3)])
@@ -306,7 +306,7 @@ def test_the_drafts_of_a_request_that_gives_way_reach_no_row() -> None:
     sched.add(request(0, 2, new=10), request(1, 3, new=10))
     for _ in range(6):
         batch = scheduled(sched)
-        assert {draft.row for draft in batch.host_drafts} <= set(batch.rows)
+        assert {draft.row for draft in batch.drafting.from_host} <= set(batch.rows)
         sched.update(result_of(batch))
     assert sched.stats.num_preemptions > 0
 

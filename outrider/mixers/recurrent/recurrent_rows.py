@@ -104,18 +104,18 @@ class RecurrentRows:
 
     def targets(self, scheduled: ScheduledBatch, num_requests: int) -> CheckpointTargets | None:
         """Targets of the batch's checkpoints, any number for each request; num_requests includes padded ones."""
-        if not scheduled.checkpoints:
+        if not scheduled.cache.checkpoints:
             return None
         index_of = {row: i for i, row in enumerate(scheduled.rows)}
-        requests = [index_of[write.row] for write in scheduled.checkpoints]
-        targets = self._make_targets(scheduled.checkpoints, requests, num_requests)
+        requests = [index_of[write.row] for write in scheduled.cache.checkpoints]
+        targets = self._make_targets(scheduled.cache.checkpoints, requests, num_requests)
         if self.backend.finds_runs:
             return targets
         # The host says where boundaries lie among scanned tokens, which is right only if its bound is exact.
         ends, known, drafts = scheduled.bounds, scheduled.num_known, scheduled.num_drafts
         return targets._replace(scans=tuple(
             ScanTarget(i, target, write.boundary - (ends[i] - known[i] - drafts[i]))
-            for target, (i, write) in enumerate(zip(requests, scheduled.checkpoints, strict=True))
+            for target, (i, write) in enumerate(zip(requests, scheduled.cache.checkpoints, strict=True))
             if known[i] >= self.backend.scan_from_tokens
         ))
 

@@ -231,7 +231,7 @@ class CudaRunner:
         pending = self._run(batch)
         pending.check = self.device_step.ranks.check
         self.device_step.drafting.check_rows()
-        if batch.form is StepForm.SPLIT:
+        if batch.mode.form is StepForm.SPLIT:
             grammars = self.device_step.grammars
             amend = grammars.settle if self._reads_before_next else grammars.explain
             pending.amend = torch.inference_mode()(partial(amend, batch))

@@ -18,6 +18,7 @@ from typing import Any
 
 from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.core.decode_sizes import FEW, size_for
+from outrider.core.spans import MarkedSpans
 from outrider.core.step_messages import AdapterReach
 from outrider.drafters.guard import DrafterGuards
 from outrider.mixers.mixer import EVERY_LENGTH
@@ -89,17 +90,17 @@ class GraphKeys:
 
     def key_for(self, batch: ScheduledBatch, state: RowState) -> GraphKey | Uncaptured:
         """The graph that serves a batch, or the reason why none does. After the batch's admissions."""
-        rows = {write.row for write in batch.checkpoints}
-        if batch.folds:
+        rows = {write.row for write in batch.cache.checkpoints}
+        if batch.cache.folds:
             return Uncaptured.FOLDS
-        if batch.spans:
+        if batch.part(MarkedSpans):
             return Uncaptured.SPANS
         adapters = AdapterReach.NOTHING
         if state.params.have_adapters(batch.rows) and not (adapters := self._reach_of_adapters()):
             return Uncaptured.ADAPTERS
         if state.params.embeds_of(batch):
             return Uncaptured.PROMPT_EMBEDS
-        if len(rows) < len(batch.checkpoints):
+        if len(rows) < len(batch.cache.checkpoints):
             return Uncaptured.SEVERAL_CHECKPOINTS
         if batch.num_requests > self.limits.max_requests:
             return Uncaptured.TOO_MANY_REQUESTS
@@ -109,12 +110,13 @@ class GraphKeys:
         if not all(batch.samples) or max(batch.num_known) > 1:
             return self._with_prompts(batch, bool(rows), sampler, adapters)
         drafts = max(batch.num_drafts)
-        shares = self._takes_shared and batch.shares_pages and batch.num_requests > FEW and drafts <= SHARED_DRAFTS
+        shares = (self._takes_shared and batch.cache.shares_pages and batch.num_requests > FEW
+                  and drafts <= SHARED_DRAFTS)
         shares = shares and not adapters and self._is_sharing_ready()
         sizes = self.sizes.shared if shares else self.sizes.requests
         requests = next_size(sizes, batch.num_requests)
-        num_wanted = batch.num_wanted
-        num_tokens = batch.num_tokens if batch.sharing is None else batch.num_requests + batch.sharing.total
+        num_wanted = batch.drafting.num_wanted
+        num_tokens = batch.num_token_rows
         is_unequal = requests > FEW and not shares and num_tokens < batch.num_requests * (1 + drafts)
         if not self._is_costly:
             num_wanted = self.limits.max_drafts if num_wanted or drafts else 0
@@ -122,7 +124,7 @@ class GraphKeys:
             num_wanted = max(drafts, num_wanted)
             drafts = drafts if is_unequal else num_wanted
         tokens = size_for(requests, num_tokens, drafts) if is_unequal else requests * (1 + drafts)
-        return GraphKey(requests, tokens, num_wanted, drafts > 0, bool(rows), form=batch.form, sampler=sampler,
+        return GraphKey(requests, tokens, num_wanted, drafts > 0, bool(rows), form=batch.mode.form, sampler=sampler,
                         shares_pages=shares, adapters=adapters,
                         longest=self._short if max(batch.bounds) <= self._short else EVERY_LENGTH)
 
@@ -149,8 +151,9 @@ class GraphKeys:
             return Uncaptured.TOO_MANY_TOKENS
         return GraphKey(
             next_size(self.sizes.prompt_requests, batch.num_requests),
-            next_size(self.sizes.prompt_tokens, batch.num_tokens), self.limits.max_drafts if batch.num_wanted else 0,
-            any(batch.num_drafts), takes_checkpoints, has_prompts=True, form=batch.form, sampler=sampler,
+            next_size(self.sizes.prompt_tokens, batch.num_tokens),
+            self.limits.max_drafts if batch.drafting.num_wanted else 0,
+            any(batch.num_drafts), takes_checkpoints, has_prompts=True, form=batch.mode.form, sampler=sampler,
             adapters=adapters,
         )
 

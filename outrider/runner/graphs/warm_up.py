@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from outrider.core import NULL_ROW, Axis, Limits, ScheduledBatch
-from outrider.core.step_messages import AdapterReach
+from outrider.core.step_messages import AdapterReach, CacheOrders
 from outrider.kernels import compiling
 from outrider.kernels.buffers import to_device
 from outrider.layers.base import find_modules
@@ -41,7 +41,7 @@ def dead_batch(lens: list[int], drafts: int, bound: int, num_pending: int = 0) -
     return ScheduledBatch(
         step=0, request_ids=[0] * count, epochs=[0] * count, rows=[NULL_ROW] * count,
         num_known=[max(1, n - drafts) for n in lens], num_drafts=[min(drafts, n - 1) for n in lens],
-        samples=[True] * count, bounds=[bound] * count, num_pending=[num_pending] * count,
+        samples=[True] * count, bounds=[bound] * count, cache=CacheOrders(num_pending=[num_pending] * count),
     )
 
 
