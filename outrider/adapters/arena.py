@@ -33,7 +33,7 @@ class AdapterArena:
         self._changed: dict[int, frozenset[int]] = {}  # the targets that it changes
 
     def place(self, adapter: HostAdapter, slot: int, offset: int) -> None:
-        """Copy an adapter to its place. Queued behind the steps that may still read the memory."""
+        """Copy an adapter to its place. The copy is queued behind the steps that may still read the memory."""
         end = offset + adapter.size
         tables = self.tables
         assert end <= len(tables.numbers), "the scheduler has placed an adapter beyond the arena"
@@ -66,7 +66,7 @@ class AdapterArena:
 
     @property
     def num_numbers(self) -> int:
-        """The room for all adapters together."""
+        """How many numbers the arena has room for, over all adapters."""
         return len(self.tables.numbers)
 
     @property

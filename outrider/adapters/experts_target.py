@@ -124,7 +124,8 @@ class ExpertsTarget(Target):
         return {(index, begin) for index in experts for begin in begins}
 
     def held_rank(self, rest: str, rank: int) -> int:
-        """Gate and up that were adapted apart lie one behind the other, with the ranks of both."""
+        """The rank that the arena must hold. If gate and up have factors of their own, these lie one behind the other,
+        so the rank is doubled."""
         return 2 * rank if self.is_gated and rest.endswith(("gate_proj", "up_proj")) else rank
 
     @cached_property
@@ -132,7 +133,7 @@ class ExpertsTarget(Target):
         return frozenset(map(str, range(self.experts.num_experts)))
 
     def config_name(self, module: str) -> str:
-        """PEFT's wrapper of a joint parameter goes by the parameter's name."""
+        """The name that patterns of the config match: that of the parameter, if PEFT has wrapped a joint parameter."""
         experts = module.removesuffix(".base_layer")
         return f"{experts}.{next(iter(self.parts))}" if experts.endswith("experts") else module
 
@@ -152,7 +153,8 @@ class ExpertsTarget(Target):
                            "the adapter is for another base model")
 
     def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
-        """Scales are folded into the second factor: those of gate and up may differ."""
+        """Join the factors of all modules. Scales are folded into the second factor, because gate and up may have
+        different ones."""
         pieces = [self._factors_of(pair) for pair in pairs]
         count = self.experts.num_experts
         used = torch.zeros(count, dtype=torch.int64)  # ranks of each expert

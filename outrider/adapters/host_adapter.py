@@ -105,7 +105,7 @@ def _check_tensors(folder: str, pair: FactorPair, a: torch.Tensor, b: torch.Tens
 
 
 def _is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether all numbers are finite in a dtype. NaN is the least and the largest of numbers that it is among."""
+    """Whether all numbers are finite in a dtype. The minimum and the maximum suffice: both are NaN if any number is."""
     return bool(torch.stack(torch.aminmax(tensor)).to(dtype).isfinite().all())
 
 

@@ -80,7 +80,8 @@ class FactorPair:
 
 @dataclass(frozen=True)
 class PeftFolder:
-    """An adapter's folder, of which only the headers are read. `pairs`: by the module's name in transformers."""
+    """An adapter's folder. Opening it reads the config and the header of the file, but no tensor. `pairs`: the factors
+    by the module's name in transformers."""
 
     path: Path
     pairs: Mapping[str, FactorPair]

@@ -86,7 +86,7 @@ class StepAdapters(RowAdapters):
 
 
 class Unchanged(ProductChange):
-    """The change of a product whose layer no adapter of this step changes: none."""
+    """Stands for the change of a product that no adapter of this step changes. It adds nothing."""
 
     def add_to(self, out: torch.Tensor) -> None: ...
 

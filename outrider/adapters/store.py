@@ -108,7 +108,8 @@ class AdapterStore(LoadedAdapters):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether kernels add what adapters add: other operations read the device."""
+        """Whether kernels compute what adapters add. The torch operations that do so otherwise read the device, so
+        steps with them cannot be captured."""
         return all(operation.serves(self.arena.tables.numbers) for operation in OPERATIONS)
 
     def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> StepAdapters:

@@ -38,7 +38,7 @@ class Target(ABC):
 
     @abstractmethod
     def sizes(self, rank: int) -> tuple[int, int]:
-        """Numbers of the two factors on the rank that holds the most."""
+        """How many numbers each of the two factors has, on the rank that holds the most."""
 
     @abstractmethod
     def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
@@ -74,7 +74,8 @@ class Target(ABC):
     @property
     @abstractmethod
     def bounds(self) -> tuple[int, int]:
-        """The output features of this rank's module, or of each of its experts, that the target is."""
+        """Begin and end of the output features that the target covers, in this rank's module or in each of its
+        experts."""
 
     def room(self, rank: int) -> int:
         return sum(map(aligned, self.sizes(rank)))
@@ -107,7 +108,7 @@ class TargetPart(NamedTuple):
     rows: torch.Tensor | None = None  # of the second factor, in the target's order; None: all, as they are
 
     def of_pair(self, pair: FactorPair) -> FactorPair:
-        """The module's factors, of which the second has this part's rows alone."""
+        """The module's factors, with the second one cut to the rows of this part."""
         return pair if self.rows is None else replace(pair, b_shape=(len(self.rows), *pair.b_shape[1:]))
 
     def of_factor(self, b: torch.Tensor) -> torch.Tensor:
@@ -116,7 +117,7 @@ class TargetPart(NamedTuple):
 
 @dataclass(frozen=True)
 class JointModule:
-    """A module that changes several targets of one layer: its rows hold theirs head by head."""
+    """A module that changes several targets of one layer. Each head's rows hold a part for every target."""
 
     targets: tuple[LinearTarget, ...]
     layout: HeadLayout

@@ -75,7 +75,7 @@ class Targets:
 
     @property
     def bounds(self) -> list[int]:
-        """Begin and end of every target's output features within its layer, one target behind the other."""
+        """Begin and end of every target's output features within its layer, in the order of targets."""
         return [bound for target in self.all for bound in target.bounds]
 
     @cached_property
@@ -91,7 +91,8 @@ class Targets:
         return {name: tuple(own) for name, own in by_name.items()}
 
     def find(self, module: str, pair: FactorPair) -> tuple[TargetPart, ...]:
-        """The targets that a file's module changes, mostly one. Refused by the tensor's name if the model has none."""
+        """The targets that a file's module changes, mostly one. Raises an error that names the tensor if the model has
+        no such module."""
         name = plain_name(module)
         # An adapter has the names of transformers' modules, the model those of its makers' files.
         published = plain_name(self.slot_name(f"model.{name}.weight").removesuffix(".weight"))
@@ -117,12 +118,13 @@ class Targets:
                            "base model")
 
     def planned_room(self, rank: int) -> int:
-        """Numbers of an adapter of this rank on all planned targets."""
+        """How many numbers an adapter of this rank has if it changes all planned targets."""
         return sum(target.room(rank) for target in self.all if target.is_planned)
 
 
 def _below(owner: str, *names: str) -> str | None:
-    """The rest of the first name that is the owner's, or that of a module below it."""
+    """The part of a module's name behind the owner's name, for the first of `names` that is the owner or lies below
+    it."""
     return next((name[len(owner) + 1 :] for name in names if f"{name}.".startswith(f"{owner}.")), None)
 
 

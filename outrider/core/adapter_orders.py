@@ -18,6 +18,7 @@ class AdapterPlacement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlacements(BatchPart):
-    """They are made before rows are admitted, which may have these adapters."""
+    """The placements of one step. They are carried out before rows are admitted, because admitted requests may have
+    these adapters."""
 
     placements: tuple[AdapterPlacement, ...]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 
 class BatchPart:
-    """A subclass is plain data, and lies with its feature. A batch has the part only if there is something to tell."""
+    """Base of what one feature sends with a batch. A subclass is plain data and lies in the feature's folder. A batch
+    has the part only if there is something to send."""
 
     __slots__ = ()

@@ -1,4 +1,4 @@
-"""ClassHead: a model's head that scores classes instead of tokens, as the engine and its fronts know it. No torch."""
+"""ClassHead: what the engine and its fronts know of a model's head that scores classes instead of tokens. No torch."""
 
 from __future__ import annotations
 

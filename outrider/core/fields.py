@@ -63,7 +63,8 @@ class OneOf:
 
 @dataclasses.dataclass(frozen=True)
 class Finite:
-    """Says of a number that it must be finite, as every number here must, and what stands in the place of infinity."""
+    """Words for the error message about an infinite number: every number must be finite, and `instead` names what to
+    give instead."""
 
     instead: str
 
@@ -231,8 +232,9 @@ def _check_of(declared: Any) -> Check:
 
 
 def _all_of(declared: Any) -> Check:
-    """Whether all items of a collection are allowed. Token ids may come by the thousands: where all are plain integers,
-    the least and the greatest decide. A vocabulary has a hundred thousand texts, which are looked at as one."""
+    """A check of all items of a collection. Token ids may come by the thousands: where all are plain integers, checking
+    the least and the greatest suffices. A vocabulary has a hundred thousand texts, which are checked as one joined
+    text."""
     each, words = _check_of(declared)
     if declared is str:
         return (lambda items: (set(map(type, items)) <= {str} and _is_text("".join(items)))

@@ -10,8 +10,8 @@ MEMINFO = Path("/proc/meminfo")
 
 
 def available_bytes() -> int:
-    """Free bytes, with those that hold copies of files: the system gives them up at once, and after a model was read or
-    copied they may be most of the memory. Without /proc only what is free counts."""
+    """Bytes that a process may take, including memory that caches copies of files: the system frees it at once, and
+    after a model was read it may be most of the memory. Without /proc only free memory counts."""
     try:
         found = re.search(r"^MemAvailable:\s*(\d+) kB", MEMINFO.read_text(encoding="utf-8"), re.M)
     except OSError:  # another system

@@ -21,8 +21,8 @@ class OutputReader:
         return self._kind is not RequestOutputKind.FINAL_ONLY or output.finished or output.error is not None
 
     def read(self, output: Output) -> Output:
-        """A copy of the output, or of the part that has not been read. A part has all samples, also those that have
-        nothing new, so that it is finished when the whole output is."""
+        """A copy of the output, or of its unread part. A part always has all samples, even those without news, so that
+        it is finished when the whole output is."""
         if self._kind is not RequestOutputKind.DELTA or not isinstance(output, RequestOutput):
             return output.copy()
         part = output.copy()
@@ -35,7 +35,8 @@ class OutputReader:
         return part
 
     def _keep_unread(self, sample: CompletionOutput) -> None:
-        """Takes away what has been read. After an interrupt, an output may be shorter than that for a while."""
+        """Remove what has been read from a sample. After an interrupt the output may be shorter than that for a
+        while."""
         num_tokens, num_characters = self._num_tokens.get(sample.index, 0), self._num_characters.get(sample.index, 0)
         self._num_tokens[sample.index] = max(num_tokens, len(sample.token_ids))
         self._num_characters[sample.index] = max(num_characters, len(sample.text))

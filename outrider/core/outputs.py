@@ -99,7 +99,7 @@ class RequestMetrics:
 
 
 def count_first(counts: list[int], number: int, times: int = 1) -> None:
-    """Count so many more at each of the first places."""
+    """Add `times` to each of the first `number` counts."""
     if number > len(counts):
         counts += [0] * (number - len(counts))
     for position in range(number):
@@ -223,8 +223,8 @@ class RequestOutput:
 
 
 def _twin(instance: Shared) -> Shared:
-    """A copy that shares its fields. A server makes one for every run of every stream, and dataclasses.replace takes
-    ten times as long."""
+    """A shallow copy. A server makes one for every run of every stream, and dataclasses.replace takes ten times as
+    long."""
     twin = object.__new__(type(instance))
     twin.__dict__.update(instance.__dict__)
     return twin

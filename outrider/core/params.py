@@ -69,13 +69,13 @@ NEUTRAL: dict[str, Any] = {
 
 
 def asked_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """The given fields without those that are not here and ask for nothing."""
+    """The given fields, without fields that do not exist here and have a value that asks for nothing."""
     return {name: value for name, value in given.items()
             if name not in REFUSED_FIELDS or not (value is None or value == NEUTRAL.get(name))}
 
 
 class _SamplingParamsType(type):
-    """Checks the names of all fields before an instance is made, whose own errors would name no alternative."""
+    """Checks field names before an instance is made: dataclass's own error would suggest no alternative."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
         asked = asked_fields(given)

@@ -46,8 +46,8 @@ class PromptSpans:
         return position
 
     def chunk(self, start: int, length: int, most: int) -> int:
-        """Tokens of the chunk from `start` on that is nearest to `length` and cuts no span; 0 if the span that begins
-        there has more than `most` tokens."""
+        """The number of tokens of the chunk from `start` on that is nearest to `length` and cuts no span; 0 if a span
+        begins at `start` and has more than `most` tokens."""
         end = start + length
         for first, last in self.spans:
             if first < end < last:

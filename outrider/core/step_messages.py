@@ -206,7 +206,7 @@ class ScheduledBatch:
     parts: tuple[BatchPart, ...] = ()  # of features, at most one of each kind
 
     def part(self, kind: type[Part]) -> Part | None:
-        """The part of this kind, if the batch has one."""
+        """The batch's part of this class; None if it has none."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     @property

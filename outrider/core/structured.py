@@ -31,7 +31,7 @@ class FormClient:
 
 
 class OwnFailure(str):
-    """Error message of a request that failed by its own parameters."""
+    """Error message of a request that failed because of what it asked for."""
 
 
 class FormFailure(OwnFailure):
@@ -143,7 +143,7 @@ class StructuredOutputsParams:
 
 
 def _depth(value: Any) -> int:
-    """Objects and lists inside each other."""
+    """How deep objects and lists are nested."""
     depth, layer = 0, [value]
     while layer := [item for item in layer if isinstance(item, dict | list)]:
         depth += 1

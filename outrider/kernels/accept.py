@@ -41,10 +41,11 @@ def accept(
     rules: StopRules,
     row: torch.Tensor,
 ) -> Accepted:
-    """sampled [L] are the tokens of the logit rows; those of a request begin at its first_logit [R]. drafts [R, K]; the
-    others are [R]: live drafts, whether the request samples (and is alive), its known tokens and its row. `bad` [L] are
-    the logit rows the sampler found nothing in: the run stops before one and the request ends with Finish.ERROR, unless
-    it ended earlier in the run."""
+    """Accept drafts, and find each request's run and whether it ends the request. sampled [L]: the tokens of the
+    logit rows, those of a request from its first_logit [R] on. drafts [R, K]. The others are [R]: live drafts,
+    whether the request samples (and is alive), its known tokens and its row. bad [L]: logit rows in which the
+    sampler found no token. The run stops before such a row and the request ends with Finish.ERROR, unless it ended
+    earlier in the run."""
     num_requests, width = drafts.shape[0], drafts.shape[1] + 1
     assert len(num_drafts) == len(samples) == len(known) == len(row) == num_requests, "requests disagree"
     step = torch.arange(width, device=sampled.device)  # [K + 1]
@@ -81,7 +82,7 @@ def _by_request(values: torch.Tensor, first_logit: torch.Tensor, reached: torch.
 
 
 def _is_stop(tokens: torch.Tensor, row: torch.Tensor, rules: StopRules) -> torch.Tensor:
-    """[R, K + 1] bool for tokens of the same shape."""
+    """[R, K + 1] bool: which of these tokens are stop ids of their rows."""
     ids = rules.stop_ids[row]
     is_id = torch.arange(ids.shape[1], device=row.device) < rules.num_stop_ids[row][:, None]
     return ((tokens[:, :, None] == ids[:, None, :]) & is_id[:, None, :]).any(dim=2)

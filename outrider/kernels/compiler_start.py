@@ -27,7 +27,7 @@ def hash_compiler_ahead(device: str = "auto") -> None:
 
 @lru_cache(maxsize=1)
 def start_compiler() -> Thread:
-    """The thread that ends when the compiler is ready. Triton must be there."""
+    """Start a thread that ends when the compiler is ready. Triton must be there."""
     starting = Thread(target=_start, name="outrider-start-compiler", daemon=True)
     starting.start()
     return starting
@@ -51,7 +51,7 @@ def _hash() -> None:
 
 
 def _find_assembler() -> None:
-    """Triton asks the assembler for its version, in a process, and remembers the answer."""
+    """Let Triton ask the assembler for its version, in a process. Triton remembers the answer."""
     with suppress(Exception):  # the first compilation raises it again
         from triton import knobs
 

@@ -17,8 +17,9 @@ from outrider.kernels.ops import has_triton
 
 
 def precompiling(device: torch.device) -> AbstractContextManager[None]:
-    """Within this context kernels for the device are begun to be compiled, and not launched. Later launches wait for
-    them, and `finish_compiling` for all. Does nothing on devices whose kernels are not compiled at run time."""
+    """Within this context a launch on the device only begins to compile its kernel. Later launches wait for their
+    kernels, and `finish_compiling` waits for all. Does nothing on devices whose kernels are not compiled at run
+    time."""
     if device.type != "cuda" or not has_triton():
         return nullcontext()
     ahead: AbstractContextManager[None] = import_module("outrider.kernels.gpu").compiling_ahead()
@@ -26,8 +27,8 @@ def precompiling(device: torch.device) -> AbstractContextManager[None]:
 
 
 def postponing(device: torch.device) -> AbstractContextManager[None]:
-    """Within this context, itself within `precompiling`, kernels are met that can wait: they are compiled after all
-    others, and `finish_compiling` does not wait for them."""
+    """Within this context, itself within `precompiling`, kernels are compiled after all others, and `finish_compiling`
+    does not wait for them."""
     if device.type != "cuda" or not has_triton():
         return nullcontext()
     postponed: AbstractContextManager[None] = import_module("outrider.kernels.gpu").postponing()
@@ -35,7 +36,7 @@ def postponing(device: torch.device) -> AbstractContextManager[None]:
 
 
 def has_postponed(device: torch.device) -> bool:
-    """Whether kernels that were postponed are not there yet. A launch of one of them waits for it."""
+    """Whether postponed kernels are still missing. A launch of one of them waits for it."""
     return device.type == "cuda" and has_triton() and bool(import_module("outrider.kernels.gpu").has_postponed())
 
 

@@ -223,7 +223,7 @@ def _block_rows(anchor: torch.Tensor, goes_on: torch.Tensor, key_starts: torch.T
 
 def find_slots(tables: Tables, page_tokens: tuple[int, ...], request_of: torch.Tensor, positions: torch.Tensor,
                is_live: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Per group the slots of positions [..., tokens], -1 where a token row is dead."""
+    """The slots of positions [..., tokens], one tensor for each group; -1 where a token row is dead."""
     slots = []
     for table, size in zip(tables, page_tokens, strict=True):
         page = table[request_of, positions // size].long()
@@ -233,8 +233,8 @@ def find_slots(tables: Tables, page_tokens: tuple[int, ...], request_of: torch.T
 
 def _further(requests: CommittedRequests, tables: Tables, own: DrafterCacheState,
              positions: torch.Tensor) -> list[DraftPass]:
-    """Passes at positions [drafts - 1, requests], those of every draft except the last. Rows that have no room left run
-    on a clamped position and are dead."""
+    """The passes of every draft except the last, at positions [drafts - 1, requests]. A row without room for more
+    tokens is dead there, at a clamped position."""
     is_live = requests.goes_on & (positions < own.max_len)
     positions = positions.clamp(0, own.max_len - 1)
     lengths, live = torch.where(is_live, positions + 1, 0), is_live.long()
@@ -246,7 +246,7 @@ def _further(requests: CommittedRequests, tables: Tables, own: DrafterCacheState
 
 
 def _page_ends(requests: CommittedRequests, table: torch.Tensor, page_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[tokens] each: the page whose last token it is (the null page where none), and that page's first position."""
+    """[tokens] each: the page that ends with the token (the null page if none does), and that page's first position."""
     request = requests.request_of
     offset = torch.arange(request.shape[0], device=request.device) - requests.query_starts[request]
     position = requests.computed_before[request] + offset
@@ -298,8 +298,9 @@ def plan_first_slots(admitted: AdmittedRows, tables: Tables, own: DrafterCacheSt
 
 def _valid_in_hit(table: torch.Tensor, page_tokens: int, needed: torch.Tensor, begin: torch.Tensor,
                   page_valid: torch.Tensor) -> torch.Tensor:
-    """[requests] the slot after the hit's last slot that the drafter did not fill or that was evicted. Pages that have
-    left a window are not needed; if a hit ends within a page of this group, that page's slots are missing."""
+    """[requests] the slot behind the hit's last slot that the drafter did not fill or that was evicted: from there on
+    all slots are valid. Pages that have left a window are not needed; if a hit ends within a page of this group, that
+    page's slots are missing."""
     pages, columns = table.long(), torch.arange(table.shape[1], device=table.device)
     in_hit = (columns >= needed[:, None]) & (columns < (begin // page_tokens)[:, None])
     is_broken = in_hit & ((pages == NULL_PAGE) | ~page_valid[pages])

@@ -32,7 +32,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
 
 def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
                   added: Tensor | None = None, biases: moe.ExpertBiases | None = None) -> Tensor:
-    """Each token row's result has the same bits, whatever the other rows are and choose."""
+    """Experts in exact mode: a token row's result has the same bits, whatever the other rows are and choose."""
     return _mix(exact.linear_wide, x, ids, weights, gate_up, down, activation, added, biases)
 
 
@@ -67,7 +67,7 @@ def native_experts(x: Tensor, routed: moe.Routed, matrices: Sequence[Sequence[na
 
 
 def _rounding_product(product: Callable[..., Tensor]) -> Callable[[Tensor, Scaled], Tensor]:
-    """The product with token rows that are rounded in groups of the weight's size."""
+    """A function that rounds token rows in groups of the weight's size, then multiplies them."""
     return lambda x, weight: product(x, weight, min(weight.group, x.shape[1]))
 
 

@@ -28,7 +28,8 @@ POLITENESS = 5  # by how much forks give way to this process where there are too
 
 
 class ForkPool:
-    """Tasks are bytes, for the function that all forks have. They are begun in the order in which they are given."""
+    """Runs tasks in forks. A task is bytes for one function that all forks have. Tasks are begun in the order in which
+    they are given."""
 
     def __init__(self, run: Callable[[bytes], object], num_forks: int) -> None:
         self.num_given = 0
@@ -46,7 +47,7 @@ class ForkPool:
         self._poll.register(self._done, select.POLLIN)
 
     def give(self, task: bytes) -> int:
-        """Returns the task's number."""
+        """Add a task, and return its number."""
         os.pwrite(self._tasks.fileno(), task, self._end)
         number = self.num_given
         self._todo_end.write(_ORDER.pack(number, self._end, len(task)))  # whole, as pipes take so few bytes at once
@@ -55,12 +56,13 @@ class ForkPool:
         return number
 
     def end(self) -> None:
-        """No more tasks come: forks leave as soon as there is none left to begin, while others are still busy."""
+        """Say that no more tasks come. A fork then leaves as soon as there is none to begin, while others are still
+        busy."""
         self._todo_end.close()
 
     def wait(self, seconds: float) -> list[int]:
-        """The numbers of tasks that are done, or have raised, since the last call; waits for one if there are none.
-        Empty: none was for so long, or all forks have died."""
+        """The numbers of the tasks that have ended, with a result or an error, since the last call. Waits for one if
+        there are none. Empty if none has ended within the time, or all forks have died."""
         if self.num_done == self.num_given or not self._poll.poll(1000 * seconds):
             return []
         numbers = [number for (number,) in _NUMBER.iter_unpack(self._done.read(_NUMBER.size * _AT_ONCE) or b"")]
@@ -68,7 +70,7 @@ class ForkPool:
         return numbers
 
     def close(self) -> None:
-        """All forks are gone then, and what they have started. Those with nothing to do leave by themselves."""
+        """End all forks and the processes that they have started. Forks with nothing to do leave by themselves."""
         for end in (self._todo_end, self._done, self._tasks):
             end.close()
         if self.num_done < self.num_given:

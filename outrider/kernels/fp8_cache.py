@@ -29,7 +29,7 @@ class ScaleNumbers(NamedTuple):
 
 
 def to_fp8(numbers: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-    """Numbers beyond the greatest of fp8 become the greatest; NaN stays NaN."""
+    """The numbers in fp8. Numbers beyond the greatest of fp8 become the greatest; NaN stays NaN."""
     wide = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
     return (wide / scale).clamp(-MAX_FP8, MAX_FP8).to(FP8)
 

@@ -17,7 +17,8 @@ from outrider.kernels.scaled import FP4, INT4, INT8, Scaled, by_outputs, pack_ni
 
 
 class CodedForm(NamedTuple):
-    """How a kind is kept: as which codes, with a scale for how many inputs, and which of the file's codes becomes 0."""
+    """How the weights of one GGUF kind are kept: the type of the codes, how many inputs share a scale, and which of the
+    file's codes becomes 0."""
 
     code: str
     group: int
@@ -47,7 +48,8 @@ def has_offsets(kind: str) -> bool:
 
 
 def to_codes(kind: str, data: Tensor) -> Scaled:
-    """Rows of a kind, data [outputs, bytes of a row] as files have them, on the device of `data`."""
+    """Turn rows of one GGUF kind, data [outputs, bytes of a row] as files have them, into codes with scales, on the
+    device of `data`."""
     return by_outputs(lambda rows: _to_codes(kind, rows), data)
 
 

@@ -70,7 +70,8 @@ def _in_rows(codes: Tensor) -> Tensor:
 
 
 def _flat(least_at: int | None, ones_at: int | None, nibbles_at: int) -> Callable[[Tensor], Unpacked]:
-    """Blocks of 32: a scale, perhaps a least value, perhaps 32 fifth bits, and 16 bytes with the halves' four bits."""
+    """Declare a kind with blocks of 32 weights: a scale, perhaps a least value, perhaps 32 fifth bits, and 16 bytes
+    with the lower four bits of both halves."""
 
     def unpack(blocks: Tensor) -> Unpacked:
         codes = _bits(blocks[..., nibbles_at : nibbles_at + 16], 4).flatten(-2)
@@ -86,7 +87,8 @@ def _unpack_q8_0(blocks: Tensor) -> Unpacked:
 
 
 def _unpack_mxfp4(blocks: Tensor) -> Unpacked:
-    """The scale is a power of two by its exponent; half of it, because the table holds twice the values."""
+    """Unpack MXFP4. The scale is a power of two, given by its exponent. Half of it is used, because the table holds
+    twice the values."""
     scale = torch.exp2(blocks[..., 0].double() - 128).float()
     return Unpacked(_in_rows(_bits(blocks[..., 1:], 4)), scale)
 

@@ -68,7 +68,8 @@ def choose_positions(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenCo
 
 
 def check_choice(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, chosen: Tensor) -> int:
-    """Raises unless the arguments of `choose_positions` agree. Returns the positions that a page table has room for."""
+    """Raise an error unless the arguments of `choose_positions` agree. Returns the number of positions that a page
+    table has room for."""
     num_keys, top_k = contexts.page_table.shape[1] * keys.shape[1], chosen.shape[1]
     if not q.shape[0] == weights.shape[0] == contexts.request_of.shape[0] == chosen.shape[0]:
         raise ValueError(f"choose_positions: token rows disagree: queries {q.shape[0]}, weights {weights.shape[0]}, "
@@ -127,7 +128,7 @@ def _chunks(num_rows: int, row_elements: int) -> Iterator[slice]:
 
 
 def _is_visible(positions: Tensor, contexts: TokenContexts) -> Tensor:
-    """[tokens, positions]"""
+    """[tokens, positions] whether a token row sees a position."""
     return (positions >= contexts.first[:, None]) & (positions < contexts.stop[:, None])
 
 

@@ -71,8 +71,8 @@ class QuantizedRows:
 
 @dataclass(frozen=True)
 class TransposedRows(QuantizedRows):
-    """A weight whose input features are heads that the file holds transposed: [heads of a group, groups, size]. Blocks
-    may hold parts of several heads, so that only numbers can be put into the model's order."""
+    """A weight whose input features are heads that the file holds transposed: [heads of a group, groups, size]. A block
+    may hold parts of several heads, so the weight is dequantised before it is put into the model's order."""
 
     groups: int
     heads: int
@@ -96,7 +96,7 @@ def empty_rows(name: str, outputs: int, inputs: int, device: torch.device) -> Pa
 
 
 def draw_rows(name: str, target: Tensor, generator: torch.Generator) -> None:
-    """Random codes, and small scales, in the data of packed rows."""
+    """Fill the data of packed rows with random codes and small scales."""
     numbers = 2 if len(KINDS[name].halves) == 2 else 1
     target.random_(0, 256, generator=generator)
     heads = target.view(*target.shape[:2], -1)[..., : 4 * numbers * native.packed_lanes()]

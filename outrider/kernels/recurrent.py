@@ -175,7 +175,7 @@ def _channel_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _unit_lengths(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Both normed over the last axis, and q scaled as attention scales it."""
+    """q and k with length 1 over the last axis, then q scaled as attention scales it."""
     q = q * (q.square().sum(dim=-1, keepdim=True) + NORM_EPS).rsqrt() * q.shape[-1] ** -0.5
     return q, k * (k.square().sum(dim=-1, keepdim=True) + NORM_EPS).rsqrt()
 
@@ -194,7 +194,7 @@ def _zero_unless(is_finite: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def _nan_unless(is_finite: Tensor, y: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """y [tokens, heads, ..] and the state after the last token."""
+    """y [tokens, heads, ..] and the state after the last token, with NaN in place of what is not finite."""
     return torch.where(is_finite[:, None, None], y, torch.nan), torch.where(is_finite[-1], state, torch.nan)
 
 

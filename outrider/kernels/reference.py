@@ -88,7 +88,7 @@ def limited_silu_mul(gate_up: Tensor, limit: float) -> Tensor:
 
 
 def relu2(x: Tensor) -> Tensor:
-    """The square of relu."""
+    """The square of relu(x)."""
     return F.relu(x).square()
 
 
@@ -265,8 +265,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def prepare_linear(weight: Tensor, bias: Tensor | None = None, packed: bool = False) -> CpuProduct | None:
-    """A product with one weight [outputs, inputs] that is made ready for many calls; None if `linear` needs nothing of
-    the kind. packed: a second copy of the weight may be held."""
+    """Prepare a product with one weight [outputs, inputs] for many calls. Returns None if `linear` needs no
+    preparation. packed: a second copy of the weight may be held."""
     return None
 
 

@@ -69,7 +69,7 @@ class Scaled:
 
     @property
     def shifts(self) -> Tensor | None:
-        """Zero points or offsets, of which a weight has one at most."""
+        """The zero points or the offsets; a weight has at most one of the two."""
         return self.zeros if self.offsets is None else self.offsets
 
     @property
@@ -105,7 +105,7 @@ class Scaled:
         return self.code == FP8 and self.group == BLOCK and not any(size % BLOCK for size in self.shape)
 
     def with_blocks(self) -> Scaled:
-        """This weight with `blocks`, if its outputs share scales so."""
+        """This weight with `blocks` set, if every BLOCK of its outputs share their scales."""
         blocks = self.scales[::BLOCK].contiguous()
         is_shared = torch.equal(blocks.repeat_interleave(BLOCK, 0), self.scales)
         return replace(self, blocks=blocks if is_shared else None)
@@ -152,7 +152,7 @@ _TILE_BYTES = 64  # of an output
 
 
 def _to_tiles(codes: Tensor) -> Tensor:
-    """codes [outputs, bytes], of whole tiles."""
+    """Reorder codes [outputs, bytes] of whole tiles as `Scaled.tiled` says."""
     split = codes.view(-1, 4, 2, 4, 2, codes.shape[1] // _TILE_BYTES, 2, 4, 4, 2)  # r54 r3 r21 r0, k5 k43 k21 k0
     return split.permute(0, 5, 6, 1, 3, 4, 8, 7, 2, 9).reshape(codes.shape)
 
@@ -163,7 +163,8 @@ def _from_tiles(codes: Tensor) -> Tensor:
 
 
 def _repack(codes: Tensor, group: int, other: int) -> Tensor:
-    """Bytes of 4-bit codes, of which those of another group share bytes."""
+    """Codes of 4 bits in another order: those packed in groups of `group` inputs are packed in groups of `other`
+    inputs."""
     return pack_nibbles(unpack_nibbles(codes, group), other)
 
 

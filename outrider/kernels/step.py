@@ -97,7 +97,8 @@ class CommittedStep:
 
 
 class Proposal(NamedTuple):
-    """The drafts of one drafter, int64. Types, shapes and devices were checked; the values are anybody's."""
+    """The drafts of one drafter, int64. Types, shapes and devices were checked. The values were not: they come from any
+    drafter's code."""
 
     tokens: torch.Tensor  # [requests, num_wanted]
     counts: torch.Tensor  # [requests] how many of the tokens are drafts

@@ -80,8 +80,8 @@ class StreamRule(NamedTuple):
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The numbers of logits that make the weights of reading, of adding and of mixing; fewer of them where the
-        streams do not mix or end."""
+        """How many logits make the weights of reading, of adding and of mixing. Streams that do not mix, or that end
+        here, have fewer."""
         n = self.num_streams
         return (n,) if not self.writes else (n, n, n * n) if self.num_rounds else (n, n)
 

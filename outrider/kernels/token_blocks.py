@@ -32,12 +32,12 @@ class TokenBlocks(NamedTuple):
 
     @property
     def cell(self) -> int:
-        """The cell of a page, modulo `size`, that holds a block's key."""
+        """The cell that holds a block's key: its number within a page, modulo `size`."""
         return (self.anchor + self.size - 1) % self.size
 
     @property
     def shift(self) -> int:
-        """A block's place among the keys of its request's blocks, less its number."""
+        """What is added to a block's number to get its place among the keys of its request's blocks."""
         return (self.anchor + self.size - 1) // self.size
 
     def keys(self, cache: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ def check_blocks(q: Tensor, k_cache: Tensor, contexts: TokenContexts, chosen: Te
 
 
 def _listed(contexts: TokenContexts, chosen: Tensor, blocks: TokenBlocks) -> Tensor:
-    """[tokens, most chosen * size + size - 1] the positions of chosen blocks and of the last tokens."""
+    """List the positions of chosen blocks and of the last tokens: [tokens, most chosen * size + size - 1]."""
     size, anchor = blocks.size, blocks.anchor
     begins = anchor + (chosen.long() - blocks.shift) * size
     of_blocks = (begins[..., None] + torch.arange(size, device=chosen.device)).masked_fill(

@@ -33,7 +33,8 @@ class PollAdapter(Command["AdapterRead | None"]):
         return read
 
     def combine(self, answers: Sequence[AdapterRead | None]) -> AdapterRead | None:
-        """Ranks hold different parts: the largest must fit, and all must be there."""
+        """Join the answers of ranks, which hold different parts of the adapter. The largest part must fit, and the
+        reading has ended when all ranks have."""
         ended = [answer for answer in answers if answer is not None]
         if len(ended) < len(answers):
             return None

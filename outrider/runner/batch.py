@@ -62,7 +62,7 @@ class EagerShape(StepExtents):
 
     @cached_property
     def logit_rows_are_tokens(self) -> bool:
-        """Whether logit row l comes from token row l: all requests sample, with one known token each."""
+        """Whether logit row l comes from token row l, because every request samples and has one known token."""
         lens, known = self.queries.lens, self.known.lens[: self.scheduled_requests]
         return set(known) <= {1} and all(n == m for n, m in zip(self.logit_counts, lens, strict=False))
 
@@ -161,8 +161,8 @@ def token_spans(scheduled: ScheduledBatch, marked: MarkedSpans, shape: EagerShap
 
 def find_stand_ins(scheduled: ScheduledBatch, shape: EagerShape, embeds: dict[int, PromptEmbeds],
                    device: torch.device, *, ahead: int) -> StandIns | None:
-    """embeds: those of prompts that the step computes a part of, by row. ahead: how many positions further than the
-    step's the token rows are."""
+    """The embeddings that stand in for token ids in this step. embeds: prompts' embeddings by row, if the step computes
+    some of them. ahead: how many positions further on the token rows are than the step's own."""
     first_row = [0, *accumulate(shape.queries.lens)]
     token_rows: list[int] = []
     values: list[NDArray[np.floating]] = []
@@ -225,7 +225,7 @@ def _spread(lens: list[int]) -> tuple[list[int], list[int]]:
 
 def build_inputs(shape: StepShape, ints: torch.Tensor, state: RowState, groups: tuple[Group, ...],
                  max_len: int) -> Inputs:
-    """`ints` on the device, as `pack_eager` or `pack_captured` made them."""
+    """Make a step's inputs from `ints`, the integers that `pack_eager` or `pack_captured` made, on the device."""
     packet = unpack(shape, ints)
     if shares_drafts(shape):
         ops.share_drafts(packet, state, max_drafts=shape.max_drafts)

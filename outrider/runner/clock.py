@@ -11,7 +11,7 @@ class NoClock:
     """The clock of a step that is not traced."""
 
     def lap(self, part: str) -> None:
-        """`part` ends now, and began where the part before it ended."""
+        """Note that `part` ends now. It began where the part before it ended."""
 
     @property
     def times(self) -> StepTimes | None:
@@ -19,8 +19,8 @@ class NoClock:
 
 
 class StepClock(NoClock):
-    """Starts when it is constructed. It reads the host's time only, so its laps are right only where the host itself
-    computes."""
+    """Times the parts of a step, from its construction on. It reads the host's time only, so its laps are right only
+    where the host itself computes."""
 
     def __init__(self) -> None:
         self._began = time.time()

@@ -71,8 +71,8 @@ class RowGrammar:
 
     @cached_property
     def matcher(self) -> Matcher:
-        """Waits for the grammar to be compiled. There is a limit of time for that: what one rank could not compile, no
-        rank uses, since all must sample the same tokens."""
+        """The row's matcher. Waits, for a limited time, until the grammar is compiled. What one rank could not compile,
+        no rank uses, since all must sample the same tokens."""
         error = self.started.exception()
         for own in self.link.gather(None if error is None else str(error)):
             if own is not None:
@@ -178,7 +178,7 @@ class GrammarRows:
     # Inside
 
     def _drafting(self, batch: ScheduledBatch) -> list[tuple[int, int]]:
-        """(row, scheduled drafts) of those that sample by a grammar."""
+        """(row, scheduled drafts) of each request that samples by a grammar."""
         parts = zip(batch.rows, batch.num_drafts, batch.samples, strict=True)
         return [(row, num_drafts) for row, num_drafts, samples in parts if samples and row in self._rows]
 
@@ -216,7 +216,8 @@ class GrammarRows:
 
 
 def read_later(state: RowState, rows: list[int], run: int) -> Callable[[], list[RowText]]:
-    """The texts of rows as they are when the device gets here. The function that is returned waits for them."""
+    """Begin to copy the rows' texts, as they are when the device gets here. Returns a function that waits for the
+    copies."""
     index = to_device(rows, torch.int64, state.device)
     known = state.known[index]
     columns = (known[:, None] - run + torch.arange(run, device=state.device)).clamp_min(0)
@@ -239,7 +240,8 @@ def read_later(state: RowState, rows: list[int], run: int) -> Callable[[], list[
 
 
 def _leave_out(mask: np.ndarray, ids: list[int]) -> None:
-    """Takes bits of a mask away, unless it would have none left: then the text has all of its form, and ends."""
+    """Clear the bits of these tokens in a mask, unless no bit would be left: then the text is complete, and the request
+    ends."""
     words, bits = np.array(ids) // 32, np.uint32(1) << (np.array(ids, dtype=np.uint32) % np.uint32(32))
     left = mask.view(np.uint32).copy()
     np.bitwise_and.at(left, words, ~bits)

@@ -21,8 +21,8 @@ from outrider.runner.commands import Answer, Command
 
 
 class Runner(Protocol):
-    """Steps run in the order they are submitted. What passes in and out is plain data. When a step fails, those of its
-    generation that were submitted after it have no effect; most of them raise StepCancelled."""
+    """Runs steps in the order in which they are submitted. What passes in and out is plain data. When a step fails,
+    later ones of its generation have no effect; most of them raise StepCancelled."""
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]: ...
 
@@ -30,8 +30,8 @@ class Runner(Protocol):
         """Carry out a command after the steps submitted before it, and before those submitted after it."""
 
     def idle(self, quiet_seconds: float) -> float | None:
-        """No step is in flight, and none came for so many seconds: the runner may prepare for later ones, a little at
-        a time. Returns after how many seconds it wants to be called again; None: not before there were steps again."""
+        """Prepare for later steps, a little at a time. Called when no step is in flight and none has come for
+        `quiet_seconds`. Returns after how many seconds to call again; None: not before there were steps again."""
 
     def close(self) -> None: ...
 

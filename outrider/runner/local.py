@@ -50,7 +50,7 @@ class LocalRunner:
         self.num_padded_steps = 0
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
-        """The batch is packed here, by the caller's thread, while the steps before it run."""
+        """Queue a step. The caller's thread packs the batch, while earlier steps run."""
         size = self._padding.size_for(batch)
         self.num_padded_steps += size.requests > batch.num_requests or size.tokens > batch.num_tokens
         return self._thread.submit(self._run, batch, self.device_step.pack(batch, size))

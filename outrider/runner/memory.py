@@ -51,7 +51,8 @@ class StepOutOfMemory(RuntimeError):
 
 @contextmanager
 def enough_memory(what: str, advice: str) -> Iterator[None]:
-    """A device without memory for `what` is a matter of settings, and said as one."""
+    """Within, an allocation that fails for want of memory raises NoDeviceMemory, with advice about the settings. what:
+    what the memory is for."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, OSError) as error:
@@ -134,7 +135,7 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
 
 
 def _stored_as(layout: CacheLayout) -> str:
-    """How layers store keys and values, unless all of them do in the model's dtype."""
+    """A note for the report: how layers store keys and values. Empty if all of them store the model's dtype."""
     layers: Counter[str] = Counter()
     for group in layout.groups:
         layers[group.spec.cache_type.name] += len(group.layers)
@@ -196,8 +197,8 @@ def _no_room(config: EngineConfig, device: torch.device, budget: int, weights: i
 
 
 def _free_bytes(config: EngineConfig, device: torch.device, ranks: WorkerRanks) -> int:
-    """Bytes that this rank may still take. Ranks that share a device look at it when all have loaded, and share what
-    is left."""
+    """Bytes that this rank may still take. Ranks on one device look at it when all have loaded, and share what is
+    left."""
     ranks.link.gather(None)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

@@ -30,7 +30,7 @@ from outrider.sample.sampler import LogprobsMode
 
 @dataclass(frozen=True)
 class StepParts:
-    """A model, its drafter and all that a step of theirs needs beside the pool."""
+    """A model, its drafter and everything else that their steps need, except for the pool."""
 
     model: Model
     drafter: Drafter | None

@@ -26,8 +26,8 @@ from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 
 def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
                  grammars: Grammars | None, ranks: WorkerRanks = ONE_RANK) -> StepParts:
-    """`drafter`: one that is already made, instead of the config's. Without `grammars` no request may ask for
-    structured output."""
+    """Gather the parts of a model's steps. `drafter`: one that is already made, instead of the config's. Without
+    `grammars` no request may ask for structured output."""
     speculative = config.speculative
     max_drafts = 0 if drafter is None else drafter.max_drafts
     if speculative is not None:

@@ -198,8 +198,8 @@ class ProcessorRows:
         self._rows.clear()
 
     def of_step(self, scheduled: ScheduledBatch, logit_counts: Sequence[int]) -> StepProcessors:
-        """Called before the forward: asks for the rows' tokens, which the device copies when the step before is
-        over."""
+        """Begin a step with processors, before its forward: ask for the rows' tokens, which the device copies when the
+        step before is over."""
         firsts = [0, *accumulate(logit_counts)]
         asked = [index for index, row in enumerate(scheduled.rows) if logit_counts[index] and row in self._rows]
         read = read_later(self._state, [scheduled.rows[index] for index in asked], self._run)

@@ -33,7 +33,8 @@ class PromptLogprobs:
 
 def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, state: RowState, *,
                     row_by_row: bool = False) -> PromptLogprobs | None:
-    """row_by_row: see `sample`."""
+    """The log-probabilities of the prompts' tokens that this step computes; None if no request asks. row_by_row: see
+    `sample`."""
     params = state.params.of_rows(scheduled.rows)
     asked = [p.prompt_logprobs for p in params if p.prompt_logprobs is not None]
     if not asked:

@@ -49,7 +49,7 @@ def _name(config: EngineConfig, limits: Limits) -> str:
 
 
 def _read(found: Any) -> StepCosts | None:
-    """The costs of an entry; None if it is none."""
+    """The costs that an entry holds; None if it is damaged."""
     try:
         costs = StepCosts(tuple(map(int, found["tokens"])), tuple(map(float, found["seconds"])),
                           drafting=tuple(DraftCost(int(n), float(first), float(each))
@@ -62,8 +62,8 @@ def _read(found: Any) -> StepCosts | None:
 
 @torch.inference_mode()
 def _factor(known: StepCosts, step: DeviceStep, limits: Limits) -> float | None:
-    """The factor by which steps take longer now; None if it is not the same for a token, for one with all its drafts,
-    and for a token with a proposal behind it."""
+    """The factor by which steps take longer now than when they were measured. None if three steps disagree: one token,
+    one token with all its drafts checked, one token with a proposal."""
     drafts = limits.max_drafts
     steps = (1, 0), (1 + drafts, 0), (1, drafts)  # token rows, and drafts that are proposed
     before = [known.step(tokens) + known.draft(num_wanted) for tokens, num_wanted in steps]

@@ -275,7 +275,7 @@ class Residence:
             self._lacks_captures = True
 
     def _capture_again(self) -> tuple[int, float]:
-        """(number of steps, seconds). Nothing is captured before all parts are awake."""
+        """Capture the dropped steps again, once all parts are awake. Returns (number of steps, seconds)."""
         if not self._lacks_captures or self._asleep:
             return 0, 0.0
         assert isinstance(self._runner, CudaRunner)

@@ -24,7 +24,7 @@ ERROR = int(Finish.ERROR)
 
 def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
                 uncaptured: Uncaptured | None = None) -> StepResult:
-    """uncaptured: why the step replayed no captured one, if it did not."""
+    """Read a step's result from the device. uncaptured: why the step did not replay a captured one."""
     counts, nothing = result.counts.tolist(), [None] * scheduled.num_requests
     # Counts and runs are padded.
     parts = zip(scheduled.request_ids, scheduled.epochs, counts, result.run.tolist(),
@@ -92,7 +92,7 @@ def _prompt_logprobs(result: DeviceResult) -> list[list[TokenLogprobs] | None] |
 
 
 def _written(scheduled: ScheduledBatch, result: DeviceResult) -> list[int]:
-    """Ids of the checkpoints that were."""
+    """Ids of the checkpoints that the step wrote."""
     flags = result.written.tolist()
     if isinstance(result.checkpoints, RowCheckpoints):
         index_of = {row: i for i, row in enumerate(scheduled.rows)}

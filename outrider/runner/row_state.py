@@ -69,12 +69,13 @@ class RowParams:
         return self._not_plain.isdisjoint(rows)
 
     def logprobs_of(self, rows: list[int]) -> list[int]:
-        """How many log-probabilities the rows ask for, of those that do."""
+        """How many log-probabilities each row asks for, for the rows that ask for any."""
         found = self._num_logprobs
         return [] if found.keys().isdisjoint(rows) else [found[row] for row in rows if row in found]
 
     def hidden_of(self, rows: list[int]) -> dict[int, tuple[HiddenReport, int]]:
-        """The hidden states that rows report, of those that do, with the lengths at which these rows end."""
+        """The report of hidden states that each row asks for, with the row's final length, for the rows that ask for
+        one."""
         found = self._hidden
         return {} if found.keys().isdisjoint(rows) else {row: found[row] for row in rows if row in found}
 
@@ -83,8 +84,8 @@ class RowParams:
         return not self._with_adapter.isdisjoint(rows)
 
     def embeds_of(self, batch: ScheduledBatch) -> dict[int, PromptEmbeds]:
-        """Embeddings of prompts, by row, if the step computes some of them or the token before one, which a drafter
-        reads with it. Until a prompt is computed its bounds are exact."""
+        """The prompts' embeddings by row, for each row in which the step computes some of them, or the token before
+        one, which a drafter reads with it. Until a prompt is computed its bounds are exact."""
         if not self._embeds:
             return {}
         parts = zip(batch.rows, batch.bounds, batch.num_known, batch.num_drafts, strict=True)
@@ -93,7 +94,7 @@ class RowParams:
         return {row: self._embeds[row] for row, own in found.items() if own.start < own.stop}
 
     def take_embeds(self, batch: ScheduledBatch) -> dict[int, PromptEmbeds]:
-        """As `embeds_of`, when the step runs: embeddings of which it computes the last are not kept."""
+        """As `embeds_of`, called when the step runs. Embeddings that no later step needs are forgotten."""
         taken = self.embeds_of(batch)
         for row, bound in zip(batch.rows, batch.bounds, strict=True) if taken else ():
             if row in taken and bound > taken[row].positions[-1]:
@@ -130,15 +131,15 @@ class RowState:
         ]
 
     def reset(self) -> None:
-        """No row has an owner: whatever names one before it is admitted anew has no tokens and reaches no page."""
+        """Release all rows. A row that a step names before it is admitted anew has no tokens and reaches no page."""
         for tensor in (*self.page_tables, self.known, self.computed, self.alive, self.num_drafts):
             tensor.zero_()
         self.sampling.lists.reset()
         self.params = RowParams()
 
     def admit(self, admissions: list[Admission]) -> None:
-        """A row's page table is null until `write_pages`, the last of its admission: a row that is half admitted must
-        not reach the pages of its last owner."""
+        """Write the admitted requests into their rows. A row's page table stays null until `write_pages`, so that a row
+        which is half admitted cannot reach the pages of its last owner."""
         if not admissions:
             return
         cells: list[torch.Tensor] = []  # indices of the admitted tokens in `self.tokens`
@@ -161,8 +162,8 @@ class RowState:
         self.params.admit(admissions)
 
     def write_pages(self, writes: list[PageWrite]) -> None:
-        """Later writes of a cell win, so repeats are folded here: one indexed write has no order. Requests that share
-        long beginnings bring tens of thousands of cells, so lists are joined whole."""
+        """Write the page tables. A later write of a cell wins; repeats are folded here, because one indexed write has
+        no order. Requests that share long beginnings bring tens of thousands of cells, so lists are joined whole."""
         by_row: list[dict[int, list[PageWrite]]] = [{} for _ in self.page_tables]
         for write in writes:
             by_row[write.group].setdefault(write.row, []).append(write)
@@ -179,8 +180,8 @@ class RowState:
                 table.index_put_((row_index, column), page.to(torch.int32))
 
     def take_host_drafts(self, drafts: list[HostDraft], *, keeps_longer: bool = False) -> None:
-        """Host drafts become the rows' drafts, less what has been accepted since they were made. keeps_longer: not
-        where a device drafter's guess begins with them."""
+        """Store the host's drafts in the rows, less the tokens that were accepted since they were made. keeps_longer:
+        keep a device drafter's guess that begins with the host's drafts."""
         if not drafts:
             return
         width = self.drafts.shape[1]

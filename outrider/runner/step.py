@@ -260,7 +260,7 @@ class DeviceStep:
 
     def forward(self, view: BatchView, plan: StepPlan, recurrent: RecurrentStep | None = None,
                 rows: WantedRows | None = None) -> Hidden:
-        """rows: the token rows that are wanted; all of them by default."""
+        """Run the model. rows: the token rows that are wanted; all of them by default."""
         bound = None if recurrent is None else recurrent.bind()
         context = StepContext(self.cached.bind(view, bound), view.positions, stand_ins=plan.additions.stand_ins,
                               adapters=self._adapters_of(view, plan.additions.adapters),

@@ -64,8 +64,8 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 class FreedMemory:
-    """Storages whose memory is given back until `restore`. With `keeps` their content comes back too: from a copy in
-    the host's memory, or, where that is the device's own, because nothing was given back."""
+    """Storages without memory, until `restore`. With `keeps` their content comes back too: from a copy on the host, or
+    because storages that already lie in the host's memory are not freed."""
 
     def __init__(self, storages: Iterable[torch.UntypedStorage], *, keeps: bool) -> None:
         """Copy what is kept; nothing is freed yet, so that an error here changes nothing."""
@@ -123,7 +123,7 @@ def collect_replaced() -> None:
 
 
 def release_copies() -> None:
-    """Give pinned memory of copies that were forgotten back to the system."""
+    """Give the pinned memory of copies that are no longer needed back to the system."""
     empty = getattr(torch._C, "_host_emptyCache", None)  # a torch without CUDA has none
     if empty is not None:
         empty()
@@ -152,7 +152,7 @@ def _madvise() -> Any:
 
 
 def _give_back(storage: torch.UntypedStorage) -> int:
-    """Zero a CPU storage, and give the whole pages of its memory back to the system. Returns the bytes of these."""
+    """Zero a CPU storage and give its whole pages back to the system. Returns how many bytes these pages have."""
     start, size = storage.data_ptr(), storage.nbytes()
     data = torch.empty(0, dtype=torch.uint8).set_(storage)
     first = -start % mmap.PAGESIZE

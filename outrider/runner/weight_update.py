@@ -109,7 +109,7 @@ class WeightUpdate:
 
 
 def _quantization_of(path: Path, stored: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `quantization_config` of files that are given. Files without a config are of the model's form."""
+    """The `quantization_config` of an update's files; that of the model's files if they have none."""
     return quantization_section(read_config(path)) if (path / "config.json").is_file() else stored
 
 

@@ -22,7 +22,8 @@ class AdapterSlots:
         self._changes: list[AdapterPlacement] = []
 
     def start(self, number: int) -> bool:
-        """A request with this adapter takes a row. False if there is no room for the adapter yet."""
+        """Count a request with this adapter that takes a row. Returns False, and counts nothing, if there is no room
+        for the adapter yet."""
         if number not in self._placed and not self._place(number):
             return False
         self._placed.move_to_end(number)
@@ -30,23 +31,24 @@ class AdapterSlots:
         return True
 
     def may_start(self, number: int) -> bool:
-        """False if running requests have the adapters of all slots, and not this one. Changes nothing."""
+        """Whether a slot is free for this adapter: False if running requests hold every slot with other adapters.
+        Changes nothing."""
         return number in self._placed or bool(self._free) or len(self._users) < len(self._placed)
 
     def end(self, number: int) -> None:
-        """A running request with this adapter ends, or is preempted."""
+        """Note that a running request with this adapter has ended, or was preempted."""
         self._users[number] -= 1
         if not self._users[number]:
             del self._users[number]
 
     def forget(self, number: int) -> None:
-        """The adapter is no longer loaded."""
+        """Remove an adapter that is no longer loaded."""
         assert number not in self._users, "an adapter is dropped while requests run with it"
         if number in self._placed:
             self._evict(number)
 
     def forget_all(self) -> None:
-        """Forget what lies on the device, which is not known any more. No request runs."""
+        """Forget all placements, because the device's content is unknown. No request runs."""
         assert not self._users
         for number in list(self._placed):
             self._evict(number)
@@ -67,7 +69,7 @@ class AdapterSlots:
         assert len(set(slots)) == len(slots) and not set(slots) & set(self._free), "a slot has two owners"
 
     def _place(self, number: int) -> bool:
-        """Find room, perhaps that of adapters which no running request has."""
+        """Find room for an adapter, perhaps in place of adapters that no running request has."""
         size, idle = self._sizes[number], [one for one in self._placed if one not in self._users]
         while not self._free or (offset := self._find_gap(size)) is None:
             if not idle:

@@ -56,12 +56,13 @@ class BatchBuilder:
         return all(self._samples) and max(self._num_known, default=1) == 1
 
     def mark(self, start: int, end: int) -> None:
-        """A span of the request that was added last."""
+        """Add a marked span to the request that was added last."""
         self._spans.append(MarkedSpan(len(self.requests) - 1, start, end))
 
     @property
     def form(self) -> StepForm:
-        """Split if a request samples by a grammar, whose masks the host writes before the sampler runs."""
+        """Whether the step is split. It is if a request samples by a grammar, because the host writes masks before the
+        sampler runs."""
         has_grammar = any(samples and request.input.has_form
                           for request, samples in zip(self.requests, self._samples, strict=True))
         return StepForm.SPLIT if has_grammar else StepForm.WHOLE

@@ -39,8 +39,8 @@ class DecodeRun:
         return list(self._scheduler._in_flight.values())
 
     def num_turns(self) -> int:
-        """Turns that would only decode: each takes a token for each running request and schedules the next one, and no
-        request ends, starts or lacks a page."""
+        """How many turns from now on would only decode. In such a turn every running request gets one token and the
+        next step is scheduled; no request ends, starts or lacks a page."""
         scheduler, cache = self._scheduler, self._scheduler.cache
         # The last token of a prompt, alone in its step, looks like a decoded one, and may promise a page.
         running, is_pure = scheduler._running, self._is_possible and not (cache.has_folds or cache.promises)
@@ -52,7 +52,8 @@ class DecodeRun:
         return num
 
     def advance(self, num_turns: int, tokens_after: Callable[[Request, int], range]) -> None:
-        """Make so many turns, at most `num_turns()`. tokens_after: the next tokens of a request, so many."""
+        """Make `num_turns` turns at once, at most `num_turns()` of them. `tokens_after(request, n)` gives the next n
+        tokens of a request."""
         scheduler = self._scheduler
         for request in scheduler._running:
             request.token_ids += tokens_after(request, num_turns)

@@ -61,8 +61,8 @@ class Suspects:
         self._num_acquittals.pop(request, None)
 
     def clear(self, computed: Mapping[int, int]) -> bool:
-        """`computed`: settled tokens of each request. Returns whether the requests on trial have
-        changed."""
+        """Clear the suspects that have come further than the failed step would have brought them. `computed`: settled
+        tokens of each request. Returns whether the requests on trial have changed."""
         self._points = {request: point for request, point in self._points.items() if computed[request] < point}
         self._failed_alone &= self._points.keys()
         before = self.on_trial

@@ -56,25 +56,27 @@ class Tenure:
             self._due.append(request)
 
     def lack(self) -> None:
-        """The holder needs pages that it cannot get in this step."""
+        """Note that the holder needs pages that it cannot get in this step. From now on free pages are kept for it."""
         self.is_short = self._is_kept_free = True
 
     def begin_step(self) -> None:
-        """A holder that yields tokens needs a page now and then: meanwhile others may have the room that is left."""
+        """Called before each step. Stops keeping pages free for a holder that yields tokens and lacked none in the last
+        step: it needs a page only now and then, and others may use the rest meanwhile."""
         holder = self.holder
         if holder is None or (holder.yields_tokens and not self.is_short):
             self._is_kept_free = False
         self.is_short = False
 
     def keeps_out(self, request: Request, next_of_holder: Request | None) -> bool:
-        """Whether a request may not start now. next_of_holder: the request that is next of the holder's tenant: a
-        holder that must wait for its own tenant's others holds up nobody."""
+        """Whether a request may not start now, because pages are kept for the holder. `next_of_holder`: the first
+        request in the line of the holder's tenant. A holder that waits behind others of its own tenant keeps nobody
+        out."""
         holder = self.holder
         return (self._is_kept_free and holder is not None and request is not holder
                 and (holder.state is State.RUNNING or holder is next_of_holder))
 
     def forget(self, request: Request) -> None:
-        """The request has ended."""
+        """End the tenure of a request that has ended."""
         if request is self.holder:
             self.is_short = self._is_kept_free = False
         if self._times.pop(request.id, 0) >= MOST_GIVEN_WAY:

@@ -71,7 +71,8 @@ class Patience(NamedTuple):
     all_prompts: float  # those that have begun and those that wait
 
     def allows(self, tokens_per_second: float, begun: Iterable[Request], waiting: Iterable[Request]) -> bool:
-        """Whether each of the prompts, and what is left of all of them, takes no longer. Ends early: many may wait."""
+        """Whether each prompt alone, and what is left of all of them together, can be computed within the allowed
+        seconds. Stops reading at the first excess, because many requests may wait."""
         prompts = chain(((own.admitted_len, own.admitted_len - own.bound.at_most) for own in begun),
                         ((len(own.token_ids), len(own.token_ids)) for own in waiting))
         most, most_left = tokens_per_second * self.one_prompt, tokens_per_second * self.all_prompts
@@ -101,7 +102,7 @@ class PromptLine(NamedTuple):
         return self.begun[0] if self.begun else self.waiting.first_arrived
 
     def short_tokens(self, behind: Request, most: int) -> int:
-        """How many tokens the short prompts behind a request still have to compute, `most` at most. A prompt is short
+        """How many tokens the short prompts behind a request still have to compute, capped at `most`. A prompt is short
         if at most `most` of its tokens are left. Prompts of the same tenant that are less urgent than the request do
         not count."""
         begun = self.begun[self.begun.index(behind) + 1 :] if behind in self.begun else []
@@ -162,8 +163,8 @@ class TimedStep(FullStep):
         self._has_prompt = False
 
     def most_tokens(self, context: int) -> int:
-        """They fill a captured size, so that none is padding. The first chunk of a step always has some: prompts must
-        end too."""
+        """Tokens that the next chunk may have, behind `context` computed ones. They fill a captured size, so that none
+        is padding. The first chunk of a step always gets some, because prompts must make progress too."""
         seconds_left = self._max_seconds - self._seconds
         for size, seconds in zip(reversed(self._costs.tokens), reversed(self._costs.seconds), strict=True):
             num_tokens = min(size - self._num_tokens, self.tokens_left)
@@ -209,7 +210,8 @@ class PromptTime:
         self._burst = Burst()
 
     def begin(self, decoding: list[Request], num_tokens: int, budget: int, line: PromptLine, step: int) -> TimedStep:
-        """The step of this number, in which these requests decode with num_tokens tokens in all."""
+        """The room for prompts in the step with this number, in which these requests decode `num_tokens` tokens in
+        all."""
         lengths = [request.bound.at_most for request in decoding]
         reading = self._costs.read(lengths)
         seconds = self._costs.step(num_tokens) + reading
@@ -234,7 +236,8 @@ class PromptTime:
 
 
 def burst_bounds(num_prompts: int, num_decoding: int, num_established: int) -> float:
-    """How many bounds a step may take in a burst, in which more prompts are in line than established requests decode.
+    """How many times its usual bound a step may take in a burst, in which more prompts are in line than established
+    requests decode.
 
     The more requests decode, the longer the step, so that prompts begin to decode in growing groups: there are few
     steps, and most requests meet one or two long ones. A large burst has many steps in any case; its steps are no

@@ -371,7 +371,7 @@ class Scheduler:
         return is_overdue
 
     def _lets_pass(self, request: Request) -> bool:
-        """Whether a request with an adapter waits for one of another tenant that has waited for long."""
+        """Whether a request with an adapter must wait, because one of another tenant has waited for long."""
         return self._overdue not in (None, request) and request is not self._tenure.holder
 
     def _is_kept_out(self, request: Request) -> bool:
@@ -474,7 +474,8 @@ class Scheduler:
         self._waiting.push(request)
 
     def _start_again(self, request: Request) -> None:
-        """The request began from values that turned out not to be finite: it computes them itself."""
+        """Let a request begin again because the cached values it began from turned out not to be finite. It computes
+        them itself."""
         request.shares_promises = False
         self.stats.num_restarts += 1
         self._give_up_row(request)
@@ -513,8 +514,8 @@ class Scheduler:
         return scheduled
 
     def _sharing_of(self, batch: BatchBuilder, plan: DraftPlan) -> DraftSharing | None:
-        """How the device shares token rows out, in the order of the batch. A batch with prompts checks the most drafts
-        of each request: it has not been planned for."""
+        """The weights by which the device shares token rows out, in the order of the batch. None for a batch with
+        prompts: the sharing was not planned for it, so it checks the most drafts of each request."""
         if plan.sharing is None or not batch.only_decodes:
             return None
         weights = plan.sharing.weights

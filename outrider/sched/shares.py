@@ -20,7 +20,7 @@ Tenant = str | None
 
 
 class NoTenant(enum.Enum):
-    """None is a tenant."""
+    """Stands for the absence of a tenant, because None itself is a tenant."""
 
     NO_TENANT = enum.auto()
 

@@ -56,7 +56,7 @@ class WaitingRequests:
         return (request for line in self._lines.values() for _, request in line)
 
     def rank(self, request: Request) -> Rank:
-        """The greater it is, the less the request matters to its tenant."""
+        """The place of a request within its tenant's line: the greater the rank, the less important the request."""
         return self._ranks[request.id]
 
     def arrive(self, request: Request) -> None:
@@ -64,7 +64,7 @@ class WaitingRequests:
         self.push(request)
 
     def push(self, request: Request) -> None:
-        """The request, which has arrived before, waits again in its old place."""
+        """Put a request that has arrived before back in its old place."""
         entry = (self._ranks[request.id], request)
         if self._may_run(request):
             heapq.heappush(self._lines.setdefault(request.input.tenant, []), entry)
@@ -79,12 +79,12 @@ class WaitingRequests:
         return request
 
     def hold_back_all_but(self, on_trial: Container[int] | None) -> None:
-        """`None`: hold back no request any more."""
+        """Hold back all requests but these. With None no request is held back any more."""
         self._on_trial = on_trial
         self._line_up([*self.ready, *(request for _, request in self._held_back)])
 
     def remove(self, request: Request) -> None:
-        """The request ends while it waits."""
+        """Remove a request that has ended while it waited."""
         line = self._lines.get(request.input.tenant, [])
         left = [entry for entry in line if entry[1] is not request]
         if len(left) == len(line):
@@ -96,7 +96,7 @@ class WaitingRequests:
             del self._lines[request.input.tenant]
 
     def forget(self, request: Request) -> None:
-        """The request has ended, and has no rank any more."""
+        """Forget the rank of a request that has ended."""
         del self._ranks[request.id]
 
     def _line_up(self, requests: Iterable[Request]) -> None:

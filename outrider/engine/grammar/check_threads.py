@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 class CheckThreads:
-    """No pool: one client's checks, which mostly wait for their turns, would take all of its threads. May be used by
-    several threads."""
+    """Runs checks in a limited number of threads for each client. In one pool for all, a client's checks, which mostly
+    wait for their turns, would occupy every thread. May be used by several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -46,7 +46,7 @@ class CheckThreads:
             job = self._next(client)
 
     def _next(self, client: str) -> Callable[[], None] | None:
-        """The next check for a thread of the client; None ends the thread."""
+        """The client's next check for one of its threads; None tells the thread to end."""
         with self._lock:
             if line := self._lines.get(client):
                 job = line.popleft()
@@ -57,7 +57,7 @@ class CheckThreads:
             return None
 
     def _end(self, client: str) -> None:
-        """A thread of the client ends. Called with the lock held."""
+        """Note that a thread of the client has ended. Called with the lock held."""
         self._running[client] -= 1
         if not self._running[client]:
             del self._running[client]

@@ -40,7 +40,7 @@ class JobLimits:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a job: what the compile process found out about a grammar."""
+    """The result of a job: what the compile process has learned about a grammar."""
 
     error: str = ""  # what is wrong with the grammar
     num_bytes: int = 0  # of the compiled grammar
@@ -49,8 +49,8 @@ class Found:
 
 
 class _Link:
-    """A process that runs, and the answers that are waited for. Knows no CompileProcess, so that the thread which reads
-    keeps none alive."""
+    """A running compile process, and the answers that callers wait for. It holds no reference to its CompileProcess, so
+    that the thread which reads answers keeps none alive."""
 
     def __init__(self, tokenizer: str, num_tokens: int, eos_ids: Sequence[int]) -> None:
         # A session of its own: a Ctrl-C is for the program that asked. No `site`: the paths are given.
@@ -106,7 +106,8 @@ class _Link:
 
 
 class CompileProcess:
-    """Starts when the first grammar comes, and again if it was ended. May be used by several threads."""
+    """Compiles grammars in a process of its own, which starts when the first grammar comes, and again if it was ended.
+    May be used by several threads."""
 
     def __init__(self, tokenizer: Callable[[], tuple[str, int]], eos_ids: Sequence[int]) -> None:
         """tokenizer: the text of tokenizer.json, and the number of tokens."""

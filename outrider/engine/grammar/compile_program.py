@@ -129,7 +129,7 @@ def kill(pid: int) -> None:
 
 
 def run(tokenizer: Any, asked: dict[str, Any], answers: int) -> None:
-    """Do a job and answer. Never returns."""
+    """Do one job in this forked child, within its limits, write the answer and end the process. Never returns."""
     limit(asked["cpu_seconds"], asked["bytes"])
     found: dict[str, Any] = {}
 
@@ -209,7 +209,7 @@ def status_bytes(name: str) -> int:
 
 
 def read_frame(pipe: int) -> dict[str, Any] | None:
-    """None at the end."""
+    """Read one frame; None at the end of the stream."""
     head = read_bytes(pipe, 4)
     body = None if head is None else read_bytes(pipe, struct.unpack("<I", head)[0])
     return None if body is None else json.loads(body)

@@ -45,7 +45,7 @@ class KeptGrammar(NamedTuple):
 
 
 class GrammarCompiler:
-    """May be used by several threads."""
+    """Compiles grammars, makes their matchers and computes masks. May be used by several threads."""
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], eos_ids: Sequence[int],
                  announce: Announce | None = None) -> None:
@@ -89,14 +89,15 @@ class GrammarCompiler:
     # Matchers, next to the device
 
     def prepare(self, asked: StructuredOutputsParams | None, num_bytes: int) -> Future[None]:
-        """Compile a form that was tried elsewhere and takes so many bytes, so that no step waits for it; or None: read
-        the tokenizer."""
+        """Compile a form before a step needs it. The form has passed its trial elsewhere and takes `num_bytes`. With
+        None only the tokenizer is read."""
         if asked is None:
             return self._starting.submit(self._need_vocabulary)
         return self._starting.submit(lambda: self._compiled(asked, num_bytes) and None)
 
     def start(self, asked: StructuredOutputsParams) -> Future[TokenMatcher]:
-        """A matcher at the start of its text, in a while: a worker's own thread must not wait for it."""
+        """Begin to make a matcher that stands at the start of its text. Returns a future, because the worker's own
+        thread must not wait for it."""
         return self._starting.submit(self._start, asked)
 
     def _start(self, asked: StructuredOutputsParams) -> TokenMatcher:
@@ -106,8 +107,8 @@ class GrammarCompiler:
         return TokenMatcher(own, self._tokenizer, self._eos_ids)
 
     def fill(self, wanted: Sequence[tuple[TokenMatcher, list[int], int]], masks: np.ndarray) -> None:
-        """Masks [n, words] of matchers: each fills its own at an index, then one after each of its drafts, all of which
-        its grammar allows. A mask has no bit where something went wrong."""
+        """Fill masks [n, words]. Each matcher fills the mask at its index and one after each of its drafts; its grammar
+        must allow all these drafts. A mask in which something went wrong has no bit set."""
         import llguidance.numpy as ll
 
         width = -(-self._tokenizer.vocab_size // 32)
@@ -188,14 +189,14 @@ class GrammarCompiler:
         return matcher
 
     def _compile(self, text: str) -> tuple[Any, str]:
-        """(a matcher, what is wrong with the grammar)"""
+        """Compile a form. Returns (a matcher, what is wrong with the grammar)."""
         from llguidance import LLMatcher, LLParserLimits
 
         matcher = LLMatcher(self._vocabulary(), text, log_level=0, limits=LLParserLimits(**parser_limits()))
         return matcher, matcher.get_error() if matcher.is_error() else ""
 
     def _need_vocabulary(self, begin: Callable[[], object] = lambda: None) -> None:
-        """`begin`: called when the tokenizer is loaded."""
+        """Load the tokenizer, if that has not been done. `begin` is called as soon as it is loaded."""
         if self._tokenizer is None:
             run_deep(lambda: self._vocabulary(begin), VOCABULARY_SECONDS)
 

@@ -31,7 +31,7 @@ _running: set[threading.Thread] = set()
 
 
 def run_deep(work: Callable[[], T], seconds: float) -> T:
-    """Raises TimeoutError if `work` is not done in time, or could not begin."""
+    """Run `work` in a thread with a deep stack. Raises TimeoutError if it is not done in time, or could not begin."""
     deadline = time.monotonic() + seconds
     if not _free.acquire(timeout=seconds):
         raise TimeoutError

@@ -69,6 +69,6 @@ class TokenMatcher:
         return list(takewhile(lambda token: token not in self._eos_ids, token_ids))
 
     def _is_known(self, token: int) -> bool:
-        """A model's vocabulary may be padded beyond the tokenizer's, and a drafter may guess a padded id. The inner
-        matcher would never recover from one."""
+        """Whether the tokenizer has the token. A model's vocabulary may be padded beyond the tokenizer's, and a drafter
+        may guess a padded id, from which the inner matcher would never recover."""
         return token < self._tokenizer.vocab_size

@@ -81,7 +81,7 @@ class _Builder:
         return f"({between.join(self.expression(each) for each in _some(form, name))})"
 
     def _tag(self, tag: Any, begin: str) -> str:
-        """`begin`: what of the tag's own beginning is still to be written."""
+        """The expression for a tag. `begin`: the part of the tag's beginning that has not been written yet."""
         return f"({_text(begin)} {self._behind_begin(tag)})"
 
     def _behind_begin(self, tag: Any) -> str:
@@ -91,7 +91,8 @@ class _Builder:
         return f"{self.expression(content)} {_text(end)}"
 
     def _triggered(self, form: dict[str, Any]) -> str:
-        """Free text; where it comes to a trigger, a tag that begins with the trigger follows."""
+        """The expression for free text with tags. Where the text comes to a trigger, a tag that begins with it
+        follows."""
         triggers, chunks = _some(form, "triggers"), []
         if not all(isinstance(trigger, str) and trigger for trigger in triggers):
             raise ValueError("triggers must be texts")
@@ -118,7 +119,7 @@ class _Builder:
         return f"({tag}{more}){'' if form.get('at_least_one') else '?'}"
 
     def _rule(self, body: str, suffix: str = "") -> str:
-        """`suffix`: the text that ends the rule, where it first comes."""
+        """Add a rule and return its name. `suffix`: the text that ends the rule at its first occurrence."""
         name = f"part_{len(self.rules)}"
         self.rules.append(f"{name}{f'[suffix={json.dumps(suffix)}]' if suffix else ''}: {body}")
         return name

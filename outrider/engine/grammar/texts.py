@@ -18,7 +18,8 @@ MAX_GBNF_LENGTH = 1 << 13  # characters: the time of a conversion grows with the
 
 
 def grammar_text(asked: StructuredOutputsParams) -> str:
-    """`asked` as `to_plain` gives it. Raises ValueError for a text that cannot be read at all."""
+    """The text of the grammar that a form asks for. `asked`: a form that `to_plain` has returned. Raises ValueError for
+    a text that cannot be read at all."""
     if asked.is_json:
         options: Any = json_options(asked)
         return LLMatcher.grammar_from_json_schema(json.dumps(asked_schema(asked)), overrides=options)
@@ -39,7 +40,8 @@ def lark_text(asked: StructuredOutputsParams) -> str:
 
 
 def choice_rule(texts: Sequence[str]) -> str:
-    """The rule `CHOICE`. A terminal: the parser could not follow more than 2000 alternatives at once."""
+    """The rule `CHOICE`, which lists the allowed texts. It is a terminal, because the parser could not follow more than
+    2000 alternatives at once."""
     return "CHOICE: " + " | ".join(map(json.dumps, texts))
 
 

@@ -51,7 +51,8 @@ class NewForm:
 
 
 class GrammarTrial:
-    """May be used by several threads."""
+    """Tries grammars in the compile process, and keeps what was found out about each. May be used by several
+    threads."""
 
     def __init__(self, tokenizer: Callable[[], tuple[str, int]], eos_ids: Sequence[int]) -> None:
         self._process = CompileProcess(tokenizer, eos_ids)
@@ -66,8 +67,9 @@ class GrammarTrial:
         self._process.start()
 
     def admit(self, form: NewForm, is_ready: Callable[[], bool], make_ready: Callable[[int], None]) -> None:
-        """Raises a ValueError that says what is wrong with a form, or has `make_ready` compile it where it is used: a
-        grammar of so many bytes. Unless that is done already (`is_ready`), it is part of the caller's turn."""
+        """Try a form, then let `make_ready` compile it where it is used; it is called with the bytes that the grammar
+        takes. Both are part of the caller's turn, unless the grammar is compiled already (`is_ready`). Raises a
+        ValueError that says what is wrong with the form."""
         own_key = form.caller.name, form.digest
         while True:
             num_bytes = self._known(form.digest)

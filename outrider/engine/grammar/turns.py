@@ -18,7 +18,7 @@ LOOK_SECONDS = 0.5  # between two looks at whether a caller that waits has gone
 
 
 class CompileTurns:
-    """May be used by several threads."""
+    """A queue for compiling grammars, with one line for each tenant. May be used by several threads."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
@@ -27,7 +27,8 @@ class CompileTurns:
 
     @contextmanager
     def turn(self, tenant: str, is_gone: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Wait for a turn, which lasts as long as the block. FormsBusy if too many of the tenant's wait."""
+        """Wait for a turn, which lasts as long as the block. Raises FormsBusy if too many of the tenant's grammars
+        wait."""
         self._wait(tenant, is_gone)
         try:
             yield

@@ -100,7 +100,7 @@ class Requests:
 
 def make_requests(page_table: Tensor, query_starts: Tensor, lengths: Tensor, live: Tensor,
                   key_starts: Tensor | None = None) -> Requests | None:
-    """None if the C code does not take these tensors."""
+    """Pack the requests of a step. Returns None if the C code does not take these tensors."""
     tensors = page_table, query_starts, lengths, live, key_starts
     return Requests(*tensors) if takes_requests(*tensors) else None
 
@@ -116,7 +116,7 @@ class Attention(NamedTuple):
     is_chunked: bool = False  # the window begins at a multiple of its size
 
     def pack(self, q: int, q_stride: int, out: int, tokens: int, heads: int, cache: bytes) -> bytes:
-        """Queries and output are given by their addresses."""
+        """Pack the arguments as the C code takes them. Queries and output are given by their addresses."""
         return ATTENTION.pack(
             requests=self.requests.packed, cache=cache, q=q, out=out, q_stride=q_stride, tokens=tokens, heads=heads,
             window=self.window, scale=self.scale, softcap=self.softcap, sinks=_pointer(self.sinks),

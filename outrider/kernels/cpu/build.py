@@ -70,7 +70,7 @@ log = logging.getLogger("outrider")
 
 
 class BuildError(RuntimeError):
-    """Why there is no native library; its text is for `outrider env`."""
+    """There is no native library. The message says why, for `outrider env`."""
 
 
 class UnwritableFolder(BuildError):
@@ -117,7 +117,7 @@ def _is_whole(library: Path) -> bool:
 
 
 def describe() -> str:
-    """For `outrider env`: the compiler and the instruction sets, or why there are no native kernels."""
+    """Lines for `outrider env`: the compiler and the instruction sets, or why there are no native kernels."""
     if not available():
         return f"none: {reason()}"
     sets = sorted(set(_processor().split()) & set(INSTRUCTION_SETS))
@@ -191,7 +191,8 @@ def is_switched_off() -> bool:
 
 @functools.cache
 def load() -> tuple[ctypes.CDLL | None, str]:
-    """The library, or None and the reason. Raises if the structures of Python and of C differ."""
+    """Load the library. Returns the library, or None with the reason. Raises an error if the structures of Python and
+    of C differ."""
     if is_switched_off():
         return None, "switched off by OUTRIDER_NATIVE=0"
     try:

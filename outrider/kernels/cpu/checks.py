@@ -17,7 +17,7 @@ HEAD_DIM_STEP = 16
 
 
 def is_matrix(x: Tensor) -> bool:
-    """Float32 token rows at any row stride."""
+    """Whether x is a matrix of float32 token rows, at any row stride."""
     return x.dtype is torch.float32 and x.is_cpu and x.dim() == 2 and x.stride(1) == 1 and not x.requires_grad
 
 
@@ -36,7 +36,8 @@ def is_counts(x: Tensor) -> bool:
 
 
 def is_cache(cache: Tensor) -> bool:
-    """[pages, page_size, kv heads, dim] float32, contiguous within a page, pages at any distance."""
+    """Whether x is a float32 cache [pages, page_size, kv heads, dim], contiguous within a page, with pages at any
+    distance."""
     if cache.dtype is not torch.float32 or not cache.is_cpu or cache.dim() != 4:
         return False
     _, _, heads, dim = cache.shape
@@ -81,7 +82,8 @@ def takes_count_runs(row: Tensor, run: Tensor, run_len: Tensor, counts: CountTab
 
 
 def takes_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> bool:
-    """A weight in float32, or in bfloat16 that stands for the float32 numbers of the same value."""
+    """Whether the C code reads this weight: float32, or bfloat16 that stands for the float32 numbers of the same
+    value."""
     return (
         is_matrix(x) and weight.dtype in (torch.float32, torch.bfloat16) and weight.is_cpu and weight.stride(1) == 1
         and weight.shape[1] == x.shape[1] and is_vector(bias, weight.shape[0])

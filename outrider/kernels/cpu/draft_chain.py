@@ -86,7 +86,7 @@ class DraftChain:
 
     @classmethod
     def bind(cls, weights: ChainWeights, k_cache: Tensor, v_cache: Tensor) -> DraftChain | None:
-        """None if the C code does not take this head or this cache."""
+        """Check and pack a head with its cache. Returns None if the C code does not take this head or this cache."""
         own, (kv_heads, dim) = weights, k_cache.shape[2:]
         heads = own.out.inputs // dim
         if not (is_cache(k_cache) and is_cache(v_cache) and _takes_weights(own, heads, kv_heads, dim)):

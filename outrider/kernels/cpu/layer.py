@@ -59,7 +59,8 @@ class BoundLayer:
         cls, weights: LayerWeights, k_cache: Tensor, v_cache: Tensor, norms: tuple[Tensor, Tensor] | None = None,
         norm_eps: float = 1e-6, *, scale: float, window: int = 0, is_chunked: bool = False, softcap: float = 0.0,
     ) -> BoundLayer | None:
-        """`norms`: scales of the norms of q and k heads. None if the C code does not take these caches or heads."""
+        """Check and pack a layer with its cache. `norms`: scales of the norms of q and k heads. Returns None if the C
+        code does not take these caches or heads."""
         kv_heads, dim = k_cache.shape[2:]
         heads = weights.out.inputs // dim
         q_norm, k_norm = (None, None) if norms is None else norms
@@ -91,7 +92,8 @@ class LayerStep:
 
     @classmethod
     def build(cls, requests: Requests, positions: Tensor, slots: Tensor, cos: Tensor, sin: Tensor) -> LayerStep | None:
-        """cos and sin: [positions, half of the rotated columns]. None if the C code does not take these tensors."""
+        """Check and pack a step's batch. cos and sin: [positions, half of the rotated columns]. Returns None if the C
+        code does not take these tensors."""
         half = cos.shape[1]
         is_taken = (is_index(positions) and is_index(slots) and is_angles(cos, 2 * half) and is_angles(sin, 2 * half)
                     and cos.shape == sin.shape)

@@ -18,7 +18,8 @@ MOST_REMEMBERED = 64  # entries of the file; the oldest are forgotten
 
 
 def remembered(name: str, measure: Callable[[], bool]) -> bool:
-    """The answer that was measured before, or is measured now. Where no file can be written, every start measures."""
+    """Whether something holds on this machine, as it was measured before or is measured now. Where no file can be
+    written, every start measures."""
     known = recall(name)
     if not isinstance(known, bool):
         known = measure()
@@ -49,7 +50,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, known: dict[str, Any]) -> None:
-    """Writes beside the file and renames, so that another process reads all of it or nothing."""
+    """Write the file under another name and rename it, so that another process reads all of it or nothing."""
     try:
         handle, name = tempfile.mkstemp(suffix=".json", dir=path.parent)
         with os.fdopen(handle, "w") as file:

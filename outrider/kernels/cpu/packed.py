@@ -94,8 +94,8 @@ def pack_blocks(kind: str, blocks: Tensor, out: PackedRows) -> None:
 
 
 def _in_threads(work: Callable[[int], None], pieces: Sequence[int]) -> None:
-    """Work on all pieces, by as many threads as torch has. These wait asleep for each other, where OpenMP's spin: a
-    model has hundreds of small tensors, and its start would take several times the work."""
+    """Apply a function to all pieces, in as many threads as torch has. A model has hundreds of small tensors: threads
+    of OpenMP, which spin while they wait, would multiply the work of a start."""
     threads = min(torch.get_num_threads(), len(pieces))
     if threads <= 1:
         for piece in pieces:

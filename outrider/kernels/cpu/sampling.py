@@ -46,7 +46,8 @@ class SampledRows(NamedTuple):
 
 
 def pack_rows(tensors: dict[str, Tensor], **sizes: int) -> bytes:
-    """The rows as the C code reads them: tensors by the names of its fields, and sizes. What is left out is null."""
+    """Pack the rows' parameters as the C code reads them: tensors by the names of its fields, and sizes. A field that
+    is left out is null."""
     given = {name: tensor.data_ptr() for name, tensor in tensors.items()} | sizes
     return SAMPLING_ROWS.pack(**(dict.fromkeys(SAMPLING_ROWS.kinds, 0) | given))
 

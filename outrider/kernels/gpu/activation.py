@@ -52,7 +52,7 @@ def _gated_rounded_kernel(
     x, out, codes, scales, x_stride, out_stride, scale_t, scale_g, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     GROUP: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One token row, which is rounded to fp8 too."""
+    """Computes one gated token row, and rounds it to fp8 too."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)

@@ -58,8 +58,8 @@ def summed_ranges(at, stride, mask, SPLITS: tl.constexpr):
 
 @triton.jit
 def own_blocks(num_segments, PER_SEGMENT: tl.constexpr):
-    """The first block of output features that this program takes, of those of all segments, and the one behind its
-    last. Blocks that follow each other are mostly of one segment, whose sums a program then adds up once."""
+    """(first, end) of the blocks of output features that this program takes, among those of all segments. Neighbouring
+    blocks mostly belong to one segment, whose sums a program then adds up once."""
     num_blocks = tl.load(num_segments).to(tl.int32) * PER_SEGMENT
     share = tl.cdiv(num_blocks, tl.num_programs(0))
     first = tl.program_id(0) * share
@@ -323,7 +323,7 @@ def add_adapters(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSl
 
 def takes_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
                 targets: TargetRange) -> bool:
-    """Whether gate and up are two targets, one behind the other."""
+    """Whether the kernel serves the call: gate and up must be two targets, one behind the other."""
     return activation in _GATED and len(targets.ends) == 2 and 2 * targets.ends[0] == targets.ends[1] == out.shape[1]
 
 
@@ -428,23 +428,23 @@ def _expand(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, 
 
 
 def _ranks(inner_width: int) -> int:
-    """Ranks that the second kernel multiplies with at once: all of most adapters."""
+    """How many ranks the second kernel multiplies with at once. Most adapters have no more."""
     return min(_MAX_RANKS, next_power_of_two(inner_width))
 
 
 def _step(*places: int) -> int:
-    """The largest power of two, up to a limit, that all places are multiples of."""
+    """The largest power of two, up to a limit, that divides all these places."""
     common = math.gcd(*places)
     return min(_MAX_STEP, common & -common)
 
 
 def _whole(rank: int) -> int:
-    """A rank in whole tiles."""
+    """A rank, rounded up to whole tiles."""
     return cdiv(rank, TILE) * TILE
 
 
 def alignment_of(num_experts: int, num_features: int) -> int:
-    """Numbers at whose multiples factors begin: experts lie one behind the other."""
+    """The alignment, in numbers, of a factor's beginning. It is smaller where experts lie one behind the other."""
     return ALIGNMENT if num_experts == 1 else min(ALIGNMENT, num_features & -num_features)
 
 

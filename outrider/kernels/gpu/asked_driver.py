@@ -12,7 +12,8 @@ from triton.runtime import driver
 
 @dataclass(frozen=True)
 class _AskedDriver:
-    """A driver with answers, asked in advance, to the questions that compiling asks."""
+    """Stands for Triton's driver while kernels are compiled: it has the answers to the compiler's questions, asked in
+    advance."""
 
     driver: Any
     device: int
@@ -33,8 +34,8 @@ class _AskedDriver:
 
 @contextmanager
 def asking_no_device() -> Iterator[None]:
-    """Within, Triton's compiler gets answers about the device that were asked in advance: a fork cannot ask the device,
-    and a new thread would ask device 0."""
+    """Within this context Triton's compiler gets the answers of `_AskedDriver`: a fork cannot ask the device, and a new
+    thread would ask device 0."""
     active = driver.active
     driver.set_active(_AskedDriver(active, active.get_current_device(), active.get_current_target()))
     try:

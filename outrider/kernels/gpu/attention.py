@@ -196,8 +196,8 @@ def _merge_splits(
     acc, peak, total, rows, request, kv_head, tile, split, num_active, part_out, part_lse, counters, max_query,
     num_splits, num_tiles, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, D_PAD: tl.constexpr,
 ):
-    """(weighted values, peak, sum of weights, whether they are those of the whole tile). Where a tile has several
-    splits, each stores its part, and the last to arrive merges them."""
+    """The result of a tile: (weighted values, peak, sum of weights, whether they cover the whole tile). If a tile has
+    several splits, each stores its part, and the last to arrive merges them."""
     is_last = num_active <= 1
     if num_active > 1:
         part = (((request * max_query + rows.query) * HEADS + rows.head) * num_splits).to(tl.int64)

@@ -24,7 +24,8 @@ MAX_HEAD_DIM = 1024
 
 @triton.jit
 def _load_tile(at, inside, dim, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """Keys or values [keys, D_PAD]; columns past D are 0, and so is what is not inside, where that is asked."""
+    """Load keys or values [keys, D_PAD]. Columns past D are 0, and so are keys that are not inside, if that is
+    asked."""
     if MASKED:
         return tl.load(at, mask=inside[:, None] & (dim < D)[None, :], other=0.0)
     elif D != D_PAD:
@@ -165,7 +166,7 @@ def attend_keys(
 
 @triton.jit
 def load_request(query_starts, lengths, live, request, exists):
-    """A `RequestTokens`. A program without a tile (not `exists`) gets the request's without any token rows."""
+    """The `RequestTokens` of a tile's request. For a program without a tile (not `exists`) it has no token rows."""
     first_token = tl.load(query_starts + request)
     scheduled = tl.where(exists, tl.load(query_starts + request + 1) - first_token, 0)
     return RequestTokens(first_token, scheduled, tl.load(lengths + request),

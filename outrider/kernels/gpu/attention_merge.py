@@ -15,13 +15,14 @@ MIN_COUNTERS = 1 << 16  # tiles that may wait for their last split, at least
 
 @triton.jit
 def tile_counter(counters, request, kv_head, tile, num_tiles):
-    """Counts the programs of a tile that have arrived; axis 0 of the grid is that of key/value heads."""
+    """The counter of the programs of a tile that have arrived. Axis 0 of the grid must be that of key/value heads."""
     return counters + (request * tl.num_programs(0) + kv_head) * num_tiles + tile
 
 
 @triton.jit
 def arrive(counter, num_active):
-    """Whether all other splits of the tile have stored their parts, which may then be read. Leaves the counter at 0."""
+    """Arrive at the tile's counter. Returns whether all other splits of the tile have stored their parts, which may
+    then be read. Leaves the counter at 0 after the last one."""
     tl.debug_barrier()  # every thread's part is stored before one of them says so
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_active - 1
     if is_last:

@@ -142,8 +142,9 @@ def _keys_of_item(
 
 @triton.jit
 def _arrive_rows(counter, num_active, member, is_first):
-    """Whether all other splits of a row's request have stored their parts, which may then be read. `is_first`: the
-    rows that count for their requests. Leaves these counters at 0."""
+    """Arrive at each row's counter. Returns whether all other splits of the row's request have stored their parts,
+    which may then be read. `is_first`: the rows that count for their requests. Leaves the counters at 0 after the last
+    one."""
     tl.debug_barrier()  # every thread's part is stored before one of them says so
     arrived = tl.atomic_add(counter, 1, mask=is_first, sem="acq_rel", scope="gpu")
     ends = is_first & (arrived == num_active - 1)
@@ -160,7 +161,7 @@ def launch_packed(
     scale: float, softcap: float | None, scales: HeadScales | None, sinks: torch.Tensor | None, max_query: int,
     fill_padding: bool, pdl: bool,
 ) -> None:
-    """The launch of `decode_attention`, which checks its arguments, for a list with packs."""
+    """Launch attention for a list with packs. `decode_attention` calls it, after checking the arguments."""
     plan = splits.plan
     is_limited = shape.padded_dim <= 128 and plan.config.num_warps == 4 and plan.block_m == 16
     limit = {"maxnreg": MAX_REGISTERS} if is_limited and not knobs.runtime.interpret else {}

@@ -41,7 +41,7 @@ _NO_PAGE = tl.constexpr((1 << 31) - 1)  # sorts behind all pages
 
 
 class SharedPages(NamedTuple):
-    """A batch's requests, neighbours sharing the most pages. Tensors are int32 [requests]."""
+    """A batch's requests in an order in which neighbours share the most pages. Tensors are int32 [requests]."""
 
     order: torch.Tensor  # request at each place
     shared: torch.Tensor  # tokens of the leading pages that a place's request has in common with the one before it
@@ -144,8 +144,8 @@ def _equal_columns(page_table, table_stride, own, previous, most, ROWS: tl.const
 
 @triton.jit
 def begins_run(shared, place, num_requests):
-    """Whether no pack reaches across the beginning of a place: it shares nothing with the place before it, or the place
-    after it shares at least twice as much with it."""
+    """Whether a new run begins at a place, so that no pack reaches across it: either the place shares nothing with the
+    one before it, or the place after it shares at least twice as much with it."""
     own = tl.load(shared + place, mask=place < num_requests, other=0)
     after = tl.load(shared + place + 1, mask=place + 1 < num_requests, other=0)
     return (own == 0) | (after >= 2 * own)
@@ -158,7 +158,7 @@ def _later(a, b):
 
 @triton.jit
 def find_runs(shared, place, num_requests):
-    """First place of the run that each place belongs to, for all places in their order."""
+    """For each place in order: the first place of its run."""
     return tl.associative_scan(tl.where(begins_run(shared, place, num_requests), place, 0), 0, _later)
 
 

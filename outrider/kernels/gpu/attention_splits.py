@@ -54,8 +54,8 @@ class DecodeConfig:
 def decode_config(
     padded_dim: int, num_requests: int | None = None, itemsize: int = 2, num_rows: int = 1
 ) -> DecodeConfig:
-    """Measured on an H200, for 16 bits. With few requests latency is all: short splits, everything fetched at once.
-    num_rows: queries times the query heads of one key/value head."""
+    """The tile for these sizes, as measured on an H200 for 16 bits. With few requests only latency counts: splits are
+    short, and everything is fetched at once. num_rows: queries times the query heads of one key/value head."""
     if itemsize > 2 and padded_dim >= 256:  # what fits into a multiprocessor's shared memory
         return DecodeConfig(block_n=32 if padded_dim <= 256 else 16, max_rows=16, num_warps=8, num_stages=2)
     if num_requests is None:  # one choice for all
@@ -180,7 +180,8 @@ class PackPlan:
 
 def plan_packs(num_requests: int, num_kv_heads: int, group: int, sms: int, max_query: int,
                plan: LaunchPlan) -> PackPlan | None:
-    """None if no two requests fit into a tile: packs have the tiles of single requests, which have rows to spare."""
+    """Plan the packs of a launch. None if no two requests fit into a tile: packs use the tiles of single requests, in
+    their spare rows."""
     size = min(plan.block_m // (max_query * group), num_requests)
     if size < 2 or not plan.is_split:
         return None
@@ -223,12 +224,13 @@ class SplitList:
     packs: Packs | None = None
 
     def is_for(self, shape: tuple[int | None, ...], tensors: tuple[torch.Tensor | None, ...]) -> bool:
-        """Another batch's list would leave splits out, and counters that others rely on."""
+        """Whether the list was made for this batch. With another batch's list splits would be left out, and counters
+        would not return to 0."""
         return shape == self.shape and all(a is b for a, b in zip(tensors, self.made_of, strict=True))
 
     @property
     def num_slots(self) -> int:
-        """Places for the parts of a request's splits."""
+        """How many places there are for the parts of a request's splits."""
         return self.plan.num_splits + (self.packs.plan.num_splits if self.packs is not None else 0)
 
 
@@ -241,7 +243,7 @@ def _list_splits_kernel(
     BLOCK_N: tl.constexpr, WINDOW_KIND: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_PACKS: tl.constexpr,
     LEAST_PACK_SPLIT: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """In the order of places, which are the requests themselves without packs."""
+    """Writes the list of splits, in the order of places. Without packs the places are the requests themselves."""
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     other = tl.arange(0, PAD)
     own_request, request = own, other
@@ -287,7 +289,7 @@ def _list_splits_kernel(
 
 @triton.jit
 def own_num_splits(num_splits, packed):
-    """Most splits of a request's own: one is left to its pack."""
+    """The most splits that a request may have for itself. A request in a pack leaves one to its pack."""
     return tl.where(packed > 0, tl.maximum(num_splits - 1, 1), num_splits)
 
 
@@ -296,8 +298,8 @@ def _splits_of(
     lengths, live, key_starts, request, packed, num_requests, window, split_size, coarse_size, num_splits,
     BLOCK_N: tl.constexpr, WINDOW_KIND: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):
-    """(keys that no pack reads, splits) of requests: at least one, which also writes what dead tokens get; past the
-    last none."""
+    """(keys that no pack reads, splits) of requests. Every request has at least one split, which also writes zeros for
+    dead tokens; places past the last request have none."""
     exists = request < num_requests
     length = tl.load(lengths + request, mask=exists, other=-1)
     num_live = tl.load(live + request, mask=exists, other=0)
@@ -351,7 +353,7 @@ def list_splits(
 
 def _make_packs(shared: SharedPages, num_requests: int, num_kv_heads: int, group: int, sms: int, max_query: int,
                 plan: LaunchPlan) -> Packs | None:
-    """Room for the packs of a batch; None if its requests cannot be packed."""
+    """Make the packs of a batch. None if its requests cannot be packed."""
     pack_plan = plan_packs(num_requests, num_kv_heads, group, sms, max_query, plan)
     if pack_plan is None:
         return None

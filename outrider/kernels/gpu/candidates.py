@@ -29,8 +29,8 @@ def has_candidates(flag, top_k, num_groups):
 
 @triton.jit
 def bound_of(group_greatest, num_groups, top_k, shift, temperature, GROUPS: tl.constexpr):
-    """A distance that at least k groups have a token within, and not many more: where nearly all groups have one, most
-    have several, so that fewer are enough to be too many."""
+    """A distance within which at least k groups have a token, and not many more. Where nearly all groups have one, most
+    have several, so fewer groups are asked for: otherwise there would be too many candidates."""
     group = tl.arange(0, GROUPS)
     greatest = tl.load(group_greatest + group, mask=group < num_groups, other=float("-inf"))
     distance = tl.where(group < num_groups, distance_of(tl.div_rn(greatest - shift, temperature)), UNKNOWN)
@@ -51,7 +51,8 @@ def list_candidates(
     own, first, last, vocab, bound, shift, temperature, floor, group_greatest, count, values, ids,
     ROOM: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
 ):
-    """Adds the candidates of tiles [first, last) to the row's, as long as there is room, and counts all of them."""
+    """Add the candidates of tiles [first, last) to the row's list, as long as it has room. Counts all of them, so that
+    an overflow is noticed."""
     for tile in range(first, last):
         greatest = tl.load(group_greatest + tile * (SIZE // GROUP) + tl.arange(0, SIZE // GROUP))
         if tl.min(distance_of(tl.div_rn(greatest - shift, temperature)), axis=0) < bound:

@@ -270,14 +270,14 @@ _INTERPRETED_TILE = CodedRowsTile(64, 32, 3, 1)
 
 
 def tile_for(is_gated: bool, is_small: bool) -> CodedRowsTile:
-    """is_small: there is no card, and programs are computed by the interpreter."""
+    """The tile for these sizes. is_small: there is no card, and the interpreter computes the programs."""
     if is_small:
         return _INTERPRETED_TILE
     return _GATED_TILE if is_gated else _PLAIN_TILE
 
 
 def activation_number(activation: str | None) -> tuple[int, float]:
-    """The kernel's number of an activation, and its limit, or 0 if it has none or its own."""
+    """The kernel's number for an activation, and its limit; 0 if it has none or a fixed one."""
     return (_NUMBER_OF_CLAMPED, 0.0) if activation == CLAMPED else activation_code(activation)
 
 

@@ -87,7 +87,8 @@ def compile_pickled(task: bytes) -> None:
 
 def _build_launcher(name: str, src: str, srcdir: str, library_dirs: list[str], include_dirs: list[str],
                     libraries: list[str]) -> str:
-    """Builds in a third of the time what Triton would build with -O3: a launcher takes its arguments apart once."""
+    """Build a launcher as Triton does, but without its -O3, in a third of the time: a launcher only takes its arguments
+    apart once."""
     with knobs.build.scope():
         knobs.build.impl = None
         path: str = build._build(name, src, srcdir, library_dirs, include_dirs, libraries, ["-O0"])
@@ -101,7 +102,8 @@ def launch_key(function: Any, args: tuple[Any, ...], options: dict[str, Any]) ->
 
 
 def _classes(function: Any, args: tuple[Any, ...]) -> Iterator[Any]:
-    """Yields the class of each argument. Arguments that the compiler tells apart have different ones."""
+    """The class of each argument, as `argument_class` says. Arguments that the compiler tells apart have different
+    classes."""
     for param, value in zip(function.params, args, strict=False):
         try:
             yield str(value) if param.is_constexpr else argument_class(value)
@@ -110,7 +112,8 @@ def _classes(function: Any, args: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def expected_size(launch: CollectedLaunch) -> tuple[float, int]:
-    """How many seconds it takes to compile, about: as measured, or as most do. What is written in Gluon takes long."""
+    """How long a kernel takes to compile: (seconds, as measured for it or as usual for its language, then the length of
+    its source)."""
     usual = 3.0 if isinstance(launch.function, GluonJITFunction) else 0.5
     return SECONDS.get(launch.function.__name__, usual), source_size(launch.function)
 
@@ -132,7 +135,7 @@ def source_size(function: Any) -> int:
 
 
 def specialization(value: Any) -> Any:
-    """The most that the compiler may look at in an argument."""
+    """What the compiler may at most look at in an argument."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), value.data_ptr() % 16 == 0
     if isinstance(value, TensorDescriptor):

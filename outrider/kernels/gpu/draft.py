@@ -39,7 +39,8 @@ class OwnTensors(NamedTuple):
 
 
 class _Out(NamedTuple):
-    """Every pass of a proposal; int64 where nothing else is said."""
+    """The output tensors of a kernel that plans every pass of a proposal. They are int64 unless their comment names
+    another type."""
 
     keys: torch.Tensor  # [4 + drafts, requests] seed, sample index, drafts with room, last token row; positions
     temperature: torch.Tensor  # [requests] float32
@@ -68,7 +69,7 @@ def store_keys(
 def mark_pages(
     table, page_valid, valid_stride, before, count, valid_from, least, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Pages whose last token the step computed are valid where all their slots are filled."""
+    """Mark the pages whose last token the step computed as valid, if all their slots are filled."""
     end = (before + count) // PAGE
     for first in range(before // PAGE, end, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -81,7 +82,8 @@ def _store_first(
     request, row, start, end, before, count, live, state, tables, out, tokens, max_len, token_stride, table_strides,
     PAGES: tl.constexpr, TAIL: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """The tokens behind the computed ones, at their positions; dead token rows repeat a position and write nothing."""
+    """Store the first pass: the tokens behind the computed ones, at their positions. Dead token rows repeat a position
+    and write nothing."""
     for first in range(start, end, BLOCK):
         at = first + tl.arange(0, BLOCK)
         valid = at < end
@@ -108,7 +110,8 @@ def _store_further(
     request, goes_on, known, tables, out, requests, num_wanted, max_len, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, DRAFTS: tl.constexpr,
 ):
-    """Draft `index` at the position after the last one; a row without room for it is dead, at a clamped position."""
+    """Store the pass of draft `index`, at the position after the draft before it. A row without room for it is dead, at
+    a clamped position."""
     index = tl.arange(0, DRAFTS)
     valid = (index > 0) & (index < num_wanted)
     at = (index - 1) * requests + request

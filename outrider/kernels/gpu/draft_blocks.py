@@ -36,7 +36,8 @@ from outrider.kernels.gpu.launch import kernel
 
 
 class _Out(NamedTuple):
-    """int64 where nothing else is said."""
+    """The output tensors of the kernel that plans a block drafter's passes. They are int64 unless their comment names
+    another type."""
 
     keys: torch.Tensor  # [4 + drafts, requests] as in `draft`
     temperature: torch.Tensor  # [requests] float32
@@ -51,7 +52,8 @@ def _store_context(
     request, start, end, before, count, tables, out, tokens, max_len, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """The step's token rows at their own positions; those of no computed token are dead."""
+    """Store the pass of the context: the step's token rows at their own positions. Rows whose tokens were not computed
+    are dead."""
     for first in range(start, end, BLOCK):
         at = first + tl.arange(0, BLOCK)
         valid = at < end
@@ -71,7 +73,7 @@ def _store_block(
     request, anchor, goes_on, length, tables, out, size, num_rows, max_len, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """The rows of a block, from the last known token on; those past the end of the text's length are dead."""
+    """Store the rows of a block, from the last known token on. Rows past the end of the text are dead."""
     index = tl.arange(0, ROWS)
     valid = index < num_rows
     at = request * num_rows + index

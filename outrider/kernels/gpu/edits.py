@@ -84,7 +84,7 @@ def _is_in(mask, token, valid):
 
 @triton.jit
 def _penalise(logit, token, valid, of, num_before, rows, text, counts, draft_stride, count_stride):
-    """Counts are those of the row, and of the drafts before this logit row."""
+    """Apply penalties to logits. They count the row's outputs and the drafts before this logit row."""
     packed = tl.load(counts + of * count_stride + token, mask=valid, other=0)
     outputs = packed & _OUTPUTS
     for index in range(0, num_before):
@@ -115,7 +115,8 @@ def _add_bias(
     own, edited, lowest, end, flag, of, num_before, rows, text, counts, mask_words, num_columns, draft_stride,
     count_stride, LIST: tl.constexpr,
 ):
-    """Logits with a bias are edited anew, from the model's own: the bias comes before the penalties."""
+    """Add a bias to some tokens' logits. These are edited again from the model's own, because the bias comes before the
+    penalties."""
     ids, size = rows.arena + tl.load(rows.bias_start + of), tl.load(rows.bias_len + of).to(tl.int32)
     for first in range(0, size, LIST):
         entry = first + tl.arange(0, LIST)
@@ -131,7 +132,8 @@ def _add_bias(
 @triton.jit
 def _forbid_bad_words(edited, lowest, end, of, place, rows, text, token_stride, draft_stride, num_columns,
                       LIST: tl.constexpr):
-    """A word is (offset, length) in the row's table; its tokens lie backwards, the forbidden one first."""
+    """Forbid the last token of each bad word whose other tokens have just been said. A word is (offset, length) in the
+    row's table; its tokens lie backwards, the forbidden one first."""
     table, size = rows.arena + tl.load(rows.words_start + of), tl.load(rows.num_words + of).to(tl.int32)
     for first in range(0, size, LIST):
         word = first + tl.arange(0, LIST)
@@ -159,7 +161,7 @@ def _forbid_stops(edited, lowest, end, of, place, rows, stop_stride, LIST: tl.co
 
 @triton.jit
 def _keep_groups(group_greatest, tile, logit, SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """Stores the greatest logit of every group of a tile, among which top-k looks for a bound."""
+    """Store the greatest logit of every group of a tile: top-k searches its bound among these."""
     GROUPS: tl.constexpr = SIZE // GROUP
     greatest = tl.max(tl.reshape(logit, [GROUPS, GROUP]), axis=1)
     tl.store(group_greatest + tile * GROUPS + tl.arange(0, GROUPS), greatest)
@@ -167,7 +169,7 @@ def _keep_groups(group_greatest, tile, logit, SIZE: tl.constexpr, GROUP: tl.cons
 
 @triton.jit
 def _greatest_of(logits, first, last, vocab, group_greatest, flag, SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """The greatest of some tiles; each group's own is kept where top-k asks for it."""
+    """The greatest logit of some tiles. Where top-k asks for it, each group's greatest is stored too."""
     greatest = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     for tile in range(first, last):
         token = tile * SIZE + tl.arange(0, SIZE)
@@ -183,7 +185,8 @@ def _edit_tiles(
     own, new, first, last, vocab, flag, of, num_before, rows, text, counts, mask_words, num_columns, draft_stride,
     count_stride, group_greatest, SIZE: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """Edits some tiles, lists apart. Returns (greatest edited logits, greatest of the model's own) [SIZE]."""
+    """Apply all edits but those by lists to some tiles. Returns (greatest edited logits, greatest of the model's own)
+    [SIZE]."""
     greatest = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     raw = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     for tile in range(first, last):

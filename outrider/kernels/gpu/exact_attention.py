@@ -194,7 +194,7 @@ def exact_config(head_dim: int, itemsize: int) -> ExactConfig:
 
 
 def exact_tiles_config(num_heads: int, k_cache: torch.Tensor) -> PrefillConfig:
-    """The tile as the lists of query tiles take it."""
+    """The tile for launches with lists of query tiles."""
     config = exact_config(k_cache.shape[3], k_cache.element_size())
     return PrefillConfig(config.block_m, config.block_n, config.num_warps, config.num_stages)
 

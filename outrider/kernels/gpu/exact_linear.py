@@ -40,7 +40,7 @@ _GROUP = 8  # tiles of token rows that pass by the same weights while those are 
 
 @triton.jit
 def _load_tile(at, exists, is_there, WHOLE: tl.constexpr):
-    """Rows that exist, and of them the columns that are there; zeros elsewhere, which change no sum."""
+    """Load the rows that exist, and of them the columns that are there. The rest are zeros, which change no sum."""
     return tl.load(at, mask=exists[:, None] if WHOLE else exists[:, None] & is_there[None, :], other=0.0)
 
 
@@ -218,7 +218,7 @@ def exact_linear(
 
 
 def _is_shared(num_rows: int, tile: ExactTile) -> bool:
-    """Whether each chain has programs of its own, which is for token rows that are a single tile."""
+    """Whether each chain has programs of its own. That is so if all token rows fit into a single tile."""
     return num_rows <= min(_FEW_ROWS, tile.block_m)
 
 

@@ -89,7 +89,7 @@ def _sort_kernel(ids, order, place, ends, P, CHUNK: tl.constexpr, PDL: tl.conste
 
 @dataclass(frozen=True)
 class Pairs:
-    """Pairs by expert, and within an expert in order."""
+    """The pairs in the order of their experts; within an expert in the order of the pairs."""
 
     order: torch.Tensor  # [pairs] int32, the pair at each position
     place: torch.Tensor  # [pairs] int32, the position of each pair

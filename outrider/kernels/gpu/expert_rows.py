@@ -149,7 +149,7 @@ def _mix_rows_kernel(
 
 
 def expert_rows_config(k: int) -> ThinConfig:
-    """8 columns for each thread, as in `matvec_config`."""
+    """The tile for k inputs. Each thread has 8 columns, as in `matvec_config`."""
     if k >= 2048:
         return ThinConfig(2, 2048, 8, 1)
     return ThinConfig(2, max(128, next_power_of_two(k)), 4, 1)
@@ -159,9 +159,9 @@ def expert_rows(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, n: int, activation: tuple[int, float], pdl: bool,
     shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[pairs, n], row p for pair p of ids [tokens, k], from the token rows x. With a shared expert's weight [rows, k]
-    rows for all token rows follow. activation: the kernel's number of it, and its limit or 0. Arguments are checked by
-    the caller."""
+    """The first projection: [pairs, n], row p for pair p of ids [tokens, k], from the token rows x. With a shared
+    expert's weight [rows, k] rows for all token rows follow. activation: the kernel's number of it, and its limit or 0.
+    The caller has checked the arguments."""
     k, (num_tokens, top_k) = weight.shape[2], ids.shape
     config = expert_rows_config(k)
     num_shared = 0 if shared is None else num_tokens
@@ -179,9 +179,9 @@ def mix_rows(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, pdl: bool,
     shared: torch.Tensor | None = None, added: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[tokens, n]: the results of `expert_rows` times weight [experts, n, k], added up by their shares [tokens, top_k]
-    float32, with the shared expert's weight [n, k] and with `added` [tokens, n]. Arguments are checked by the
-    caller."""
+    """The second projection: [tokens, n], the results of `expert_rows` times weight [experts, n, k], added up by their
+    shares [tokens, top_k] float32, with the shared expert's weight [n, k] and with `added` [tokens, n]. The caller has
+    checked the arguments."""
     (_, n, k), (num_tokens, top_k) = weight.shape, ids.shape
     config = expert_rows_config(k)
     out = torch.empty(num_tokens, n, dtype=x.dtype, device=x.device)

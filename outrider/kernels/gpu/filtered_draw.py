@@ -93,7 +93,7 @@ def _bound_kernel(
     row, rows, span_greatest, group_greatest, scratch, num_groups, num_spans, SPANS: tl.constexpr, GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The bound of a logit row's candidates, for all programs that list them."""
+    """Finds the bound of a logit row's candidates, for all programs that list them."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(0).to(tl.int64)
@@ -112,7 +112,7 @@ def _score_filtered_kernel(
     num_tiles, num_groups, span, BOUNDED: tl.constexpr, ROOM: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One span's best token, or its candidates."""
+    """Finds one span's best token, or lists its candidates."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at, num_spans = tl.program_id(1).to(tl.int64), tl.num_programs(0)
@@ -161,7 +161,8 @@ def _pick_filtered_kernel(
     vocab, num_tiles, num_groups, num_spans, ROOM: tl.constexpr, LISTED: tl.constexpr, PIVOTS: tl.constexpr,
     SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The token of a row with candidates; else the best token of all spans, and the pivots of a row that is weighed."""
+    """Draws the token of a row with candidates. For other rows it takes the best token of all spans, and leaves pivots
+    if the row is to be weighed."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(0).to(tl.int64)
@@ -210,7 +211,8 @@ def _weigh_kernel(
     FIRST: tl.constexpr, ABOUT: tl.constexpr, PIVOTS: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One span's weight, and its weights within the pivots; ABOUT: nearly, which another round may do better."""
+    """Adds up one span's weight, and its weights within the pivots. ABOUT: with a small error, which a later round may
+    correct."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at, num_spans = tl.program_id(1).to(tl.int64), tl.num_programs(0)

@@ -18,7 +18,7 @@ from outrider.kernels.gpu.launch import kernel
 
 @triton.jit
 def _valid_in_hit(table, page_valid, valid_stride, needed, begin, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """The slot after the last one of the hit that was not filled or was evicted."""
+    """The slot behind the hit's last slot that was not filled or was evicted: from there on all slots are valid."""
     end = begin // PAGE
     last = tl.zeros((BLOCK,), tl.int64)
     for first in range(needed, end, BLOCK):

@@ -105,7 +105,7 @@ def fit_queries(queries, scale, k_scales, kv_head, k_cache):
 
 @triton.jit
 def fit_rows(queries, scale):
-    """As `fit_queries`, for keys in fp8 whose scale is in `scale` already."""
+    """As `fit_queries`, for keys in fp8 when `scale` includes the scale of the head already."""
     if queries.dtype == tl.float32:
         return queries, scale
     else:
@@ -150,7 +150,8 @@ def scaled_values(acc, v_scales, kv_head, v_cache):
 
 def check_cache_dtype(name: str, k_cache: torch.Tensor, v_cache: torch.Tensor, shape: tuple[int | None, ...],
                       made: torch.Tensor, scales: HeadScales | None) -> None:
-    """Keys and values have this shape, and the dtype of the tensor that they were made with, or fp8 with scales."""
+    """Check that keys and values have this shape, and either the dtype of the tensor that they were made with, or fp8
+    with scales."""
     dtype = made.dtype if scales is None else FP8
     require_tensor(name, "k_cache", k_cache, shape, made.device, (dtype,))
     require_tensor(name, "v_cache", v_cache, tuple(k_cache.shape), made.device, (dtype,))

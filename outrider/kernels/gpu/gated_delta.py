@@ -61,7 +61,7 @@ _SHORT_RUN = tl.constexpr(SHORT_RUN)
 
 @triton.jit
 def _token_inputs(place, end, request, part, sizes, DECAYS: tl.constexpr):
-    """Inputs as projections and convolution leave them; 0 from place `end` on."""
+    """Load a token's inputs as projections and convolution leave them; 0 from place `end` on."""
     is_there = place < end
     index = (place + tl.where(place < request.pending, request.folded, request.fresh)).to(tl.int64)
     row = index * sizes.conv_dim
@@ -79,9 +79,9 @@ def _token_inputs(place, end, request, part, sizes, DECAYS: tl.constexpr):
 @triton.jit
 def _walk(state, begin, end, next_save, cells, request, part, saves, sizes, scale, KEY_DIM: tl.constexpr,
           PAGE_WORDS: tl.constexpr, STORES: tl.constexpr, DECAYS: tl.constexpr):
-    """Places begin to end - 1, one after the other, each loaded while the one before it is worked on. STORES: the state
-    is stored where the known tokens end, if the walk passes there. next_save: the first boundary of a checkpoint; with
-    PAGE_WORDS of 0 none is written."""
+    """Apply the tokens at places begin to end - 1, one after the other; each is loaded while the one before it is
+    worked on. STORES: the state is stored where the known tokens end, if the walk passes there. next_save: the first
+    boundary of a checkpoint; with PAGE_WORDS of 0 none is written."""
     q, k, v, g, beta = _token_inputs(begin, end, request, part, sizes, DECAYS)
     for place in range(begin, end):
         next_q, next_k, next_v, next_g, next_beta = _token_inputs(place + 1, end, request, part, sizes, DECAYS)

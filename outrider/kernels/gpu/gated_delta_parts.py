@@ -82,7 +82,7 @@ def part_of(head, tile, convolved, g, beta, out, sizes, KEY_HEADS: tl.constexpr,
 
 @triton.jit
 def save_checkpoints(state, seen, request, part, saves, KEY_DIM: tl.constexpr, PAGE_WORDS: tl.constexpr):
-    """Writes the checkpoints, if any, whose boundary is where the walk stands."""
+    """Write the checkpoints, if there are any, whose boundary the walk has reached."""
     save_state(state, seen, request.index, part.first_row, part.num_rows, saves, request.layer_word, request.num_pages,
                KEY_DIM, PAGE_WORDS)
 

@@ -92,7 +92,7 @@ def _find_chunk(counts, slot, requests, TOKENS: tl.constexpr, PAD: tl.constexpr)
 
 
 class ChunkTokens(NamedTuple):
-    """Tokens of a chunk [tokens], with pointers to the head's part of row 0 of their inputs."""
+    """The tokens of a chunk [tokens], with pointers to the head's inputs of token row 0."""
 
     token: tl.tensor
     is_there: tl.tensor

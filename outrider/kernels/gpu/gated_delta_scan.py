@@ -42,7 +42,7 @@ def _advance(state, chunk, slot, request, part, chunks, sizes, TOKENS: tl.conste
 def _state_within(state, corrections, chunk, seen, slot, request, part, chunks, sizes, KEY_DIM: tl.constexpr,
                   DECAYS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
                   TILES: tl.constexpr, PRECISION: tl.constexpr):
-    """The state after the first `seen` tokens of a chunk. state: before the chunk."""
+    """The state after the first `seen` tokens of a chunk. state: the one before the chunk."""
     token, key = tl.arange(0, TOKENS), tl.arange(0, KEYS)
     index = (request.fresh + request.pending + chunk * TOKENS + token).to(tl.int64)
     has_key = (token < seen)[:, None] & part.has_key[None, :]
@@ -61,8 +61,9 @@ def _state_within(state, corrections, chunk, seen, slot, request, part, chunks, 
 def scan_prepared(state, slot, request, part, chunks, saves, sizes, KEY_DIM: tl.constexpr, PAGE_WORDS: tl.constexpr,
                DECAYS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr,
                PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr, STAGES: tl.constexpr):
-    """All known tokens. slot: of the first chunk. The chunks between those with a checkpoint's boundary go through a
-    loop of nothing but loads and products, so that the compiler can load a chunk while it computes the one before."""
+    """Take the state through all known tokens. slot: of the first chunk. Chunks without a checkpoint's boundary go
+    through a loop of nothing but loads and products, so that the compiler can load a chunk while it computes the one
+    before."""
     num_chunks = tl.cdiv(request.known_end - request.pending, TOKENS)
     if PAGE_WORDS == 0:
         for chunk in tl.range(0, num_chunks, num_stages=STAGES):

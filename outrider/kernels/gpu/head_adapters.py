@@ -38,7 +38,7 @@ _MAX_SHARED = 1024
 
 @triton.jit
 def without_largest(slot, count):
-    """Slots of a tile without those that are the largest, the next smaller ones, and so on."""
+    """The slots of a tile's rows, with -1 in place of the `count` largest different ones."""
     for _ in range(count):
         slot = tl.where(slot == tl.max(slot, axis=0), -1, slot)
     return slot
@@ -46,7 +46,8 @@ def without_largest(slot, count):
 
 @triton.jit
 def own_slots(sorted_slots, place_of_row, M, share):
-    """The slots of a tile's rows, of which the first is this program's. Negative: no adapter, or another program's."""
+    """The slots of a tile's rows; the largest of them is the first that this program serves. Negative where a row has
+    no adapter, or a slot that another program serves before."""
     slot = tl.load(sorted_slots + place_of_row, mask=place_of_row < M, other=-1)
     return without_largest(slot, tl.program_id(0) % share)
 
@@ -131,8 +132,7 @@ def add_head_adapters(x: torch.Tensor, out: torch.Tensor, rows: RowSlots, tables
 
 
 def _share_of(num_rows: int, programs: int, num_slots: int) -> int:
-    """Programs that share the slots of a tile, where each tile has so many programs already. Bits do not depend on
-    it."""
+    """How many programs share the slots of a tile that has so many programs already. The bits do not depend on it."""
     share = next((share for most, share in _SHARES if num_rows <= most), 1)
     share = min(share, next_power_of_two(num_slots))
     while share > 1 and cdiv(num_rows, TILE) * programs * share > _MAX_SHARED:

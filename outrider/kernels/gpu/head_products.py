@@ -95,7 +95,7 @@ def product_config(num_tokens: int, n: int, k: int, itemsize: int) -> ProductCon
 
 
 def exact_product_config(num_tokens: int, n: int, k: int, itemsize: int) -> ProductConfig:
-    """Tiles of inputs that do not depend on the number of token rows."""
+    """The tile for exact mode: its inputs do not depend on the number of token rows."""
     if num_tokens <= 1024:  # enough programs for all multiprocessors
         block_t, block_n, warps = min(64, max(16, next_power_of_two(num_tokens))), 64, 4
     else:

@@ -43,7 +43,8 @@ def _read_kernel(
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr, ROUNDS: tl.constexpr, WRITES: tl.constexpr,
     SECOND: tl.constexpr, PDL: tl.constexpr,
 ):
-    """SECOND: the column from which on logits are added to the first ones; 0 if there are none."""
+    """Computes the weights and the weighted sum of one token row. SECOND: the column from which on logits are added to
+    the first ones; 0 if there are none."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)

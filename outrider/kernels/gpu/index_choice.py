@@ -171,7 +171,7 @@ def choose_by_scores(
 
 def check_choice(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts,
                  chosen: torch.Tensor, scales: torch.Tensor | None) -> tuple[int, int, int]:
-    """(token rows, positions that the page table has room for, top-k)."""
+    """Check the arguments, and return (token rows, positions that the page table has room for, top-k)."""
     name, device, integers = "choose_positions", q.device, (torch.int32, torch.int64)
     require_tensor(name, "q", q, (None, None, None), device, FLOATS)
     num_tokens, num_heads, head_dim = q.shape

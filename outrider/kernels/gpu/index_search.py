@@ -27,7 +27,8 @@ _GUESSES = tl.constexpr(24)
 
 
 def room_for(top_k: int) -> int:
-    """Candidates of a token row. Contexts with no more positions need no sample."""
+    """How many candidates of a token row the list has room for. A context with no more positions than that needs no
+    sample."""
     return min(MAX_ROOM, max(MIN_ROOM, next_power_of_two(4 * top_k)))
 
 
@@ -62,8 +63,8 @@ def guess_between(bottom, top, not_below, above, wanted, turn):
 
 @triton.jit
 def narrow(bottom, top, not_below, above, guess, enough, least_wanted, most_wanted):
-    """The range, and the numbers of scores beside it, after `enough` scores were found that are not below the guess. It
-    is one integer as soon as they are as many as wanted."""
+    """Narrow the range by one guess: `enough` scores are not below it. Returns the range, with how many scores are not
+    below it and above it. The range becomes one integer as soon as the number of scores is as wanted."""
     is_enough = enough >= least_wanted
     new_top = tl.where(is_enough, tl.where(enough <= most_wanted, guess, top), guess - 1)
     return tl.where(is_enough, guess, bottom), new_top, tl.where(is_enough, enough, not_below), tl.where(
@@ -72,8 +73,9 @@ def narrow(bottom, top, not_below, above, guess, enough, least_wanted, most_want
 
 @triton.jit
 def _taken(bottom, not_below, above, top_k):
-    """The result of `least_chosen`, once the range is one integer. Unless exactly top_k scores are not below it, it is
-    a score itself, and `above` are above it."""
+    """The result of `least_chosen` once the range is one integer. If exactly top_k scores are not below that integer,
+    all of them are chosen. Otherwise the integer is a score itself, `above` scores are greater, and some of those equal
+    to it are chosen too."""
     is_apart = not_below == top_k
     return tl.where(is_apart, bottom - 1, bottom), tl.where(is_apart, 0, top_k - above)
 
@@ -172,7 +174,7 @@ def count_kinds(own, begin, end, low, high, least, SEG: tl.constexpr):
 
 @triton.jit
 def least_chosen_in_memory(own, low, high, top_k, SEG: tl.constexpr):
-    """As `least_chosen`, of all scores of a context."""
+    """As `least_chosen`, over all scores of a context."""
     tops, bottoms = tl.full([SEG], LEAST, dtype=tl.int32), tl.full([SEG], GREATEST, dtype=tl.int32)
     for start in tl.range(low // ALIGNED * ALIGNED, high, SEG, num_stages=3):
         position, is_visible, order = load_orders(own, start, low, high, SEG)
@@ -229,7 +231,7 @@ def load_listed(at, start, count, ROOM: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def write_all(to, low, high, top_k, first, step, SEG: tl.constexpr):
-    """Writes every position of a context, from place `first` on in steps, and after them that nothing is chosen."""
+    """Write every position of a context, from place `first` on in steps, then NOT_CHOSEN in the places after them."""
     for start in range(first, top_k, step):
         place = start + tl.arange(0, SEG)
         tl.store(to + place, tl.where(low + place < high, low + place, NONE), mask=place < top_k)

@@ -198,7 +198,8 @@ def merged_splits(
     part_out, part_lse, sinks, part, num_splits, head, column, L: tl.constexpr, SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Some columns of one head of one token row, of which `part` is the first split, with one read of each."""
+    """The merged result of some columns of one head of one token row, read from all its splits once. part: the first
+    split."""
     split = tl.arange(0, SPLITS)
     lse = tl.load(part_lse + part + split, mask=split < num_splits, other=float("-inf"))
     peak = tl.max(lse, axis=0)
@@ -335,5 +336,5 @@ def _heads_per_program(num_heads: int) -> int:
 
 
 def _num_splits(programs: int, max_count: int, min_split: int, sms: int) -> int:
-    """Two programs for each multiprocessor, where there are positions enough."""
+    """How many splits to make: two programs for each multiprocessor, if there are positions enough."""
     return max(1, min(cdiv(max_count, min_split), 2 * sms // programs if programs else 1, MOST_SPLITS))

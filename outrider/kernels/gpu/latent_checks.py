@@ -11,7 +11,7 @@ from outrider.kernels.latent import TokenContexts
 
 def check_latents(name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts,
                   latent_dim: int, sinks: torch.Tensor | None = None) -> tuple[int, int, int]:
-    """(token rows, heads, width of an entry)."""
+    """Check the arguments, and return (token rows, heads, width of an entry)."""
     device, integers = q.device, (torch.int32, torch.int64)
     require_tensor(name, "q", q, (None, None, None), device, FLOATS)
     num_tokens, num_heads, width = q.shape

@@ -43,7 +43,7 @@ _REST = ((1, 1, 1), (1, 1), (1,), ())  # of a grid, by the number of axes that i
 
 @dataclass(frozen=True)
 class _Product:
-    """A product that was just launched; see `note_product`."""
+    """A product that was just launched, whose result the next kernel may read early; see `note_product`."""
 
     stream: int
     x: torch.Tensor
@@ -122,8 +122,8 @@ class _Memory:
 
     @classmethod
     def of(cls, function: Any, types: tuple[type, ...]) -> _Memory | None:
-        """None if the launch must go through Triton: under its interpreter, and where a value that is compiled in
-        has no name, or one that is not has a name."""
+        """The memory for arguments of these types. None if the launch must go through Triton: under its interpreter, or
+        if compile-time arguments are given without their names or others with them."""
         if not isinstance(function, JITFunction):
             return None
         are_constants = [param.is_constexpr for param in function.params]
@@ -184,21 +184,22 @@ def argument_class(value: Any) -> Any:
 
 
 def _has_hooks(function: Any) -> bool:
-    """Whether somebody, a profiler say, is to be called with each launch. Triton does that."""
+    """Whether a hook, as of a profiler, is to be called with each launch. Triton calls these."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or function.pre_run_hooks)
 
 
 def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
-    """Takes the options of `triton.jit`, with which it may be called or not."""
+    """Make a `TritonKernel` of a function, in place of `triton.jit` and with its options. The decorator works with and
+    without a call."""
     if function is None:
         return lambda function: kernel(function, **options)
     return TritonKernel(triton.jit(function, **options))
 
 
 def awaiting(wait_for: Collector | None) -> None:
-    """Let launches of kernels that are not compiled yet wait for `wait_for`, because another thread is about to compile
-    them. It is called as a collector is; None ends the waiting."""
+    """Let launches of kernels that are not compiled yet call `wait_for` first, because another thread is about to
+    compile them. It gets the arguments that a collector gets. None ends the waiting."""
     global _wait_for
     _wait_for = wait_for
 

@@ -181,8 +181,8 @@ def _scan(
     CONV_DIM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
     PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr,
 ):
-    """All known tokens, in chunks that end at boundaries. A chunk with a token that is not finite is computed again
-    token by token; behind that token everything is lost, and chunks are whole again."""
+    """Take the state through all known tokens, in chunks that end at boundaries. A chunk with a token that is not
+    finite is computed again token by token; after that token all results are NaN, and chunks are whole again."""
     place, most, is_lost = request.pending, TOKENS, False
     while place < request.stored:
         count = tl.minimum(request.stored - place, most)

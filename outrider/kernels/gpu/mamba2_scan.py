@@ -74,7 +74,7 @@ def is_long_run(known, drafts, pending, MORE_THAN: tl.constexpr):
 
 @triton.jit
 def _chunks_of(counts, requests, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, PAD: tl.constexpr):
-    """Chunks of every request."""
+    """The number of chunks of every request."""
     index = tl.arange(0, PAD)
     known = tl.load(counts + 4 * requests + index, mask=index < requests, other=0).to(tl.int32)
     drafts = tl.load(counts + 5 * requests + index, mask=index < requests, other=0).to(tl.int32)
@@ -84,7 +84,7 @@ def _chunks_of(counts, requests, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, P
 
 @triton.jit
 def _first_chunk(counts, request, requests, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, PAD: tl.constexpr):
-    """Number of a request's first chunk among those of all requests."""
+    """The number of a request's first chunk among those of all requests."""
     chunks = _chunks_of(counts, requests, CHUNK, MORE_THAN, PAD)
     return tl.sum(tl.where(tl.arange(0, PAD) < request, chunks, 0), axis=0)
 

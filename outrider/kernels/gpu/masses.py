@@ -80,7 +80,7 @@ def weights_within(
 
 @triton.jit
 def _sum(weight, ABOUT: tl.constexpr):
-    """A sum of weights, as it is kept: float64 beside integers as bits."""
+    """The sum of weights as it is stored: the bits of a float64, or an integer."""
     if ABOUT:
         return tl.sum(weight, axis=0).to(tl.float64).to(tl.int64, bitcast=True)
     else:

@@ -81,7 +81,7 @@ def _load_added(residual, row, in_rows, HAS_RESIDUAL: tl.constexpr):
 @triton.jit
 def _finish(acc, up, added, row, in_rows, bias, out, ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr,
             HAS_RESIDUAL: tl.constexpr):
-    """One token row's outputs, from its sums."""
+    """Store one token row's outputs: its sums with bias, activation and residual."""
     result = tl.sum(acc, axis=1)
     dtype = out.dtype.element_ty
     if HAS_BIAS:

@@ -68,7 +68,7 @@ def _multiply_tile(
     K: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, FEW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """The products of BLOCK_M pairs of one expert with BLOCK_N of its outputs."""
+    """Multiply BLOCK_M pairs of one expert with BLOCK_N of its outputs."""
     GATED: tl.constexpr = (ACTIVATION == _SILU) or (ACTIVATION == _GELU_TANH)
     row = output_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     in_rows = row < N
@@ -122,7 +122,7 @@ def _multiply_sorted(
     K: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):
-    """The tile of the pairs at positions first to last - 1."""
+    """Multiply the tile of the sorted pairs at positions first to last - 1."""
     position = first + tl.arange(0, BLOCK_M)
     exists = position < last
     pairs = tl.load(order + position, mask=exists, other=0)
@@ -356,21 +356,22 @@ def check_activation(name: str, activation: str, biases: ExpertBiases | None) ->
 
 
 def activation_code(activation: str | None) -> tuple[int, float]:
-    """The kernels' number of an activation, and its limit, or 0 if it has none."""
+    """The kernels' number for an activation, and its limit; 0 if it has none."""
     limit = None if activation is None else silu_limit(activation)
     return (ACTIVATIONS[activation], 0.0) if limit is None else (ACTIVATIONS["silu"], limit)
 
 
 def activate_pairs(projected: torch.Tensor, ids: torch.Tensor, activation: str, biases: ExpertBiases | None,
                    pdl: bool) -> torch.Tensor:
-    """The activation of pairs' first projections [pairs, gate | up] by a kernel of its own: [pairs, width]."""
+    """Apply the activation to pairs' first projections [pairs, gate | up] in a kernel of its own. Returns [pairs,
+    width]."""
     if (limit := silu_limit(activation)) is not None:
         return limited_silu_mul(projected, limit, pdl=pdl)
     return clamped_swiglu(projected, ids, biases and biases.gate_up, pdl=pdl)
 
 
 def bias_of_down(biases: ExpertBiases | None, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The argument of `combine`."""
+    """The biases of the second projection, as `combine` takes them."""
     return None if biases is None or biases.down is None else (biases.down, ids)
 
 
@@ -384,7 +385,8 @@ def choose_method(num_pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> 
 
 
 def methods_of_class(num_pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> set[str]:
-    """Methods of all numbers of pairs whose tiles are compiled with those of this one: up to the same power of two."""
+    """The methods of all numbers of pairs whose tiles are compiled together with this one: those up to the same power
+    of two."""
     most = next_power_of_two(num_pairs)
     return {choose_method(pairs, gate_up, down) for pairs in (most // 2 + 1, num_pairs, most)}
 
@@ -437,7 +439,7 @@ def multiply_pairs(
 def _library(
     x: torch.Tensor, pairs: Pairs, gate_up: torch.Tensor, down: torch.Tensor, activation: str
 ) -> torch.Tensor:
-    """[pairs, hidden] in sorted order."""
+    """The products by torch's grouped product: [pairs, hidden] in sorted order."""
     projected = torch._grouped_mm(spread(x, pairs.place), gate_up.transpose(1, 2), offs=pairs.ends)
     match activation:
         case "silu":
@@ -454,7 +456,8 @@ def _library(
 
 @lru_cache(maxsize=16)
 def _has_grouped_product(device: torch.device) -> bool:
-    """Elsewhere torch's grouped product is a loop, for which it reads the offsets on the host."""
+    """Whether torch's grouped product is one kernel on this device. Elsewhere it is a loop, for which torch reads the
+    offsets on the host."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 

@@ -31,7 +31,7 @@ def _rms_norm_kernel(
     width, eps, factor, HAS_POST: tl.constexpr, HAS_RESIDUAL: tl.constexpr, COLUMNS: tl.constexpr,
     ROUNDED: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
-    """ROUNDED: the width, if rows are rounded to fp8 too; 0 if they are not."""
+    """Norms one token row. ROUNDED: the width, if rows are rounded to fp8 too; 0 if they are not."""
     release_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)

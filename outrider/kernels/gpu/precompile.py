@@ -127,7 +127,8 @@ _ZerosForEmpty.__torch_dispatch__ = _ZerosForEmpty._run
 
 
 class _Compilation:
-    """Kernels on their way: collected, given to forks, loaded here. What no fork compiles is compiled here."""
+    """Kernels that are being compiled: their launches are collected, given to forks, and loaded here. Those that no
+    fork compiles are compiled here."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -164,8 +165,8 @@ class _Compilation:
             (self._last if _postpones.get() else self._new)[key] = CollectedLaunch.of(function, args, options)
 
     def begin(self) -> None:
-        """Load what is on disk, and begin to compile the rest. The longest first, of those that are known: none of them
-        should begin when all others end."""
+        """Load the kernels that are on disk, and begin to compile the rest. The longest known ones come first, so that
+        none of them begins when all others end."""
         new, self._new = sorted(self._new.items(), key=lambda item: expected_size(item[1]), reverse=True), {}
         if not self._uses_disk:
             self._here += [[launch] for _, launch in new]
@@ -180,7 +181,7 @@ class _Compilation:
                 self._give()
 
     def end(self) -> None:
-        """End the collecting: all launches are known."""
+        """End the collecting, because all launches are known."""
         self._new, self._last = self._last, {}
         if self._forks is not None:
             self._first_postponed = self._forks.num_given
@@ -191,7 +192,7 @@ class _Compilation:
             self._forks.end()
 
     def _give(self) -> None:
-        """Give forks what is missing, at once, since the first kernels are the longest."""
+        """Give missing kernels to forks at once, because the first ones take longest."""
         if self._forks is None and self._workers > 1 and len(self._missing) >= MIN_KERNELS:
             try:
                 with asking_no_device():
@@ -211,8 +212,8 @@ class _Compilation:
                 self._given[number] = same
 
     def wait_for(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Wait until no fork compiles this launch's kernel any more: not those of other sizes, which captures may need
-        last of all. The launch then loads the kernel."""
+        """Wait until no fork compiles this launch's kernel any more; the launch then loads it. Other sizes of the same
+        kernel are not waited for, since captures may need them last of all."""
         key = launch_key(function, args, options)
         with self._lock:
             if key not in self._kernels:  # perhaps another launch's kernel serves this one
@@ -270,12 +271,12 @@ def _compile_all(launches: list[CollectedLaunch]) -> None:
 
 
 class _Missing(Exception):
-    """A kernel is not on disk; the argument is the kernel's name there."""
+    """Raised where Triton would begin to compile: a kernel is not on disk. The argument is the kernel's name there."""
 
 
 def _missing_on_disk(launch: CollectedLaunch) -> str | None:
-    """None if the launch's kernel is on disk, and now loaded; else what tells the kernel from others. A kernel that the
-    compiler refuses is like none other: it is refused again when it is launched."""
+    """Load the launch's kernel from disk, and return None. If it is not there, return the name that tells it from
+    others. A kernel that the compiler refuses gets a unique name, and is refused again when it is launched."""
 
     class Reader(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
         def __init__(self, key: str, *args: Any, **options: Any) -> None:

@@ -184,7 +184,8 @@ def prefill_config(head_dim: int) -> PrefillConfig:
 
 
 def choose_prefill(num_heads: int, k_cache: torch.Tensor) -> PrefillChoice:
-    """The fastest kernel there is for this card, these heads and this cache [pages, page tokens, kv heads, dim]."""
+    """Choose the fastest kernel that serves this card, these heads and this cache [pages, page tokens, kv heads,
+    dim]."""
     head_dim = k_cache.shape[3]
     return CONFIGS[head_dim] if takes_cache(num_heads, k_cache) else prefill_config(head_dim)
 

@@ -64,7 +64,8 @@ def _sigmoid(x):
 
 @triton.jit
 def _load_columns(source, channel, in_row, ROWS: tl.constexpr):
-    """[1, CHANNELS], to go with ROWS token rows: for one row each thread loads what it needs, without an exchange."""
+    """Load parameters of channels as [1, CHANNELS], for ROWS token rows. For one row each thread loads what it needs,
+    without an exchange."""
     if ROWS == 1:
         return tl.load(source + channel[None, :], mask=in_row[None, :], other=0.0)
     else:
@@ -139,7 +140,8 @@ def _raw_gate(gate, stride, window, j, row, start, pending, column, valid, SIZE:
 @triton.jit
 def _open_channels(target, j, exists, row, start, pending, gating, HEADS: tl.constexpr, WINDOW: tl.constexpr,
                    DECAYS: tl.constexpr, IS_BOUNDED: tl.constexpr, CHANNELS: tl.constexpr):
-    """This program's channels of the logarithms of the decays, where each channel has its own. As `_open_gates`."""
+    """Store this program's channels of the logarithms of the decays, where each channel has its own decay. As
+    `_open_gates`."""
     size: tl.constexpr = HEADS * DECAYS
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_column = column < size
@@ -160,8 +162,8 @@ def _open_gates(
     target, j, exists, row, start, pending, gating, HEADS: tl.constexpr, WINDOW: tl.constexpr, IS_DELTA: tl.constexpr,
     DECAYS: tl.constexpr, HEAD_TILE: tl.constexpr,
 ):
-    """Gates of tokens j [ROWS] of a request, those that exist, into rows `target` [ROWS] of the results. Without those
-    that have a number for each channel."""
+    """Compute gates of tokens j [ROWS] of a request, those that exist, into rows `target` [ROWS] of the results. Gates
+    with a number for each channel are left out."""
     head = tl.arange(0, HEAD_TILE)
     is_head = head < HEADS
     valid = exists[:, None] & is_head[None, :]

@@ -64,7 +64,8 @@ class StepInputs(NamedTuple):
 
 
 class TargetPointers(NamedTuple):
-    """Checkpoint targets as kernel arguments. Always given, so that a launch without checkpoints has the same shape."""
+    """The checkpoint targets as kernel arguments. They are always given, so that a launch without checkpoints has the
+    same form."""
 
     starts: torch.Tensor
     boundary: torch.Tensor

@@ -47,7 +47,7 @@ def best_nearer(score, distance, before):
 
 @triton.jit
 def token_distances(own, token, shift, temperature, vocab):
-    """Distances of spans' best tokens, unknown where a span has none."""
+    """The distances of spans' best tokens; a value for unknown where a span has none."""
     is_token = token < vocab
     logit = tl.load(own + token, mask=is_token, other=float("-inf"))
     return tl.where(is_token, distance_of(tl.div_rn(logit - shift, temperature)), UNKNOWN)
@@ -55,13 +55,13 @@ def token_distances(own, token, shift, temperature, vocab):
 
 @triton.jit
 def _limit_of(flag, top_k, top_p, total):
-    """The weight that tokens likelier than a kept one stay below."""
+    """The limit that decides about a token: it is kept if all likelier tokens together weigh less."""
     return tl.where((flag & _TOP_P) != 0, total.to(tl.float64) * top_p.to(tl.float64), top_k.to(tl.float64))
 
 
 @triton.jit
 def _sum_of(weights, valid, ABOUT: tl.constexpr):
-    """The sum of spans' weights, integers, or nearly (ABOUT of `weights_within`)."""
+    """The sum of spans' weights: an integer, or with ABOUT nearly, as in `weights_within`."""
     weight = tl.load(weights, mask=valid, other=0)
     if ABOUT:
         return tl.sum(weight_of_bits(weight), axis=0)
@@ -111,7 +111,8 @@ def _search_top_k(own, flag, top_k, top_p, shift, temperature, floor, vocab, num
 
 @triton.jit
 def _best_of_spans(scratch, at, has_scores, num_spans, SPANS: tl.constexpr):
-    """(scores, tokens) [SPANS]: the best token of each span; without scores every span has its turn."""
+    """(scores, tokens) [SPANS]: the best token of each span. Without scores every span counts as the best, so that each
+    has its turn."""
     index = tl.arange(0, SPANS)
     is_span = index < num_spans
     if has_scores:

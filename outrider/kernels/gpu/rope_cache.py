@@ -39,8 +39,8 @@ def _rotate(
     eps, values, D: tl.constexpr, ROT: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
     HAS_NORM: tl.constexpr, IS_KEY: tl.constexpr,
 ):
-    """Heads `head` of one token: norm over the whole head, rotate its first ROT columns in halves, pass the rest. A key
-    becomes NaN if anything in it or in its head's values, which begin at `values`, is not finite."""
+    """Norm heads `head` of one token, each over its whole width, rotate the first ROT columns in halves, and pass the
+    rest. A key becomes NaN if anything in it, or in its head's values, which begin at `values`, is not finite."""
     half = tl.arange(0, HALF_PAD)
     in_half = half < ROT // 2
     mask = valid_head[:, None] & in_half[None, :]

@@ -45,7 +45,8 @@ def _round_kernel(
 
 
 def empty_rounded(num_rows: int, k: int, group: int, device: torch.device, by_group: bool) -> Rounded:
-    """by_group: the scales of a group lie side by side, and there may be some more token rows than asked for."""
+    """Room for codes and scales. by_group: the scales of a group lie side by side, and there may be room for a few more
+    token rows than asked for."""
     groups = cdiv(k, group)
     if by_group:
         num_rows = cdiv(num_rows, MULTIPLE) * MULTIPLE
@@ -55,7 +56,8 @@ def empty_rounded(num_rows: int, k: int, group: int, device: torch.device, by_gr
 
 
 def rounding_warps(k: int) -> int:
-    """Warps of a program with one token row: divisions take time, and there may be one row alone."""
+    """How many warps a program with one token row has. There are many, because divisions take time and there may be one
+    row in all."""
     return min(32, max(4, next_power_of_two(k) // 256))
 
 
@@ -73,7 +75,8 @@ def round_rows(x: torch.Tensor, group: int, *, by_group: bool = False, pdl: bool
 
 
 def keep_rounded(x: torch.Tensor, group: int, made: Rounded) -> None:
-    """Leave the codes of x, in groups of so many columns, with it: by group, if there are several."""
+    """Attach to x its codes, made in groups of so many columns. The scales are laid out by group, if there are
+    several."""
     x.rounded = group, made
 
 

@@ -62,7 +62,8 @@ class Spans(NamedTuple):
 
     @property
     def most(self) -> int:
-        """An extent that no number of spans exceeds: one kernel serves all lengths of a span."""
+        """An upper bound of the number of spans, the same for all lengths of a span, so that one kernel serves
+        these."""
         return next_power_of_two(self.num_tiles)
 
 
@@ -238,7 +239,7 @@ def _launch(
     ids: torch.Tensor | None, scale: tl.constexpr, tokens: torch.Tensor, bad: torch.Tensor | None, pdl: bool | None,
     levels: DraftLevels | None = None,
 ) -> None:
-    """Spans of each logit row are scored by programs of their own; then the best span's token is taken."""
+    """Score the spans of each logit row in programs of their own, then take the best span's token."""
     num_logit_rows, vocab = logits.shape
     if num_logit_rows == 0:
         return
@@ -270,7 +271,8 @@ def _launch(
 
 
 def _tiles_per_span(num_tiles: int, sms: int) -> int:
-    """Few tiles are spread over the card; of many a program takes several, as its start costs as much as a tile."""
+    """How many tiles a program takes. Few tiles are spread over the card; of many a program takes several, because its
+    start costs as much as a tile."""
     return min(max(1, num_tiles // (8 * sms)), _LONGEST_SPAN)
 
 

@@ -232,7 +232,7 @@ _SAMPLED_ROWS = (1, MAX_FEW_ROWS, MAX_FEW_ROWS + 1)
 
 @lru_cache(maxsize=256)
 def scaled_tile(num_rows: int, is_small: bool) -> ScaledTile:
-    """is_small: there is no card, and tiles are computed by the interpreter."""
+    """The tile for these sizes. is_small: there is no card, and the interpreter computes the tiles."""
     if is_small:
         return ScaledTile(16, 16, 4, 1) if num_rows <= 16 else ScaledTile(32, 32, 4, 1)
     return _FEW if num_rows <= _FEW.block_m else _SOME if num_rows <= _SOME.block_m else _MANY
@@ -376,7 +376,7 @@ def takes_gate(x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None, round
 def scaled_gated(
     x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None, rounding: int, activation: str
 ) -> torch.Tensor:
-    """See `kernels.scaled.scaled_gated`. Few token rows."""
+    """See `kernels.scaled.scaled_gated`. For few token rows."""
     values, x_scales = rounded_rows(x, rounding, rounding < x.shape[1]) if rounding else (x, x)
     out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     if is_collecting() and coded_tiles.has_kernel(weight, x.device, x.dtype):

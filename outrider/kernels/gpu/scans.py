@@ -38,7 +38,7 @@ def best_of(score, token):
 
 @triton.jit
 def load_logits(logits, token, valid):
-    """A NaN counts as the greatest, so that it is chosen and the caller sees it."""
+    """Load logits. A NaN counts as the greatest, so that it is chosen and the caller sees it."""
     logit = tl.load(logits + token, mask=valid, other=float("-inf")).to(tl.float32)
     return tl.where(logit == logit, logit, float("inf"))
 

@@ -82,7 +82,7 @@ def _gates_kernel(
     projected, low, weights, stride, low_stride, weights_stride,
     RANK: tl.constexpr, STREAMS: tl.constexpr, NUM: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """NUM: weights of each token row, as many as streams or none."""
+    """Computes the gates of one token row. NUM: the number of its weights, as many as streams or none."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)

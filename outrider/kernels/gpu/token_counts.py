@@ -20,7 +20,7 @@ from outrider.kernels.sampling_keys import CountTable
 
 @triton.jit
 def find_counts(address):
-    """The counts at the address that is there now; they must exist where they are read."""
+    """The pointer to the counts, by the address that is stored there now. The counts must exist when they are read."""
     return tl.multiple_of(tl.multiple_of(tl.load(address), 16).to(tl.pointer_type(tl.int32)), 16)
 
 

@@ -15,7 +15,7 @@ CHUNKED = tl.constexpr(2)
 
 
 def window_kind(window: int | None, is_chunked: bool) -> int:
-    """WINDOW_KIND of the kernels."""
+    """The constant WINDOW_KIND that kernels get for a layer's window."""
     if window is None:
         return int(NO_WINDOW.value)
     return int((CHUNKED if is_chunked else SLIDING).value)

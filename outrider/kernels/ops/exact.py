@@ -55,7 +55,7 @@ def row_by_row(computed: Callable[P, R], *per_row: int) -> Callable[P, R]:
 
 
 def _joined(rows: list[Any]) -> Any:
-    """The results of all token rows as one result: tensors, or tuples of tensors, named or not."""
+    """Join the results of all token rows: tensors, or (named) tuples of tensors."""
     if isinstance(rows[0], torch.Tensor):
         return torch.cat(rows)
     joined = (torch.cat(parts) for parts in zip(*rows, strict=True))

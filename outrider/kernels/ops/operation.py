@@ -71,7 +71,8 @@ class Exactness(Enum):
 
 @dataclass(frozen=True)
 class NotExact:
-    """The operation has no exact variant. A model that needs it does not start in exact mode; these words say why."""
+    """Says why an operation has no exact variant. A model that needs the operation does not start in exact mode, and
+    the error has these words."""
 
     reason: str
 
@@ -106,7 +107,8 @@ fp8_kernel = partial(Kernel, "triton", "cuda", is_available=has_fp8_triton)
 
 
 class Operation(Generic[P, R]):
-    """Callable like its reference. `subject` finds the tensor that decides, where that is not the first argument."""
+    """One row of the table, which is called like its reference. `subject` finds the tensor that decides which kernel
+    runs, where that is not the first argument."""
 
     def __init__(self, reference: Callable[P, R], *kernels: Kernel, name: str = "",
                  subject: Callable[..., torch.Tensor] | None = None,
@@ -159,7 +161,7 @@ class Operation(Generic[P, R]):
         self._candidates.clear()
 
     def force(self, kind: str) -> None:
-        """See `using`."""
+        """Run kernels of one kind only, or the reference: see `using`."""
         self._forced = kind
         self._candidates.clear()
 

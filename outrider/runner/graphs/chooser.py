@@ -55,7 +55,7 @@ StepChoice = Replay | Launch | RunEagerly
 
 
 class _StandIn(NamedTuple):
-    """How a step runs that has no graph of its own."""
+    """The way in which a step runs while its key has no graph."""
 
     choice: StepChoice
     loss: float  # seconds
@@ -126,7 +126,8 @@ class CaptureChooser:
         self._goes_ahead = False
 
     def learn(self, order: CaptureOrder, seconds: float | None) -> None:
-        """Learn that an order was carried out in so many seconds. None: it failed, and its key is refused for good."""
+        """Note that an order was carried out in so many seconds. None means that it failed; its key is then refused for
+        good."""
         if seconds is None:
             self._refused.add(order.key)
         elif order.only_loads:
@@ -136,7 +137,7 @@ class CaptureChooser:
         self._ways.clear()
 
     def end_start(self) -> None:
-        """All is captured that start-up captures."""
+        """Note that start-up has made all of its captures."""
         self._num_at_start = len(self._captured)
         self._usual = list(self.keys.usual())
         num_full = sum(key.sampler is not SamplerForm.DRAW for key in self._captured)

@@ -43,7 +43,8 @@ SAMPLE_BYTES = 1 << 30  # bytes of the pool that are read to learn how fast read
 @torch.inference_mode()
 def measure_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None = None,
                   sizes: Sequence[int] | None = None) -> StepCosts:
-    """graphs: those of the steps, if they are captured. sizes: token counts to measure, if not the usual ones."""
+    """Measure what steps cost. graphs: those of the steps, if they are captured. sizes: token counts to measure, if not
+    the usual ones."""
     max_requests = _most_measured(limits, graphs)
     most = min(max_requests * (1 + limits.max_drafts), limits.max_batched_tokens)
     if sizes is None:
@@ -77,9 +78,9 @@ def measured_sizes(most: int, *, is_cuda: bool) -> list[int]:
 
 
 def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, float]:
-    """Seconds that the sampler adds for one logit row, by load: with the null row, whose dead tokens these are, as if a
-    request with a temperature, then with a top-p too, had it. Not with a top-k, which is slow where all logits are
-    equal, as those of dead tokens may be."""
+    """Seconds that the sampler adds for one logit row, by load. Steps of dead tokens are timed while the null row asks
+    for no draw, for a temperature, and for a top-p too. A top-k is not timed: it is slow where all logits are equal, as
+    those of dead tokens may be."""
     requests, rows, device = graphs.keys.sizes.at_start[-1], step.state.sampling, step.state.device
     plain = graphs.keys.shortened(GraphKey(requests, requests, 0, False))
     full = replace(plain, sampler=SamplerForm.FULL) if step.has_sampler_kernels else plain
@@ -193,7 +194,8 @@ def best_seconds(run: Callable[[], object], device: torch.device, enough: float 
 
 
 def begin_replay(captured: CapturedStep) -> Callable[[], float]:
-    """Begin a replay, beside which the host does other things. Returns what tells the seconds that the device took."""
+    """Begin a replay, and return at once. The function that is returned waits for the replay and gives the seconds that
+    the device took."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     captured.replay(lambda: None)
@@ -207,7 +209,8 @@ def begin_replay(captured: CapturedStep) -> Callable[[], float]:
 
 
 def measure_times(step: DeviceStep, graphs: StepGraphs, largest: GraphKey, device_seconds: float) -> LossRates:
-    """device_seconds: of the largest step. Times the launches of a small one."""
+    """Measure how long the host takes to launch a small step. device_seconds: what the device takes for the largest
+    step."""
     tokens = ROUND_TO if largest.has_prompts else largest.tokens // largest.requests
     small = replace(largest, requests=1, tokens=min(tokens, largest.tokens))
     shape, plan = graphs.keys.shape(small), graphs.keys.plan(small)

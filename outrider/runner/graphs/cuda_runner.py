@@ -73,7 +73,7 @@ def _unchanged(result: StepResult) -> StepResult:
 
 
 def _nothing() -> None:
-    """Nothing is wrong."""
+    """The check of a step that has nothing to check."""
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,7 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _explained(error: Exception) -> Exception:
-    """The error itself, unless the device answers nothing any more: some errors leave it unusable."""
+    """The error itself, or WorkerDied if the device no longer answers: some errors leave it unusable."""
     try:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -169,8 +169,8 @@ class CudaRunner:
 
     @torch.inference_mode()
     def idle(self, quiet_seconds: float) -> float | None:
-        """Nothing is in flight, and nothing came for so many seconds: a step may be captured that has no graph yet.
-        Returns after how many seconds to come again; None: not before there were steps again."""
+        """Capture one step that has no graph yet, if that is due. Called when nothing is in flight and nothing has come
+        for `quiet_seconds`. Returns after how many seconds to call again; None: not before there were steps again."""
         if self.graphs is None:
             return None
         order = self._link.decide(lambda: self.chooser.choose_idle(quiet_seconds))
@@ -211,8 +211,8 @@ class CudaRunner:
             return _failed(self._on_ranks(_explained(error)))
 
     def _on_ranks(self, error: Exception) -> Exception:
-        """The error that a step fails with which was not queued whole. Of several ranks some may have queued more of
-        its sums than others, which wait on their devices and would pair with the sums of later steps."""
+        """The error of a step that was not queued whole. With several ranks it is RankLost: some ranks may have queued
+        more of the step's sums than others, and these sums would pair with those of later steps."""
         return error if self._link.count == 1 else RankLost(f"a step was not queued whole: {error}")
 
     def in_order(self, work: Callable[[], Made]) -> Future[Made]:
@@ -263,8 +263,8 @@ class CudaRunner:
         return pending
 
     def _capture_behind(self, graphs: StepGraphs, order: CaptureOrder) -> None:
-        """Load or capture what the step that was just queued lacked: the device runs that step meanwhile, and the host
-        would wait for it. Whatever fails here, wider graphs go on serving."""
+        """Load or capture what the step that was just queued lacked, while the device runs that step and the host would
+        only wait. Whatever fails here, wider graphs go on serving."""
         try:
             self._capture(graphs, order)
         except Exception:

@@ -202,7 +202,7 @@ class GraphKeys:
             yield GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, **kind)
 
     def shortened(self, key: GraphKey) -> GraphKey:
-        """Returns the key of this step behind short contexts, if it does less there, else the key itself."""
+        """The key of this step for short contexts, if steps do less there; otherwise the key itself."""
         return replace(key, longest=self._short)
 
     def behind_long_contexts(self) -> Iterator[GraphKey]:
@@ -235,13 +235,15 @@ class GraphKeys:
                 yield replace(largest, tokens=tokens)
 
     def with_parameters(self) -> Iterator[GraphKey]:
-        """A few that stand in for all decode steps whose requests ask for more than a draw, until those are met."""
+        """A few decode steps with the sampler for all parameters. They stand in for all others of that kind, until a
+        batch needs one."""
         if self._takes_parameters:
             yield from self._of_sizes(reversed(self.sizes.full_at_start), dict.fromkeys((self.limits.max_drafts, 0)),
                                       takes_checkpoints=self.takes_checkpoints, sampler=SamplerForm.FULL)
 
     def with_adapters(self) -> Iterator[GraphKey]:
-        """Some steps whose requests have adapters, of each kind: those are captured when they are met."""
+        """Some steps of each kind whose requests have adapters. All steps of this kind are captured when a batch needs
+        them."""
         sizes = self.sizes.at_start
         if reach := self._reach_of_adapters():
             for key in self._of_sizes({sizes[0], sizes[-1]}, {0, self.limits.max_drafts}, longest=self._short):
@@ -279,7 +281,8 @@ class GraphKeys:
                 yield key if is_long else self.shortened(key)
 
     def likely(self) -> Iterator[GraphKey]:
-        """Decode steps that are captured when they are met, with any number of drafts, where contexts begin."""
+        """Decode steps with short contexts and any number of drafts that start-up does not capture. They are captured
+        when a batch needs them."""
         at_start = set(self.decoding())
         for key in self._of_sizes(self.sizes.requests, range(self.limits.max_drafts, -1, -1),
                                   takes_checkpoints=self.takes_checkpoints, longest=self._short):

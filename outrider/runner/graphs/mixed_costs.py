@@ -70,8 +70,8 @@ def useful_sizes(found: dict[int, float]) -> dict[int, float]:
 
 
 def with_larger_sizes(measured: dict[int, float], sizes: Sequence[int]) -> dict[int, float]:
-    """Adds the sizes beyond the largest that was measured, which steps have in a burst of prompts. Their products take
-    all of the device, so the time grows with the tokens, and measuring them would only make start-up longer."""
+    """Add the sizes beyond the largest one that was measured, which steps have in a burst of prompts. Such steps occupy
+    the whole device, so the time grows with the tokens, and measuring them would only make start-up longer."""
     largest = max(measured)
     return {**measured, **{size: measured[largest] / largest * size for size in sizes if size > largest}}
 

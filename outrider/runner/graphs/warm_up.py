@@ -49,7 +49,8 @@ def dead_batch(lens: list[int], drafts: int, bound: int, num_pending: int = 0) -
 def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, num_wanted: int = 0, bound: int,
              needs: StepNeeds | None = None, saves: bool = False,
              adapters: AdapterReach = AdapterReach.NOTHING) -> None:
-    """saves: as if it could write checkpoints. adapters: what adapters may change, if requests could have some."""
+    """Run a step of dead tokens. saves: whether it could write checkpoints. adapters: what adapters may change in
+    it."""
     shape, ints = pack_eager(dead_batch(lens, drafts, bound), PaddedSize(len(lens), sum(lens)))
     needs = needs or StepNeeds()
     checkpoints = RowCheckpoints() if saves else NoCheckpoints()
@@ -60,7 +61,8 @@ def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, num_wanted: 
 
 def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, device: torch.device, *,
                         use_graphs: bool) -> StepMemory:
-    """CUDA only. `make_step` makes a step around a pool of a page or two; it is dropped. Kernels stay compiled."""
+    """Measure the memory that steps take, on CUDA only. `make_step` makes a step around a pool of a page or two, which
+    is dropped afterwards. Kernels stay compiled."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     with enough_memory("a step of max_num_batched_tokens", ADVICE):
@@ -107,7 +109,7 @@ def _count_nothing(step: DeviceStep, limits: Limits) -> None:
 
 
 def run_largest(step: DeviceStep, limits: Limits) -> int:
-    """Returns the most bytes that were reserved on the device meanwhile."""
+    """Run the largest step. Returns the most bytes that were reserved on the device meanwhile."""
     device = step.state.device
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -137,8 +139,8 @@ def largest_step(limits: Limits) -> tuple[list[int], int]:
 
 
 def graph_bytes(limits: Limits, activations: int, *, has_prompts: bool) -> int:
-    """Captured steps share memory of their own, as much as the largest of them takes; each has its nodes besides.
-    has_prompts: steps with prompts are captured too."""
+    """Estimate the memory of captured steps. They share a pool as large as the largest of them needs, and each has its
+    nodes besides. has_prompts: steps with prompts are captured too."""
     sizes = GraphSizes.from_limits(limits)
     count = len(sizes.requests) * (2 if limits.max_drafts else 1) + len(sizes.unequal_when_idle(limits.max_drafts))
     if has_prompts:

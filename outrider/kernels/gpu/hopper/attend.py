@@ -90,7 +90,8 @@ def _weigh(
 
 @gluon.jit
 def _add_other_half(score, turn, exchange, GROUP_INDEX: gl.constexpr):
-    """Adds the scores over the other group's columns. Both groups add the same two numbers and get the same bits."""
+    """Add the other group's scores, over its half of the columns. Both groups add the same two numbers and get the same
+    bits."""
     halves, ready = exchange
     slot = slot_of(turn, 2)
     halves.index(slot * 2 + GROUP_INDEX).store(score)
@@ -102,7 +103,7 @@ def _add_other_half(score, turn, exchange, GROUP_INDEX: gl.constexpr):
 
 @gluon.jit
 def _hold(total):
-    """Keeps the assembler from moving the wait for the values' product ahead of the exponentials, since it takes that
+    """Keep the assembler from moving the wait for the values' product ahead of the exponentials, because it takes that
     wait for cheap. A store that depends on all weights, and is never made, must come before it."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $1, 0fBF800000; "

@@ -47,7 +47,7 @@ _BYTES_TO_BF16 = gl.constexpr("""{
 @gluon.jit
 def _outputs_of(tile, WARP_GROUP: gl.constexpr, num_tiles, WARP_GROUPS: gl.constexpr, GATE: gl.constexpr):
     """Which 64 outputs of the weight a group of warps has. With a gate the first group has the gate's outputs, and the
-    second those of up with which they are multiplied."""
+    second the outputs of up that these multiply."""
     if GATE:
         return tile + WARP_GROUP * num_tiles
     else:

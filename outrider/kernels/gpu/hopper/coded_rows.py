@@ -109,12 +109,12 @@ def choose(num_rows: int, n: int, k: int, code: str, kind: int, is_gated: bool, 
 
 
 def tile_rows(code: str) -> tuple[int, ...]:
-    """Numbers of token rows of tiles."""
+    """The numbers of token rows that a tile may have."""
     return TILE_ROWS[1:] if code == FP8 else TILE_ROWS
 
 
 def has_order(weight: Scaled, dtype: torch.dtype) -> bool:
-    """Whether the kernel, or the library's product of many token rows, has a form of its own for the weight."""
+    """Whether some kernel, or the library's product of many token rows, reads this weight in an order of its own."""
     return dtype == torch.bfloat16 and is_hopper(weight.codes.device) and (weight.has_tiles or weight.has_blocks)
 
 
@@ -190,6 +190,6 @@ def _launch(
 
 
 def _describe(matrix: torch.Tensor, rows: int, columns: int, swizzle: int) -> TensorDescriptor:
-    """A matrix for the copy engine, which writes zeros for what lies outside."""
+    """Describe a matrix to the copy engine, which writes zeros for what lies outside."""
     layout = gl.NVMMASharedLayout(swizzle, 8 * matrix.element_size(), rank=2)
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns], layout)

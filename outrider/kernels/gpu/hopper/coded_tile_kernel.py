@@ -35,7 +35,7 @@ _INT8 = gl.constexpr(CODES.index(INT8))
 def _outputs_of(tile, WARP_GROUP: gl.constexpr, BLOCK: gl.constexpr, N, WARP_GROUPS: gl.constexpr,
                 BLOCKS: gl.constexpr, GATE: gl.constexpr):
     """Which 64 outputs of the weight a block of a group of warps has. With a gate the first block has the gate's
-    outputs, and the second those of up with which they are multiplied."""
+    outputs, and the second the outputs of up that these multiply."""
     if GATE:
         return tile * WARP_GROUPS + WARP_GROUP + BLOCK * (N // (2 * OUTPUTS))
     else:
@@ -105,7 +105,8 @@ def _fetch(
 @gluon.jit
 def _scaled(numbers, scales, shifts, PART: gl.constexpr, GROUP: gl.constexpr, SHIFTS: gl.constexpr,
             OPERAND: gl.constexpr):
-    """numbers [64, 64], half PART of a step's columns, with the scales and shifts of their groups, rounded once."""
+    """Multiply numbers [64, 64], half PART of a step's columns, by the scales of their groups and add the shifts;
+    rounded once."""
     IN_HALF: gl.constexpr = min(GROUP, HALF)
     FIRST: gl.constexpr = PART if GROUP <= HALF else 0
     scale = load_groups(scales, FIRST, IN_HALF, OPERAND)

@@ -229,6 +229,6 @@ def _launch(
 
 
 def _describe(matrix: torch.Tensor, rows: int, columns: int, swizzle: int) -> TensorDescriptor:
-    """A matrix for the copy engine, which writes zeros for what lies outside."""
+    """Describe a matrix to the copy engine, which writes zeros for what lies outside."""
     layout = gl.NVMMASharedLayout(swizzle, 8 * matrix.element_size(), rank=2)
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns], layout)

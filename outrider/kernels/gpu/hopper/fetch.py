@@ -21,8 +21,8 @@ def copy_tile(
     pages, table, tiles, free, arrived, turn, start, column, cached_begin, cached_end,
     D: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """Starts the copies of one tile of keys or values as soon as its slot is free. Its page numbers are asked for
-    before: each is longer on its way than a copy takes to start. arrived: the barrier that is told of the copies."""
+    """Start the copies of one tile of keys or values as soon as its slot is free. All page numbers are loaded first,
+    because a load takes longer than it takes to start a copy. arrived: the barrier that counts the copies."""
     COPY: gl.constexpr = min(PAGE, BLOCK_N)
     COPIES: gl.constexpr = BLOCK_N // COPY
     PARTS: gl.constexpr = D // COLUMNS
@@ -52,7 +52,8 @@ def fetch_keys(
     D: gl.constexpr, PAGE: gl.constexpr, Q_TILE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     SEARCH: gl.constexpr, WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):
-    """Also takes the items for all warps of the program."""
+    """The warp that copies keys. It also takes items of work from the counter, and tells the other warps of the program
+    about them."""
     key_tiles, ready, free = ring
     count = count_tiles(tiles, SEARCH)
     turn = 0
@@ -78,7 +79,7 @@ def fetch_keys(
 def _zero_strips(
     tiles, slot, start, cached_begin, cached_end, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """Zeroes the values of a tile that are not the request's: a weight of zero times NaN is NaN."""
+    """Zero the values of a tile that are not the request's, because a weight of zero times NaN is NaN."""
     STRIPS: gl.constexpr = BLOCK_N // STRIP
     PARTS: gl.constexpr = D // COLUMNS
     strips = tiles._reinterpret(tiles.dtype, [STAGES * PARTS * STRIPS, STRIP, COLUMNS],
@@ -101,7 +102,8 @@ def fetch_values(
     D: gl.constexpr, PAGE: gl.constexpr, Q_TILE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     SEARCH: gl.constexpr, WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):
-    """The ring has one barrier more than slots: tiles that need zeros come there first."""
+    """The warp that copies values. The ring has one barrier more than slots, for tiles in which some values must be
+    zeroed before use."""
     value_tiles, ready, free = ring
     count = count_tiles(tiles, SEARCH)
     turn = 0

@@ -51,7 +51,7 @@ RING_BYTES, LARGE_RING_BYTES = 104 << 10, 208 << 10  # two programs share a mult
 
 @gluon.jit
 def gated(gate, up, GATE: gl.constexpr):
-    """As `common.gated`."""
+    """The gated activation, as `common.gated`."""
     if GATE == _GELU_TANH:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return 0.5 * gate * (1.0 + (1.0 - 2.0 / (1.0 + gl.exp(2.0 * inner)))) * up
@@ -63,7 +63,7 @@ def gated(gate, up, GATE: gl.constexpr):
 def _fetch_weights(
     w_tiles, weights, ready, slot, output, column, N, GATE: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
 ):
-    """Starts the copies of one step's weights, and says how many bytes the step has in all."""
+    """Start the copies of one step's weights, and set how many bytes of the step its barrier waits for."""
     if GATE:
         mbarrier.expect(ready.index(slot), (2 * OUTPUTS + ROWS) * COLUMNS * 2)
         tma.async_copy_global_to_shared(w_tiles, [output, column], ready.index(slot), weights.index(slot * 2))
@@ -109,7 +109,7 @@ def _start_product(slot, turn, acc, up, ring, GATE: gl.constexpr, STAGES: gl.con
 
 @gluon.jit
 def _finish_products(acc, up, OUTSTANDING: gl.constexpr, GATE: gl.constexpr):
-    """Waits until only so many steps' products are under way."""
+    """Wait until at most so many steps' products are still running."""
     if GATE:
         acc, up = warpgroup_mma_wait(2 * OUTSTANDING, deps=[acc, up])
     else:
@@ -259,7 +259,7 @@ def plan_wide(num_rows: int, n: int, k: int, sms: int) -> FewRowsPlan | None:
 
 
 def can_fetch(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the copy engine can read both, and the inner dimension is a number of whole tiles."""
+    """Whether the copy engine can read x and the weight, and the inner dimension is a number of whole tiles."""
     return (
         x.dtype == weight.dtype == torch.bfloat16 and is_hopper(x.device) and x.shape[1] % COLUMNS.value == 0
         and all(each.stride(1) == 1 and each.stride(0) % 8 == 0 and each.data_ptr() % 16 == 0 for each in (x, weight))
@@ -364,5 +364,5 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gate: int,
 
 
 def _describe(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
-    """A matrix for the copy engine, which writes zeros for what lies outside."""
+    """Describe a matrix to the copy engine, which writes zeros for what lies outside."""
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, COLUMNS.value], _LAYOUT)

@@ -40,7 +40,7 @@ _INTS = ["request_of", "first", "stop", "page_table"]
 
 @gluon.jit
 def _load_rows(contexts, num_tokens, top_k):
-    """(request, first position, end, whether it waits for scores) of the token rows of a tile."""
+    """(request, first position, end, whether it needs scores) of the token rows of a tile."""
     request_of, first, stop = contexts
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     token = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=layout)
@@ -84,7 +84,7 @@ def _score(
     q, weights, contexts, scores, ring, queries, num_tokens, top_k, strides,
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
 ):
-    """Column `t * HEADS + h` of a group's products is head h of its token row t."""
+    """Adds up the heads of a group's products: column `t * HEADS + h` is head h of token row t."""
     WIDTH: gl.constexpr = GROUP_ROWS * HEADS
     q_token_stride, q_head_stride, weights_stride, scores_stride = strides
     multiplied: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])

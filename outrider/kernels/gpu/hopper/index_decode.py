@@ -52,7 +52,7 @@ def _ask(
     keys, tiles, ready, slot, start, numbers,
     D: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr,
 ):
-    """Starts the copies of one tile into a slot that is not being read."""
+    """Start the copies of one tile into a slot that is not being read."""
     COPY: gl.constexpr = min(PAGE, KEYS)
     COPIES: gl.constexpr = KEYS // COPY
     PARTS: gl.constexpr = D // COLUMNS

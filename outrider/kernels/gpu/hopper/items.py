@@ -18,7 +18,7 @@ barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 
 
 @gluon.jit
 def slot_of(turn, SLOTS: gl.constexpr):
-    """Turns are not negative, and take fewer instructions without a sign."""
+    """The slot of a turn. Turns are not negative, and unsigned division takes fewer instructions."""
     return (turn.to(gl.uint32) % SLOTS).to(gl.int32)
 
 
@@ -29,8 +29,8 @@ def phase_of(turn, SLOTS: gl.constexpr):
 
 @gluon.jit
 def nth_tile(n, num_key_tiles):
-    """Which of an item's key tiles comes n-th: from the last one back, since it is the last ones of which queries see
-    different keys. They come first, where no other tile's work can be done at the same time anyway."""
+    """Which of an item's key tiles comes n-th. The last tiles come first, because queries see different keys in them:
+    they need masks, and at the beginning there is no other work to overlap with."""
     return num_key_tiles - 1 - n
 
 
@@ -58,9 +58,8 @@ def receive(number, queue):
 
 @gluon.jit
 def take(counter, num_items):
-    """The next item that no program has taken; first items are the programs' own numbers. Every program that had an
-    item takes one too many at its end, so the last one of all is number num_items - 1: it leaves the counter at zero,
-    as it was found."""
+    """The next item that no program has taken. A program's first item has the program's own number. Every program takes
+    one item too many at its end, so the very last call gets number num_items - 1, and sets the counter back to zero."""
     taken = gl.atomic_add(counter, 1, sem="relaxed")
     if taken == num_items - 1:
         gl.store(counter, 0)
@@ -69,7 +68,7 @@ def take(counter, num_items):
 
 @gluon.jit
 def count_tiles(tiles, SEARCH: gl.constexpr):
-    """Query tiles there are: as the host listed them, or as the device counted them."""
+    """How many query tiles there are: as the host listed them, or as the device counted them."""
     tile_requests, tile_indices, lengths, live, key_starts, num_requests, num_tiles, window = tiles
     if SEARCH > 0:
         num_tiles = gl.load(tile_requests + num_requests)
@@ -93,7 +92,7 @@ def _find_tile(index, count, tile_requests, tile_indices, num_requests, SEARCH: 
 
 @gluon.jit
 def first_seen(position, window, WINDOW_KIND: gl.constexpr):
-    """As in `windows.py`, for kernels in Gluon."""
+    """The first key that a query sees, as in `windows.py`, for kernels in Gluon."""
     if WINDOW_KIND == CHUNKED:
         return position - position % window
     else:

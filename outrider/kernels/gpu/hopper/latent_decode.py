@@ -87,5 +87,5 @@ def launch_splits(
 
 
 def heads_at_once(num_heads: int) -> int:
-    """Heads of a program."""
+    """How many heads a program serves."""
     return HEADS_AT_ONCE if num_heads > HEADS_AT_ONCE // 2 else HEADS_AT_ONCE // 2

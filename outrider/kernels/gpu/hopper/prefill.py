@@ -32,9 +32,9 @@ _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_re
 
 @gluon.jit
 def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
-    """All of them must be used by some kind of warps: Triton gives memory that is no longer used to others,
-    and when the card goes on with a program that it had stopped, for another process say, it writes the barriers that
-    were in the program's memory there again, over whatever was stored in their place."""
+    """Make the barriers of a program. Every one of them must be used by some warps: Triton reuses the memory of a
+    barrier that is not used any more, and a card that resumes a stopped program (for another process, say) restores
+    barriers, over whatever was stored in that memory since."""
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
         mbarrier.init(barriers.index(i), count=arrivals)
@@ -46,7 +46,7 @@ def _zero_padding(
     out, query_starts, num_requests, fill_to, out_token_stride, out_head_stride,
     GROUP: gl.constexpr, GROUP_PAD: gl.constexpr, D: gl.constexpr, KV_HEADS: gl.constexpr,
 ):
-    """Token rows before `fill_to` that no request owns must not read as NaN."""
+    """Zero the token rows before `fill_to` that no request owns, because they must not be read as NaN."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     head = gl.arange(0, GROUP_PAD, layout=gl.SliceLayout(1, layout))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
@@ -151,7 +151,7 @@ def takes_cache(num_heads: int, k_cache: torch.Tensor) -> bool:
 
 
 def _describe_pages(cache: torch.Tensor, block_n: int) -> TensorDescriptor:
-    """The cache for the copy engine: 64 columns of a page's tokens at a time, at most a tile of them."""
+    """Describe the cache to the copy engine: 64 columns of a page's tokens at a time, at most a tile of them."""
     num_pages, page_size, num_heads, dim = cache.shape
     return TensorDescriptor(cache, [num_pages, page_size, num_heads * dim], [cache.stride(0), cache.stride(1), 1],
                             [1, min(page_size, block_n), COLUMNS.value], gl.NVMMASharedLayout(128, 16, rank=3))
@@ -165,7 +165,8 @@ def launch_prefill(
     is_chunked: bool, num_tiles: int, tile_queries: int, search: int, fill_padding: bool,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Arguments as `prefill_attention` checked them; tile_requests, tile_indices and search as tiles give them."""
+    """Launch the kernel. `prefill_attention` has checked the arguments; tile_requests, tile_indices and search are
+    those of the tiles."""
     name = "prefill_attention"
     require(scale > 0, name, "scale", f"is {scale}, expected more than 0")
     require(takes_cache(shape.num_heads, k_cache) and k_cache.stride() == v_cache.stride(), name, "tiles",

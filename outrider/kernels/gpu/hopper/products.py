@@ -178,6 +178,6 @@ def launch_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, cha
 
 
 def _describe(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
-    """A matrix for the copy engine, which writes zeros for what lies outside."""
+    """Describe a matrix to the copy engine, which writes zeros for what lies outside."""
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, COLUMNS.value],
                             gl.NVMMASharedLayout(128, 16, rank=2))
