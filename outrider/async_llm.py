@@ -178,7 +178,7 @@ class AsyncLLM(Front):
                 yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Ends a request, or several: its reader gets what there is, with finish_reason "abort". An unknown id is no
+        """End a request, or several. Its reader gets what there is, with finish_reason "abort". An unknown id is no
         error."""
         if not isinstance(request_id, str) and isinstance(request_id, Iterable):
             for each in request_id:
@@ -257,11 +257,11 @@ class AsyncLLM(Front):
             raise self._owner.error
 
     def fail(self, reason: str) -> None:
-        """Ends an engine that can no longer serve, as a failed step of it would: requests raise EngineError."""
+        """End an engine that can no longer serve, as if a step had failed: requests raise EngineError."""
         self._owner.fail(reason)
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Ends the engine; requests that still run raise EngineError. Waits for the step in flight."""
+        """End the engine, after the step in flight. Requests that still run raise EngineError."""
         self._owner.shutdown()
 
     async def __aenter__(self) -> AsyncLLM:

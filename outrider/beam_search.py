@@ -21,7 +21,7 @@ Rounds: TypeAlias = "Generator[BeamRound, list[RequestOutput], list[BeamSearchOu
 
 
 class BeamRound(NamedTuple):
-    """The beams whose next tokens a search asks for."""
+    """A round of a search: the beams whose next tokens are asked for."""
 
     token_ids: list[list[int]]  # of each beam, its prompt's first
     prompts: list[int]  # the place of each beam's prompt among the prompts

@@ -389,8 +389,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _give_up_lost_lines() -> None:
-    """Lines that standard error did not take (the disk is full) are tried again when the interpreter ends, which would
-    then end with a status of its own."""
+    """Drop lines that standard error did not take (the disk is full). Otherwise the interpreter tries them again at its
+    end, and then ends with a status of its own."""
     try:
         if isinstance(sys.stderr, TextIOWrapper):
             sys.stderr.flush()
@@ -415,7 +415,8 @@ class _Formatter(logging.Formatter):
 
 @contextmanager
 def _logging(verbose: bool) -> Iterator[None]:
-    """Lines on stderr while a command runs; a caller in the same process gets its own logging back."""
+    """A context in which log lines go to stderr, for a command. A caller in the same process gets its own logging
+    back."""
     logger = logging.getLogger("outrider")
     before = logger.level, logger.handlers, logger.propagate
     handler = logging.StreamHandler()

@@ -180,13 +180,13 @@ class EngineConfig:
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
-        """None where no events are asked for."""
+        """The settings of cache events; None if no events are asked for."""
         config = None if self.kv_events_config is None else KVEventsConfig.parse(self.kv_events_config)
         return config if config is not None and config.is_on else None
 
     def steps_in_flight(self, on_cuda: bool) -> int:
-        """Two by default. With drafts on the CPU one: there a result costs nothing to wait for, and tells how many
-        drafts there are to check."""
+        """How many steps are in flight: two by default. With drafts on the CPU it is one, because a result costs
+        nothing to wait for there and tells how many drafts there are to check."""
         overlap = self.overlap
         if overlap is None:
             overlap = on_cuda or self.drafter_settings is None
@@ -225,7 +225,8 @@ def default_requests(gpu_bytes: int | None) -> int:
 
 
 def __getattr__(name: str) -> object:
-    """Config classes of vLLM, whose module has this name too. Found by name, because this module is used below them."""
+    """Find config classes of vLLM: its module of them has the name of this one. They are imported late, because their
+    module imports this one."""
     if name.startswith("__"):
         raise AttributeError(name)
     return import_module("outrider.compat.configs").find_config(name)
@@ -263,7 +264,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> SpeculativeConfig:
-        """The rates at which drafts are accepted are in `synthetic_rates` afterwards, however they were given."""
+        """Read the setting. However acceptance rates were given, they are in `synthetic_rates` afterwards."""
         _refuse_unknown("speculative_config", given, cls)
         method = given.get("method")
         known_method = {} if method is None else {
@@ -330,7 +331,7 @@ class SpeculativeConfig:
 
 
 def _own_name(method: object) -> object:
-    """The name of a method here, if it is given by another one."""
+    """The name that a method has here, if it was given by another name."""
     return OTHER_NAMES.get(method, method) if isinstance(method, str) else method
 
 
@@ -366,7 +367,7 @@ class KVEventsConfig:
             self._check_port(name, getattr(self, name))
 
     def _check_port(self, name: str, address: str | None) -> None:
-        """A router must know the port: one that the system chooses (0) is told to none."""
+        """Refuse port 0. The system would choose a port, and no router could know it."""
         port = "" if address is None or not address.startswith("tcp://") else address.rpartition(":")[2]
         most = 65535 - self.data_parallel_rank
         if port.isdigit() and not 1 <= int(port) <= most:

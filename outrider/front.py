@@ -86,14 +86,14 @@ class Front:
         return self.model_config
 
     def _profile_dir(self) -> str:
-        """The folder for profiles. An error where there is none, also before a profile begins."""
+        """The folder for profiles. Raises an error if none is set, before a profile begins."""
         folder = None if self._config is None else self._config.profiler_dir
         if folder is None:
             raise ValueError("profiles need a folder: start the engine with profiler_dir='profiles'")
         return folder
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer; an error where it has none."""
+        """The model's tokenizer. Raises an error if it has none."""
         return self.engine.checks.need_tokenizer()
 
     @staticmethod

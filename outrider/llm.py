@@ -269,7 +269,7 @@ class LLM(Front):
         return self._loop.run(lambda: self._maintenance.stop_profile(folder))
 
     def close(self) -> None:
-        """Ends the engine and gives its memory back. `with LLM(...) as llm:` does so, too."""
+        """End the engine and give its memory back. `with LLM(...) as llm:` does so too."""
         self.engine.close()
 
     def shutdown(self, timeout: float | None = None) -> None:

@@ -99,5 +99,5 @@ class LLMEngine(Front):
             reset_running_requests=reset_running_requests))
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Ends the engine and gives its memory back."""
+        """End the engine and give its memory back."""
         self.engine.close()

@@ -17,7 +17,8 @@ class Conversation(ABC):
         self.messages: list[dict[str, str]] = list(self._system)
 
     def answer(self, text: str, show: Callable[[str], None], priority: int = 0) -> RequestOutput:
-        """Add a turn. Text that came before an interrupt is kept; a refused question leaves no trace."""
+        """Add a turn to the conversation. After an interrupt the text so far is kept; a refused question leaves no
+        trace."""
         asked = [*self.messages, {"role": "user", "content": text}]
         output = self._ask(asked, show, priority)
         said = output.outputs[0].text if output.outputs else ""

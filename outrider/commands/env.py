@@ -65,7 +65,8 @@ def cpu_name() -> str:
 
 
 def _listed_cpu_name() -> str:
-    """As `lscpu` knows it, which has the names of ARM's processors: the system tells their numbers alone."""
+    """The processor's name by `lscpu`, which has names for ARM's processors: the system itself gives only their
+    numbers."""
     try:
         listed = subprocess.run(["lscpu"], capture_output=True, text=True, timeout=5, env=os.environ | {"LC_ALL": "C"})
     except (OSError, subprocess.SubprocessError):
@@ -133,7 +134,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _code_of(reader: ConfigReader, model_impl: str) -> str:
-    """The code that computes a model which could be built: a family of this package, or transformers."""
+    """Which code computes a model that could be built: a family of this package, or transformers."""
     from outrider.models.registry import has_family, named_architectures
 
     if has_family(named_architectures(reader)) and model_impl != "transformers":

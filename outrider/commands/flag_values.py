@@ -16,7 +16,7 @@ from outrider.core.token_ids import bias_from_json
 
 
 def count_flag(text: str) -> int:
-    """A number of tokens, rounds or requests."""
+    """Read a number of tokens, rounds or requests."""
     return _checked(Count, whole_number(text))
 
 

@@ -121,8 +121,8 @@ class _Stream:
 
 
 class _InOrder:
-    """Prints every answer when it is finished and those of the prompts before it are. At the end, also of an
-    interrupt, whatever is finished."""
+    """Prints answers in the order of the prompts, each as soon as it and all before it are finished. At the end, or
+    after an interrupt, it prints all finished answers."""
 
     def __init__(self, as_json: bool, with_prompt: bool) -> None:
         self._as_json, self._with_prompt = as_json, with_prompt

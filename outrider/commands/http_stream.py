@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 
 class HttpError(RuntimeError):
-    """The server answered with another status than 200, or with something that is no HTTP."""
+    """The server answered with a status other than 200, or with something that is not HTTP."""
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ class LineInput:
 
 
 def _hide_control_characters() -> None:
-    """Ctrl-C stops an answer and leaves no ^C in it. The terminal is as it was at the end of the process."""
+    """Let the terminal show no ^C where Ctrl-C stops an answer. Its settings are restored at the end of the process."""
     try:
         import termios
     except ImportError:  # not on this system

@@ -77,7 +77,7 @@ class Loaded:
 
 @dataclass(frozen=True)
 class OnRanks:
-    """A model that processes of its own load, one for each rank, when an LLM is made."""
+    """A model that several ranks load, each in a process of its own, when an LLM is made."""
 
     source: ModelSource
     tokenizer: Tokenizer | None

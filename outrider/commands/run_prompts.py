@@ -56,11 +56,11 @@ class PromptResults:
 
 
 class Interrupted(KeyboardInterrupt):
-    """The first Ctrl-C, raised between two steps."""
+    """Raised between two steps after the first Ctrl-C."""
 
 
 class Interrupt:
-    """Set by the first Ctrl-C."""
+    """A flag that the first Ctrl-C sets."""
 
     is_set = False
 

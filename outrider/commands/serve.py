@@ -87,7 +87,7 @@ def apply_file(args: argparse.Namespace, path: Path) -> None:
 
 
 def _as_field(name: str, value: Any) -> Any:
-    """Fields that hold several values may be written as one, and YAML's lists are tuples here."""
+    """A value of a YAML file as its field has it: lists become tuples, and one value stands for a list of it."""
     field = (ENGINE_FIELDS | SERVER_FIELDS).get(name)
     if field is not None and isinstance(field.default, tuple):
         return tuple(value) if isinstance(value, list) else (value,)

@@ -65,7 +65,7 @@ def serve_engine(engine: EngineConfig, config: ServerConfig, names: Sequence[str
 
 def make_host(engine: EngineConfig, config: ServerConfig, tracing: Tracing | None,
               on_serving: Callable[[], None]) -> EngineHost:
-    """The life of an engine whose worker has a process of its own."""
+    """Make the host of an engine whose worker has a process of its own."""
 
     def start() -> AsyncLLM:
         started = start_engine(engine, in_process=True)
@@ -87,7 +87,7 @@ def serve_until_stopped(server: WebServer, config: ServerConfig, title: str, tel
 
 
 def kill_worker(llm: AsyncLLM) -> None:
-    """The worker does not answer; without it the engine fails, and is started again."""
+    """End a worker that does not answer. The engine fails without it, and is started again."""
     if isinstance(llm.engine.runner, WorkerProcess):
         llm.engine.runner.kill()
 

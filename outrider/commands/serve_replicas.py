@@ -99,7 +99,7 @@ def numbered(engine: EngineConfig, number: int) -> EngineConfig:
 
 
 def guarded(front: App, config: ServerConfig) -> App:
-    """The front behind the checks that a server of one engine has: hosts, keys, bodies, origins, a prefix."""
+    """The front, behind the checks of hosts, keys, bodies, origins and prefix that a server of one engine has."""
     app: App = Guard(front, **guard_options(config))
     if config.allowed_origins:  # outside the guard: a browser asks for permission without a key
         app = CORSMiddleware(app, allow_origins=list(config.allowed_origins), allow_methods=["*"],

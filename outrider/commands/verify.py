@@ -191,7 +191,8 @@ class Check:
         return 1 + (one if variant.pool == "tighter" else max(one, several))
 
     def _answers(self, variant: Variant) -> tuple[list[list[int]], list[Bits], dict[str, int]]:
-        """(tokens of each request, their log-probabilities with `--exact`, what happened)"""
+        """Run the requests. Returns (tokens of each request, their log-probabilities with `--exact`, the events that
+        happened)."""
         config = self._config_of(variant)
         with self._loaded.llm(config) as llm:
             watch = llm.engine.runner = _Watch(llm.engine.runner)

@@ -40,7 +40,7 @@ def describe_bits(reference: Sequence[Bits], found: Sequence[Bits]) -> tuple[int
 
 
 def summary(num_tokens: int, num_runs: int, num_differing: int, happened: Sequence[str]) -> str:
-    """The line that a user can show around. happened: the events that occurred in some run."""
+    """One line of result for the user. happened: the events that occurred in some run."""
     if num_differing:
         return f"exact: {num_differing} requests differ in bits"
     return (f"exact: {num_tokens} tokens in {num_runs} runs ({', '.join(happened)}) have the log-probabilities of the "

@@ -42,7 +42,7 @@ def add_unlisted_flags(group: Any, table: Mapping[str, Meaning]) -> None:
 
 
 def _any_value(text: str) -> Any:
-    """A value as Python or JSON would write it, else the text itself."""
+    """Read a value written as in Python or JSON; any other text stays text."""
     try:
         return json.loads({"None": "null", "True": "true", "False": "false"}.get(text, text))
     except ValueError:

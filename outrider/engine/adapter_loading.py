@@ -20,7 +20,7 @@ Made = TypeVar("Made")
 
 
 class Run(Protocol):
-    """Does something with the engine between two steps."""
+    """A function that does something with the engine between two steps."""
 
     def __call__(self, action: Callable[[], Made], /) -> Made: ...
 
@@ -53,7 +53,8 @@ def loaded(registry: AdapterRegistry | None, run: Run,
 
 async def load(registry: AdapterRegistry, call: Callable[[Callable[[], Any]], Future[Any]],
                begin: Callable[[], AdapterHold]) -> AdapterHold:
-    """Hold an adapter's load, and return the hold once the load is there. `begin` of the registry, or `hold`."""
+    """Wait until an adapter is loaded, and return the hold that keeps it. `begin`: the registry's method `begin` or
+    `hold`."""
 
     def begin_and_look() -> tuple[AdapterHold, bool]:
         hold = begin()

@@ -23,7 +23,7 @@ MAX_DROPPED = 1024  # dropped loads that are remembered, for requests that were 
 
 
 class Order(Protocol):
-    """Gives a command to the worker, and does not wait for its answer."""
+    """A function that gives a command to the worker, and does not wait for its answer."""
 
     def __call__(self, command: Command[Answer], /) -> Future[Answer]: ...
 
@@ -55,14 +55,14 @@ class AdapterLoad:
 
 
 class DroppedLoad(NamedTuple):
-    """A load that is not there any more."""
+    """The name and path of a load that was dropped."""
 
     name: str
     path: str | None  # None: the adapter was removed
 
 
 class UnknownAdapter(ValueError):
-    """No adapter has this name."""
+    """Raised if no adapter has the given name."""
 
 
 class AdapterRegistry:
@@ -104,7 +104,7 @@ class AdapterRegistry:
         self._paths[name] = path
 
     def remove(self, name: str) -> None:
-        """No new request may ask for the adapter; those that run end with it."""
+        """Remove an adapter. No new request may ask for it; those that run end with it."""
         for number, dropped in self._dropped.items():
             if dropped.name == name:
                 self._dropped[number] = DroppedLoad(name, None)
@@ -164,7 +164,7 @@ class AdapterRegistry:
         return True
 
     def release(self, hold: AdapterHold) -> None:
-        """A front has added its requests, or given up."""
+        """Release the hold of a front that has added its requests, or given up."""
         load = self._loads.get(hold.number)
         if load is not None and hold in load.holds:
             load.holds.remove(hold)
@@ -186,7 +186,7 @@ class AdapterRegistry:
         return newer
 
     def enter(self, numbers: Sequence[int | None]) -> None:
-        """Requests with these loads are about to be added. Refuses all of them if a load is not there."""
+        """Count requests that are about to be added with these loads. Refuses all of them if a load is gone."""
         entering = [number for number in numbers if number is not None]
         if not self.sizes.keys() >= set(entering):
             raise UnknownAdapter("the request's adapter is not loaded any more: ask for it again")
@@ -201,8 +201,8 @@ class AdapterRegistry:
             self._drop_replaced(load)
 
     def forget_requests(self) -> None:
-        """The engine has forgotten all requests, in whatever state an interrupt has left this registry. The loads stay,
-        for those that enter again; `drop_unused` follows."""
+        """Forget the users of all loads, because the engine has forgotten all requests, whatever state an interrupt has
+        left here. The loads stay, for requests that enter again; `drop_unused` follows."""
         for load in self._loads.values():
             load.num_requests = 0
 
@@ -268,7 +268,8 @@ class AdapterRegistry:
             self._drop(load)
 
     def _drop(self, load: AdapterLoad) -> None:
-        """May be interrupted and begun again: the load is known until the end, and no request is given to it."""
+        """Drop a load. An interrupted call can be repeated: the load is known until the end, and no request is given to
+        it."""
         load.is_replaced = True
         if load.number in self.sizes:  # no request has been checked with one that was never read
             self._dropped[load.number] = DroppedLoad(load.name, None if load.is_removed else load.path)

@@ -21,7 +21,8 @@ _engines: set[int] = set()  # ids of the engines for which the heap is frozen
 
 @contextmanager
 def collections_paused() -> Iterator[None]:
-    """Within, nothing is collected. Collections take a tenth of the time of importing torch, and find little."""
+    """A context without garbage collections. While torch is imported they would take a tenth of the time and find
+    little."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -41,7 +42,8 @@ def freeze_heap(engine: object) -> None:
 
 
 def unfreeze_heap(engine: object) -> None:
-    """The engine was closed. Python unfreezes the heap as a whole, so it stays frozen while another engine runs."""
+    """Note that an engine was closed. Python unfreezes the heap as a whole, so it stays frozen while another engine
+    runs."""
     _release(id(engine))
 
 
@@ -62,7 +64,7 @@ class WorkingThresholds:
         self._due = 0.0  # when a full collection is due
 
     def begin(self, engine: object) -> None:
-        """The engine is about to run a step."""
+        """Called when an engine is about to run a step."""
         if not self._working:
             self._before = gc.get_threshold()
             if self._before[0]:  # else the user collects
@@ -78,7 +80,7 @@ class WorkingThresholds:
         self._working.add(id(engine))
 
     def end(self, engine: object) -> None:
-        """The engine has no work any more, or was closed."""
+        """Called when an engine has no work any more, or was closed."""
         self._end(id(engine))
 
     def _forget(self, engine_id: int) -> None:

@@ -64,8 +64,8 @@ class Detokenizer:
         return "" if token is None else self._decoder.feed(token)
 
     def _written(self, token_id: int) -> str | None:
-        """A token as the tokenizer's file writes it. None: it has no text. A model's vocabulary may be padded beyond
-        the tokenizer's."""
+        """A token as the tokenizer's file writes it. None if it has no text, since a model's vocabulary may be padded
+        beyond the tokenizer's."""
         return None if token_id in self._skipped else self._tokenizer.id_to_token(token_id)
 
 
@@ -123,7 +123,7 @@ def _is_streamable(step: dict[str, Any]) -> bool:
 
 
 class _ByteLevel:
-    """Each token is bytes; characters come out when their bytes are complete."""
+    """Decodes tokens that are bytes. A character comes out when its bytes are complete."""
 
     num_waiting = 0
 
@@ -155,15 +155,16 @@ def _token_bytes(token: str) -> bytes:
 
 @lru_cache(maxsize=1)
 def _byte_of_char() -> dict[str, int]:
-    """Byte-level tokenizers write a byte as itself where it is printable, as a character from 256 on otherwise."""
+    """The table from characters to bytes. Byte-level tokenizers write a byte as itself if it is printable, and
+    otherwise as a character from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
 class _Pieces:
-    """Each token is text, or a byte. Bytes in a row are one character or more, or all of them invalid: a later
-    byte changes what an earlier one means, so they wait for the next token that is text."""
+    """Decodes tokens that are text, or a single byte. Bytes in a row are one or more characters, or all of them
+    invalid. A later byte can change the meaning of earlier ones, so bytes wait for the next token that is text."""
 
     def __init__(self, decoder: Any, has_byte_tokens: bool) -> None:
         self._decoder = decoder

@@ -47,7 +47,7 @@ class EngineError(RuntimeError):
 
 @dataclass(slots=True)
 class _Live:
-    """A request the caller knows, over its n samples."""
+    """A request that the caller knows, with its n samples."""
 
     request_id: str
     metrics: RequestMetrics
@@ -58,7 +58,7 @@ class _Live:
 
 
 class Engine:
-    """Single-threaded: one owner calls `add`, `step` and `abort`."""
+    """Runs requests on a worker. Single-threaded: one owner calls `add`, `step` and `abort`."""
 
     def __init__(self, make_scheduler: Callable[[int], Scheduler], runner: Runner, limits: Limits, *,
                  tokenizer: Tokenizer | None = None, eos_ids: tuple[int, ...] = (), seed: int = 0,
@@ -106,7 +106,8 @@ class Engine:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a copy in a forked process: the worker and all threads stayed in the other one."""
+        """Whether this is the copy of an engine in a forked process. The worker and all threads stayed in the other
+        process."""
         return os.getpid() != self._process_id
 
     @property
@@ -207,7 +208,7 @@ class Engine:
             raise
 
     def forget_adapter(self, number: int) -> None:
-        """The adapter is about to be dropped: it has no place on the device any more."""
+        """Take the adapter's place on the device away, because it is about to be dropped."""
         if self.scheduler.adapters is not None:
             self.scheduler.adapters.forget(number)
 
@@ -253,7 +254,7 @@ class Engine:
         return increments
 
     def idle(self, quiet_seconds: float) -> float | None:
-        """There is no work, and there was none for so many seconds. See `Runner.idle`."""
+        """Let the worker prepare for later steps, when there was no work for so many seconds. See `Runner.idle`."""
         return self.runner.idle(quiet_seconds)
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ Made = TypeVar("Made")
 
 
 class EngineThread:
-    """Everything reaches the engine through the thread's queue of commands."""
+    """The thread with the engine. Everything reaches the engine through its queue of commands."""
 
     def __init__(self, engine: Engine) -> None:
         self.error: BaseException | None = None  # why it no longer runs
@@ -41,7 +41,7 @@ class EngineThread:
         self._send(lambda: self._add(stream, request))
 
     def leave(self, stream: Stream) -> None:
-        """The reader is gone; a request that still runs is aborted."""
+        """Note that the reader has left. If its request still runs, it is aborted."""
         if not stream.is_done and self.error is None:
             self._commands.put(lambda: self._drop(stream))
 
@@ -146,7 +146,8 @@ class EngineThread:
         self._streams[stream.request_id] = stream
 
     def _free_id(self, request_id: str) -> None:
-        """A request whose reader has left ends within the next steps, and keeps its id until then."""
+        """Make steps until a new request's id is free. A request whose reader has left keeps its id until it ends,
+        within the next steps."""
         while request_id not in self._streams and self._engine.is_live(request_id):
             self._deliver(self._engine.step())
 
@@ -190,7 +191,7 @@ class EngineThread:
 
 
 def _copy(error: BaseException) -> EngineError:
-    """An error of its own for each reader: raising one adds to its traceback."""
+    """A copy of the error for one reader, because raising an error adds to its traceback."""
     copied = EngineError(str(error))
     copied.__cause__ = error.__cause__
     return copied

@@ -19,7 +19,7 @@ class _Announced:
 
 
 class FormAnswers:
-    """May be used by several threads."""
+    """Counts the ranks' answers for each form. May be used by several threads."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -28,7 +28,8 @@ class FormAnswers:
         self._announced: dict[int, _Announced] = {}
 
     def add(self) -> tuple[int, Future[None]]:
-        """A number, and what is done when every rank has answered to it: a ValueError if any could not."""
+        """A number for a new form, and a future that is done when every rank has answered. It fails with a ValueError
+        if any rank could not compile the form."""
         done: Future[None] = Future()
         with self._lock:
             number = next(self._numbers)
@@ -52,7 +53,7 @@ class FormAnswers:
                 own.done.set_exception(ValueError(own.error))
 
     def fail_all(self, error: BaseException) -> None:
-        """The ranks have ended."""
+        """Fail all forms that wait, because the ranks have ended."""
         with self._lock:
             left, self._announced = list(self._announced.values()), {}
         for own in left:

@@ -106,7 +106,7 @@ def _sentencepiece(meta: Mapping[str, Any], merges: list[tuple[str, str]]) -> To
 
 
 def _wordpiece(meta: Mapping[str, Any]) -> Tokenizer:
-    """Files mark the beginning of a word, where BERT marks the pieces behind it."""
+    """Build a WordPiece tokenizer. GGUF files mark the beginnings of words, where BERT marks the pieces behind them."""
     tokens, kinds = meta["tokenizer.ggml.tokens"], meta.get("tokenizer.ggml.token_type")
     vocab = {}
     for i, token in enumerate(tokens):
@@ -132,7 +132,8 @@ def _merges_of_scores(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _merges_from_scores(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """SentencePiece joins the neighbours whose joined piece scores best: as BPE merges, best piece first."""
+    """The merges of a SentencePiece model: it joins the neighbours whose joined piece scores best, which is what BPE
+    does with merges in the order of scores."""
     merges: list[tuple[str, str]] = []
     for piece in sorted(scores, key=scores.__getitem__, reverse=True):
         known = [(left, right) for i in range(1, len(piece))
@@ -160,7 +161,7 @@ def _add_special_tokens(tokenizer: Tokenizer, meta: Mapping[str, Any]) -> None:
 
 
 def _add_ends(tokenizer: Tokenizer, meta: Mapping[str, Any]) -> None:
-    """Tokens put around a text when special tokens are asked for."""
+    """Set the tokens that are put around a text when special tokens are asked for."""
     kind, pre = meta["tokenizer.ggml.model"], PRE_TOKENIZERS.get(meta.get("tokenizer.ggml.pre", ""))
     is_wordpiece = kind == "bert"
     adds_bos = kind in ("llama", "gemma4") or is_wordpiece or (kind == "gpt2" and pre is not None and pre.adds_bos)

@@ -48,7 +48,7 @@ class EventWriter:
         self._state_size = layout.recurrent.page_tokens
 
     def write(self, events: Iterable[CacheEvent]) -> list[Event]:
-        """Pages that follow one another in a prompt, or are removed one after another, share an event."""
+        """Write events. Pages that follow one another in a prompt, or are removed one after another, share an event."""
         written: list[Event] = []
         last: tuple[type[CacheEvent], int, bytes] | None = None  # of the event before: its type, group and digest
         for event in events:

@@ -89,7 +89,8 @@ def with_rank(endpoint: str, rank: int) -> str:
 
 
 class KvEvents:
-    """`record` is what the cache notes its events in; the engine calls `flush` after each step."""
+    """The publisher of an engine's cache events. The cache notes its events in `record`; the engine calls `flush` after
+    each step."""
 
     def __init__(self, layout: CacheLayout, sockets: EventSockets,
                  adapter_names: Mapping[int, str] = MappingProxyType({})) -> None:
@@ -108,7 +109,7 @@ class KvEvents:
         self._thread.start()
 
     def follow(self, pool: PagePool) -> None:
-        """Publish what happens in a new, empty pool: whatever another one held is gone."""
+        """Begin to publish a new, empty pool. Whatever an earlier pool held is gone."""
         self.record.remove_all()
         pool.events = self.record
 

@@ -38,7 +38,8 @@ def _with_class_ids(config: EngineConfig, source: ModelSource) -> ModelSource:
 
 
 def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer | None:
-    """None, with a warning, where there are no tokenizer files: token ids in, token ids out still works."""
+    """Load the model's tokenizer. None, with a warning, if there are no tokenizer files: token ids in and out still
+    work."""
     if config.skip_tokenizer_init:
         return None
     try:

@@ -31,7 +31,8 @@ UPDATING = "an update of weights was interrupted: requests wait for an update wi
 
 
 class Maintenance:
-    """Its owner is the engine's: the methods are called where `Engine.step` is."""
+    """Changes of a running engine's memory. The engine's owner calls the methods, between its calls of
+    `Engine.step`."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -45,7 +46,7 @@ class Maintenance:
         return bool(self._asleep)
 
     def sleep(self, level: int = 1) -> SleepReport:
-        """If it is refused, the engine goes on as before."""
+        """Give memory back. If it is refused, the engine goes on as before."""
         if isinstance(level, bool) or level not in LEVELS:
             raise ValueError(f"level must be 1 (weights stay in the host's memory) or 2 (weights are dropped), got "
                              f"{shown(level)}")
@@ -67,7 +68,7 @@ class Maintenance:
         return report
 
     def wake_up(self, tags: Sequence[str] | None = None) -> WakeReport:
-        """If it fails, the engine sleeps on."""
+        """Bring memory back. If it fails, the engine sleeps on."""
         if tags is not None and (isinstance(tags, str) or not set(tags) <= set(PARTS)):
             raise ValueError(f"tags must be a list of {' and '.join(map(repr, PARTS))}, got {shown(tags)}")
         wanted = PARTS if tags is None else tuple(part for part in PARTS if part in tags)
@@ -83,7 +84,8 @@ class Maintenance:
         return report
 
     def update_weights(self, command: UpdateWeights) -> UpdateReport:
-        """If it is refused, nothing has changed. If it fails later, requests wait until another one succeeds."""
+        """Replace weights. If it is refused, nothing has changed. If it fails later, requests wait until another update
+        succeeds."""
         before = self._lacks_weights
         self._engine.rest()
         self._lacks_weights = UPDATING
@@ -103,7 +105,7 @@ class Maintenance:
         return report
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Returns whether no page can be found any more."""
+        """Forget cached pages. Returns whether no page can be found any more."""
         if reset_running_requests:
             self._engine.rest()
         return self._engine.forget_cached()
@@ -113,7 +115,7 @@ class Maintenance:
         return self._is_paused
 
     def pause(self, *, aborts: bool) -> None:
-        """No step runs until `resume`. Requests keep their pages, or are aborted."""
+        """Run no step until `resume`. Running requests keep their pages, or are aborted."""
         self._engine.settle()
         self._is_paused = True
         self._pause()
@@ -128,7 +130,7 @@ class Maintenance:
         self._engine.command(StartProfile(prefix))
 
     def stop_profile(self, folder: str) -> str:
-        """Returns the path of the profile."""
+        """End the profile. Returns the path of its file."""
         return self._engine.command(StopProfile(folder))
 
     def _pause(self) -> None:

@@ -12,7 +12,7 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplateError(ValueError):
-    """There is no chat template, it is not valid, it refused the messages or it exceeded a limit."""
+    """Raised if there is no chat template, or if it is not valid, refused the messages or exceeded a limit."""
 
 
 def with_plain_content(message: Message) -> Message:
@@ -36,7 +36,7 @@ def with_plain_content(message: Message) -> Message:
 
 
 def up_to_the_end_of(messages: list[Message], rendered: str) -> str:
-    """A rendered chat without what the template writes after the last message, so that the answer continues it."""
+    """A rendered chat, cut behind the last message's text, so that the answer continues this message."""
     last = str(messages[-1].get("content") or "").strip() if messages else ""
     end = rendered.rfind(last) + len(last)
     if not last or end < len(last):

@@ -18,8 +18,8 @@ Weights: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Iterable[tuple
 
 
 def weights_command(weights: Weights) -> UpdateWeights:
-    """Tensors are taken out of an iterable one by one, and brought to the host's memory. Files are read by the
-    worker."""
+    """Make the command that takes weights to the worker. Tensors are taken out of an iterable one by one and copied to
+    the host's memory. Files are read by the worker."""
     if isinstance(weights, (str, os.PathLike)):
         path = Path(weights)
         if not path.exists():

@@ -30,7 +30,7 @@ class SampleOutput:
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output, params.min_tokens)
 
     def take(self, result: RequestResult) -> OutputIncrement:
-        """A run's increment. It may end the request by a stop string, of which the device does not know."""
+        """The increment that a run adds. A stop string, which the device does not know, may end the request here."""
         run, text, is_last = result.run, "", bool(result.finish)
         if self._detokenizer is None and self._params.logprobs is None and not is_last:
             return OutputIncrement(self._key, run)
@@ -60,8 +60,8 @@ class SampleOutput:
         return OutputIncrement(self._key, run, text, logprobs, end)
 
     def _explained(self, error: str | None) -> str | None:
-        """The device does not say why there was nothing to choose. Where parameters forbid tokens, they are the likely
-        cause: logits that are not finite fail other requests too."""
+        """The error of a request that had no token to choose. The device does not say why. Parameters that forbid
+        tokens are the likely cause if there are any: logits that are not finite fail other requests too."""
         can_be_theirs = any(getattr(self._params, name) for name in FORBID_ALL)
         if error is None or isinstance(error, (OwnFailure, ProcessorFailure)) or not can_be_theirs:
             return error
@@ -70,13 +70,13 @@ class SampleOutput:
                           "model's logits are not finite)")
 
     def replay(self, token_ids: list[int]) -> str:
-        """Takes tokens again that have gone out before. Returns their text, as far as it has gone out too."""
+        """Take tokens again that readers have got before. Returns their text, as far as readers have it."""
         if self._detokenizer is None:
             return ""
         return self._stops.feed(self._detokenizer.feed(token_ids)).text
 
     def end(self, finish: Finish, error: str | None = None) -> OutputIncrement:
-        """The host ends the request."""
+        """End the sample from the host, and return its last increment."""
         self.is_finished = True
         return OutputIncrement(self._key, [], end=SampleEnd(finish.reason, error=error))
 
@@ -99,7 +99,7 @@ class PromptLogprobsOutput:
         self._num_entries = 1  # so far
 
     def take(self, epoch: int, chunk: list[TokenLogprobs]) -> list[dict[int, Logprob] | None]:
-        """New entries of the next rows of a request; of a preempted one rows come by again, from the first."""
+        """Add the entries of a step's rows. After a preemption the rows come again, from the first one on."""
         if epoch != self._epoch:
             self._epoch, self._position = epoch, 1
         first = max(0, self._num_entries - self._position)

@@ -78,7 +78,7 @@ def cosine(one: PoolingRequestOutput, other: PoolingRequestOutput) -> float:
 
 
 def raise_failed(outputs: Sequence[PoolingRequestOutput]) -> None:
-    """A list of embeddings has no place for an error, so one that failed fails the call."""
+    """Raise the error of the first failed request: a list of embeddings has no place for errors."""
     for output in outputs:
         if output.error is not None:
             raise RuntimeError(f"request {output.request_id}: {output.error}")

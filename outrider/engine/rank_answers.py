@@ -35,7 +35,7 @@ class _Asked:
 
 
 class RankAnswers:
-    """May be used by several threads."""
+    """Collects the answers of ranks. May be used by several threads."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -83,7 +83,7 @@ class RankAnswers:
         return None
 
     def overdue(self, seconds: float) -> WorkerDied | None:
-        """An error if a step or a command failed on some ranks so long ago, and the others have not answered."""
+        """An error if a step or a command has failed on some ranks and the others have not answered for too long."""
         with self._lock:
             for number, asked in self._asked.items():
                 if asked.first_failure is not None and time.monotonic() - asked.first_failure > seconds:
@@ -116,7 +116,7 @@ def _is_lost(failures: dict[int, Failure]) -> bool:
 
 
 def _alone_of(number: int, failures: dict[int, Failure]) -> WorkerDied:
-    """The error that names the first rank with a cause of its own, and not one that has lost the others."""
+    """The error that names the first rank that failed by itself, rather than one that has only lost the others."""
     by_cause = sorted(failures.items(), key=lambda own: (issubclass(own[1].kind, RankLost), own[0]))
     return _alone(by_cause[0][0], number, by_cause[0][1])
 

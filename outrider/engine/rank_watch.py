@@ -74,13 +74,13 @@ class RankWatch:
         return None if stuck <= limit else WorkerDied(f"nothing has moved for {stuck:.0f} s: {self.blamed()}")
 
     def blamed(self) -> str:
-        """The ranks that others may wait for, in words."""
+        """Words for the ranks that are not waiting, and for which the others may wait."""
         busy = [own for own in self._ranks if not own.status.is_waiting]
         return ", ".join(own.words for own in busy or self._ranks)
 
 
 def death_of(own: RankProcess, num_ranks: int, when: str = "") -> WorkerDied:
-    """when: in place of what the rank did last."""
+    """The error for a rank whose process has died. when: words in place of what the rank did last."""
     code = own.process.exitcode
     if code == UNGUARDED:
         return WorkerDied(UNGUARDED_ADVICE)

@@ -31,7 +31,7 @@ ONLY_TEXT = "only text, token ids and embeddings are served"
 
 @dataclass(frozen=True, slots=True)
 class RequestChecks:
-    """Every method raises a ValueError that says what to change, if the request cannot be served."""
+    """Checks requests. Every method raises a ValueError that says what to change if the request cannot be served."""
 
     limits: Limits
     tokenizer: Tokenizer | None

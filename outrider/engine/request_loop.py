@@ -31,11 +31,11 @@ Made = TypeVar("Made")
 
 
 class Caller:
-    """One call that follows some requests, until all have finished or it ends."""
+    """One call of a user, which follows some requests until all have finished or the call ends."""
 
     def __init__(self, *, only_ends: bool = False) -> None:
-        """only_ends: outputs that have grown without an end are not for the caller, which spares every step the way of
-        each output to it and back."""
+        """only_ends: the caller wants each output only when it has ended. This saves handing every output over at every
+        step."""
         self.only_ends = only_ends
         self.left: set[str] = set()  # requests that have not finished
         self.readers: dict[str, OutputReader] = {}  # of requests whose outputs are not read whole, as they grow
@@ -50,7 +50,7 @@ class Caller:
 
 @dataclass
 class _Followed:
-    """A request that runs, or whose caller has not seen its end."""
+    """A request that runs, or that has ended without its caller having seen it."""
 
     queued: CheckedRequest
     output: Output
@@ -149,8 +149,8 @@ class RequestLoop:
         return changed
 
     def run(self, action: Callable[[], Made]) -> Made:
-        """Do something with the engine between two steps. Whatever it raises, the engine must be in a state to go on
-        from, unless it was interrupted."""
+        """Do something with the engine between two steps. It may raise an error, but must leave the engine in a state
+        to go on from. Only an interrupt may leave it in another state."""
         with self._lock:
             self._is_at_work = True
             self._tidy()
@@ -176,7 +176,8 @@ class RequestLoop:
         return True
 
     def _next_of(self, caller: Caller) -> Output | None:
-        """An output of the caller that has changed; if there is none, after a step. None if that changed none."""
+        """An output of the caller that has changed. If there is none, makes a step; None if the step changed none
+        either."""
         request_id = self._first_changed(caller)
         if request_id is None:
             self._step()
@@ -243,7 +244,7 @@ class RequestLoop:
         self._finish_steps()
 
     def _rebuild(self) -> None:
-        """The engine forgets everything; requests that are still wanted begin again where their outputs stand."""
+        """Let the engine forget everything. Requests that are still wanted begin again where their outputs stand."""
         self._engine.reset()
         for request_id, followed in self._followed.items():
             if not followed.is_wanted:

@@ -10,7 +10,8 @@ UNGUARDED_ADVICE = ("each process of the engine imports the script, and the scri
 
 
 class ScriptImport:
-    """State of this process, because the script is imported by the process and not by an engine of it."""
+    """Whether this process is importing the caller's script. The state is the process's, because no engine exists
+    yet."""
 
     is_running = False
 

@@ -100,7 +100,7 @@ def _without_script() -> Generator[None, None, None]:
 
 
 class _MainNames(pickle.Unpickler):
-    """Notes the first name of `__main__` that is asked for."""
+    """An unpickler that notes the first name of `__main__` that it is asked for."""
 
     name: str | None = None
 

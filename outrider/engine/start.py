@@ -31,8 +31,8 @@ T = TypeVar("T")
 
 
 def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
-    """`in_process`: the worker gets a process of its own; otherwise it lives in this one. Each of several ranks has a
-    process in any case."""
+    """Start an engine. `in_process`: the worker gets a process of its own; otherwise it lives in this one. With several
+    ranks, each has a process in any case."""
     end_if_importing_script()
     sockets = None if config.kv_events is None else EventSockets(config.kv_events)
     try:

@@ -143,7 +143,7 @@ class EngineStats:
         return result
 
     def plus(self, other: EngineStats) -> EngineStats:
-        """Counts of both together."""
+        """The counts of both together."""
         result = EngineStats()
         for part in fields(self):
             one, two = getattr(self, part.name), getattr(other, part.name)

@@ -30,7 +30,8 @@ class TracedStep:
 
 
 class StepTrace:
-    """Belongs to the engine's thread, in which `take` is called."""
+    """Chooses the steps to be traced, and follows them. It belongs to the engine's thread, in which `take` is
+    called."""
 
     def __init__(self, take: Callable[[TracedStep], None], steps_per_second: float,
                  clock: Callable[[], float] = time.monotonic) -> None:

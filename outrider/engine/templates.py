@@ -97,7 +97,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self._measure(super().call(*args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Results are estimated beforehand: one operation on two long operands may never end."""
+        """Carry out an operation, unless its result is estimated to be too long: an operation on two long operands may
+        never end."""
         bits = [v.bit_length() if isinstance(v, int) else 0 for v in (left, right)]
         lengths = [len(v) if isinstance(v, Sized) else 0 for v in (left, right)]
         match operator:
@@ -167,7 +168,8 @@ class _Guards(NodeTransformer):
 
 
 class _Counted:
-    """Something to loop over, as long as it is where that is known (`loop.length` and `loop.last` ask)."""
+    """Something that a template loops over, with every round counted. Its length is known if the items have one;
+    `loop.length` and `loop.last` ask for it."""
 
     def __init__(self, items: Any, tick: Callable[[], None]) -> None:
         self._items, self._tick = items, tick
@@ -218,5 +220,5 @@ def _too_much(what: str) -> ChatTemplateError:
 
 
 def _told(error: Exception) -> str:
-    """The message of an error. An error that a template raised on purpose is not named by its type."""
+    """The words for an error. The type is left out for an error that a template raised on purpose."""
     return str(error) if type(error) is jinja2.TemplateError else f"{type(error).__name__}: {error}"

@@ -133,7 +133,7 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """Added tokens included; a model's own vocabulary may be padded beyond it."""
+        """The number of tokens, added ones included. A model's own vocabulary may be padded beyond it."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
@@ -145,7 +145,7 @@ class Tokenizer:
         return self.backend.get_vocab(with_added_tokens=True)
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | None | list[str | None]:
-        """The token of an id, or those of several: as the tokenizer's file writes them."""
+        """The token of an id, or the tokens of several ids, as the tokenizer's file writes them."""
         return self.id_to_token(ids) if isinstance(ids, int) else [self.id_to_token(token_id) for token_id in ids]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | None | list[int | None]:
@@ -225,7 +225,7 @@ class Tokenizer:
         return up_to_the_end_of(messages, template.render(messages, False, values))
 
     def _explain(self, unused: Mapping[str, str]) -> None:
-        """Log once for each variable that it makes no difference."""
+        """Log, once for each variable, that it makes no difference."""
         for name, why in unused.items():
             if name not in self._explained and len(self._explained) < MOST_EXPLAINED:
                 self._explained.add(name)
@@ -234,7 +234,7 @@ class Tokenizer:
     def apply_chat_template(self, conversation: Iterable[Message], tools: Sequence[Mapping[str, Any]] | None = None, *,
                             tokenize: bool = True, add_generation_prompt: bool = False,
                             **options: Any) -> str | list[int]:
-        """Does what the method of this name of a transformers tokenizer does."""
+        """A chat as text or token ids. It does what the method of this name does in transformers."""
         text = self.render_chat(conversation, tools=tools, add_generation_prompt=add_generation_prompt, **options)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 

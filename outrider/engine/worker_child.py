@@ -128,12 +128,13 @@ def _run(pipe: Connection, to_parent: _ToParent, worker: RunningWorker, grammars
 
 
 def _leave_to_parent(*_: object) -> None:
-    """Ctrl-C, and the SIGTERM of `timeout` or of a service manager, reach the whole group of processes."""
+    """Ignore Ctrl-C, and the SIGTERM of `timeout` or of a service manager: both reach the whole group of processes, and
+    the parent acts on them."""
 
 
 def _end_with_parent(place: RankPlace) -> None:
-    """Whatever the child is doing: a model may take minutes to load, and hold a device's memory until then. The other
-    ranks are ended too, since one of them may be stopped."""
+    """End this process when its parent ends, whatever it is doing: a model may take minutes to load, and hold a
+    device's memory until then. The other ranks are ended too, since one of them may be stopped."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -171,8 +172,8 @@ class _ToParent(logging.Handler):
 
 
 class Flight:
-    """Which steps and commands of the child are in flight: those that one thread has queued, and the other has not
-    answered."""
+    """The steps and commands of the child that are in flight: one thread has queued them, and another has not answered
+    them yet."""
 
     def __init__(self, status: RankStatus) -> None:
         self.num_queued = self.num_answered = 0
@@ -202,7 +203,7 @@ def _prepare(grammars: Any, announced: FormAnnounced, to_parent: _ToParent) -> N
 
 
 def _carry_out(worker: RunningWorker, pickled: bytes) -> Future[Any]:
-    """The answer of a command. Whatever goes wrong with the command is its answer, also that it cannot be read."""
+    """Carry out a command. Its answer is the result, or the error if it fails or cannot even be read."""
     try:
         return worker.command(ForkingPickler.loads(pickled))
     except BaseException as error:
@@ -213,7 +214,7 @@ def _carry_out(worker: RunningWorker, pickled: bytes) -> Future[Any]:
 
 def _answer(asked: queue.SimpleQueue[QueuedWork | None], to_parent: _ToParent, flight: Flight,
             answers_all: bool) -> None:
-    """Waits for steps and commands in their order, while the next one is already being queued."""
+    """Wait for steps and commands in their order and answer them, while the next one is already being queued."""
     while (one := asked.get()) is not None:
         number, future, is_command = one
         try:

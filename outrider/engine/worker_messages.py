@@ -14,7 +14,7 @@ TORCH_FREE = ("builtins", "outrider.core", "outrider.runner.interface", "outride
 
 @dataclass(frozen=True)
 class OfCommand:
-    """Goes before a command, and before the answer of one. These are read by themselves: a command may be of any class,
+    """A mark before a command, and before its answer. Both are pickled by themselves: a command may be of any class,
     and if one side cannot read an object of the other, only that command fails."""
 
     number: int

@@ -49,7 +49,8 @@ Given = TypeVar("Given")
 
 
 class WorkerProcess:
-    """Starts the children and waits until they are ready; then a Runner like any other."""
+    """A Runner whose worker lives in child processes. The constructor starts the children and waits until they are
+    ready."""
 
     info: WorkerInfo
 
@@ -136,7 +137,7 @@ class WorkerProcess:
         _kill(self._ranks)
 
     def kill(self) -> None:
-        """Ends children that no longer answer: their steps fail with WorkerDied."""
+        """End children that no longer answer. Their steps fail with WorkerDied."""
         if len(self._ranks) > 1:
             self._end(WorkerDied(f"no step has ended for too long: {self._watch.blamed()}"))
         _kill(self._ranks)
@@ -231,7 +232,7 @@ class WorkerProcess:
         return {rank: own for rank, own in self._started.items() if isinstance(own, Failure)}
 
     def _explained(self) -> BaseException:
-        """The error that a start ends with: that of the rank that has a cause of its own."""
+        """The error with which a start ends: that of the rank that failed by itself."""
         failures = self._failures
         causes = {rank: own for rank, own in failures.items() if not issubclass(own.kind, RankLost)}
         if not causes and self._died is not None:

@@ -78,7 +78,7 @@ def application(engine: EngineConfig, config: ServerConfig, names: Sequence[str]
 
 
 def _threads(on_ray: RayConfig, num_gpus: float) -> dict[str, str]:
-    """On a CPU a replica computes with the CPUs that Ray reserved for it."""
+    """The environment variable that gives a replica on a CPU as many threads as Ray has reserved CPUs for it."""
     return {} if num_gpus else {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, int(on_ray.num_cpus))))}
 
 

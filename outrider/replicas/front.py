@@ -204,7 +204,8 @@ async def _blocks(exchange: _Exchange, body: bytes) -> list[int]:
 
 
 async def _body(receive: Receive) -> bytes:
-    """The guard in front of this application has read the body within its bounds, and plays it back in one piece."""
+    """The body of a request. The guard in front of this application has read it within its bounds, and plays it back in
+    one piece."""
     parts = []
     while (message := await receive())["type"] == "http.request":
         parts.append(message.get("body", b""))

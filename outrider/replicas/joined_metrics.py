@@ -11,8 +11,8 @@ WITHOUT_LABELS = re.compile(r"^(\w+) ")
 
 
 def joined_metrics(pages: Mapping[int, str], restarts: Mapping[int, int]) -> str:
-    """`pages`: the page of each replica that answered. `restarts`: of every replica, how often it was started again;
-    empty where others count that."""
+    """One page with the metrics of all replicas. `pages`: by replica that answered. `restarts`: how often each replica
+    was started again; empty if others count that."""
     families: dict[str, list[str]] = {}  # lines by the line that begins their family
     for number, page in pages.items():
         own: list[str] = []

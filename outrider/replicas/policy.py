@@ -16,8 +16,8 @@ BEHIND_SHARE = 0.5  # ... or this share of the least load, if that is more
 
 
 class PrefixRouter:
-    """Replicas have names. A prompt is a list of block hashes, each of which covers all blocks before it
-    (`prompt_blocks`); the list is empty where the prompt could not be read."""
+    """Chooses a replica, by its name, for a prompt. A prompt is a list of block hashes, each of which covers all blocks
+    before it (`prompt_blocks`); the list is empty if the prompt could not be read."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
@@ -46,7 +46,7 @@ class PrefixRouter:
             self._holders.popitem(last=False)
 
     def forget(self, replica: str) -> None:
-        """A replica is gone, or starts again with an empty cache."""
+        """Forget what a replica was given, because it is gone or starts again with an empty cache."""
         self._turns.pop(replica, None)
         for block, holders in list(self._holders.items()):
             if replica not in holders:

@@ -102,7 +102,7 @@ class ReplicaProcess:
             await asyncio.to_thread(process.join, WATCH_SECONDS)
 
     async def _note(self, *, is_healthy: bool) -> None:
-        """A replica has answered. One that has never served still loads its model."""
+        """Note that a replica has answered. A replica that has never served still loads its model."""
         self._has_served |= is_healthy
         if is_healthy:
             if self.replica.state is ReplicaState.STARTING:
@@ -135,7 +135,8 @@ class ReplicaGroup:
 
 
 def _end_with_parent() -> None:
-    """Whatever the child is doing: a model may take minutes to load, and hold a device's memory until then."""
+    """End this process when its parent ends, whatever it is doing: a model may take minutes to load, and hold a
+    device's memory until then."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

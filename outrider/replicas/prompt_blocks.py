@@ -42,7 +42,7 @@ def prompt_blocks(body: Mapping[str, Any], tenant: bytes = b"") -> list[int]:
 
 
 def _text(value: Any) -> str:
-    """A field as text, such that a field which goes on longer has a text that goes on longer."""
+    """A field as text. If a field continues another one, its text continues the other's text."""
     match value:
         case None:
             return ""

@@ -19,7 +19,7 @@ OWN_HEADERS = frozenset({b"connection", b"keep-alive", b"proxy-connection", b"te
 
 
 class ReplicaLost(ConnectionError):
-    """The replica's connection ended before its answer did, or could not be made."""
+    """Raised if a connection to the replica could not be made, or ended before the answer did."""
 
 
 class _Reading:
@@ -56,7 +56,7 @@ class Answer:
         return next((value for name, value in self.headers if name == b"content-type"), b"")
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """Raises ReplicaLost if the connection ends too early."""
+        """The pieces of the body as they come. Raises ReplicaLost if the connection ends too early."""
         while True:
             pieces, self._reading.pieces = self._reading.pieces, []
             if pieces:
