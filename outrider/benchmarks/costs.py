@@ -130,8 +130,8 @@ class CostBench:
         return pace.interval if pace.interval >= answer else max(0.0, 2 * pace.interval - answer)
 
     def _host(self, timed: TimedEngine, paces: dict[int, Pace], prompts: PromptSteps) -> HostCosts:
-        """Seconds of a step and of each of its requests, from the smallest and the largest step; from a request's
-        arrival to its first step; and by which a step that runs alone takes longer than among others."""
+        """Seconds of the host: for a step, and for each of its requests, from the smallest and the largest step; from a
+        request's arrival to its first step; and how much longer a step takes that runs alone."""
         few, many = min(paces), max(paces)
         each = max(0.0, (paces[many].host - paces[few].host) / max(1, many - few))
         start = median(timed.start_seconds() for _ in range(REPEATS))
@@ -248,13 +248,14 @@ class CostBench:
             pass
 
     def _short(self, tokens: int, most_requests: int | None = None) -> int:
-        """The length of short prompts that have so many tokens together: longer where few requests may run."""
+        """The length of each short prompt, if all together have so many tokens. It is longer if few requests may
+        run."""
         fewest = -(-tokens // max(1, most_requests or self._limits.max_requests - 1))
         return min(max(SHORT_PROMPT, fewest), tokens, self._limits.max_len - 1)
 
 
 def rising(seconds: Sequence[float]) -> tuple[float, ...]:
-    """More tokens never take less time: a step that took longer than a larger one was disturbed."""
+    """The seconds, made to rise with the tokens: a step that took longer than a larger one was disturbed."""
     return tuple(accumulate(reversed(seconds), min))[::-1]
 
 

@@ -1,6 +1,5 @@
-"""Prompt sets of benchmarks: a JSON file with a name, prompts, and whether they are a user's messages; or a .jsonl file
-in the form of Spec-Bench, whose categories are a set each.
-"""
+"""Prompt sets of benchmarks. A set is a JSON file with a name, prompts, and whether the prompts are a user's messages.
+A .jsonl file in the form of Spec-Bench has one set for each category."""
 
 from __future__ import annotations
 

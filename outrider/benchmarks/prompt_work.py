@@ -71,7 +71,7 @@ def visible_pairs(length: int, window: int | None, is_chunked: bool = False) -> 
 
 
 def four_digits(value: float) -> float:
-    """Rounded for a report that must suit a CPU and a GPU a thousand times as fast."""
+    """Round to four digits, for a report of a CPU or of a GPU that is a thousand times as fast."""
     return float(f"{value:.4g}")
 
 

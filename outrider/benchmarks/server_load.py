@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _drive(args: argparse.Namespace, address: Address) -> list[Measured]:
-    """Requests start at their arrival times, and no more than max_concurrency run at once."""
+    """Start requests at their arrival times, with at most max_concurrency of them running at once."""
     model = args.model or (await model_names(address, args.api_key))[0]
     chosen = random.Random(args.seed)
     bodies = [_body(args, model, chosen) for _ in range(args.num_prompts)]
@@ -161,7 +161,7 @@ def summary(measured: Sequence[Measured], seconds: float, goals: dict[str, float
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Between the two nearest values, in proportion."""
+    """A percentile of sorted values, interpolated between the two nearest ones."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     low = int(place)

@@ -59,7 +59,7 @@ class Comparison:
 
     @classmethod
     def total(cls, name: str, parts: Sequence[Comparison]) -> Comparison:
-        """Several sets as if they were one."""
+        """Add several sets up to one."""
         stats = parts[0].stats
         for part in parts[1:]:
             stats = stats.plus(part.stats)

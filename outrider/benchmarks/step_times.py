@@ -49,8 +49,8 @@ class _TimedResult(Future[StepResult]):
 
 
 class TimedRunner:
-    """A worker whose steps are timed. Steps have as many drafts as are given, instead of those that pay, and as many
-    tokens of prompts as fit."""
+    """A worker whose steps are timed. A step has the given number of drafts, instead of the number that pays, and as
+    many prompt tokens as fit."""
 
     def __init__(self, worker: RunningWorker, num_drafts: int) -> None:
         self._worker = worker
@@ -70,7 +70,7 @@ class TimedRunner:
         return self._worker.idle(quiet_seconds)
 
     def close(self) -> None:
-        """The worker is not closed: other engines are made around it."""
+        """Do nothing: the worker serves other engines after this one."""
 
 
 class Pace(NamedTuple):

@@ -56,7 +56,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
 @dataclass
 class BestSpeed:
-    """The best speed of a device that was seen. Other programs make single looks slower, never faster."""
+    """The best speed of a device that was measured. Other programs can make a measurement slower, never faster."""
 
     look: Callable[[], float]
     best: float = 0.0
@@ -194,7 +194,7 @@ def _started(loaded: Loaded | OnRanks, config: EngineConfig, *, spreads: bool) -
 
 
 def _conditions(args: argparse.Namespace, config: EngineConfig, loaded: Loaded | OnRanks) -> dict[str, Any]:
-    """The caller's choices, which the result is reported with."""
+    """The caller's choices, which are reported with the result."""
     return {"bench": args.kind, "model": loaded.name, "device": str(loaded.device),
             "ranks": config.tensor_parallel_size, "dtype": str(loaded.outline.dtype).removeprefix("torch."),
             "seed": config.seed, "speculative_config": config.speculative_config, "routing": args.routing,

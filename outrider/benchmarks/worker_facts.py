@@ -33,7 +33,7 @@ class DecodingBytes(Command[float]):
 
 @dataclass(frozen=True)
 class PromptOperations(Command[float]):
-    """Operations that prompts of these lengths take on one device."""
+    """The number of operations that prompts of these lengths take on one device."""
 
     lengths: tuple[int, ...]
 
@@ -47,8 +47,8 @@ class PromptOperations(Command[float]):
 
 @dataclass(frozen=True)
 class CountExperts(Command[bool]):
-    """From now on count the distinct experts of decode steps, which run eagerly: captured steps have no observer.
-    Answers whether the model has experts; only then something has changed. `ReadExperts` ends it."""
+    """Begin to count the distinct experts of decode steps, which then run eagerly, because captured steps have no
+    observer. Answers whether the model has experts; if not, nothing has changed. `ReadExperts` ends the counting."""
 
     max_rows: int  # token rows of a step
 

@@ -277,7 +277,7 @@ class Checkpoints:
         return [checkpoint for checkpoint in self._open.values() if checkpoint.state in states]
 
     def _wanted(self, own: RequestCheckpoints, progress: StateProgress) -> list[int]:
-        """Boundaries whose checkpoints are kept for good, and those one of which will be the row's latest."""
+        """The boundaries whose checkpoints are kept for good, and those of which one will be the row's latest."""
         size, interval = self.kind.page_tokens, self.kind.interval
         first = (progress.before // size + 1) * size
         latest = max(first, progress.least // size * size)

@@ -45,14 +45,14 @@ class PageRemoved(NamedTuple):
 
 
 class AllRemoved(NamedTuple):
-    """Nothing can be found any more."""
+    """Says that nothing can be found any more."""
 
 
 CacheEvent = PageStored | PageRemoved | AllRemoved
 
 
 class CacheEvents:
-    """One record for the whole life of an engine, whatever caches it has one after another."""
+    """The events of an engine's caches, in one record for its whole life, whatever caches it has one after another."""
 
     def __init__(self, layout: CacheLayout, adapter_names: Mapping[int, str] = MappingProxyType({})) -> None:
         """adapter_names: of loads that requests have, by number."""
@@ -70,12 +70,13 @@ class CacheEvents:
             self._events.append(PageStored(*key, content, name))
 
     def store_state(self, digest: bytes, page_key: tuple[int, bytes]) -> None:
-        """`page_key`: the key of one of the state's pages."""
+        """Note a recurrent state that can be found from now on. `page_key`: the key of one of its pages."""
         self._states.add(page_key[1][:STATE_BYTES])
         self._events.append(PageStored(self.state_group, digest, None))
 
     def remove_pages(self, keys: Sequence[tuple[int, bytes]], *, is_empty: bool) -> None:
-        """Pages are forgotten. A state is lost with the first of its pages. is_empty: no page is left."""
+        """Note pages that can no longer be found. A state is lost with the first of its pages. is_empty: no page is
+        left."""
         if is_empty:
             self.remove_all()
             return

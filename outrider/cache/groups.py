@@ -118,7 +118,7 @@ class CacheLayout:
 
     @property
     def padding(self) -> float:
-        """Unused share of the pool's bytes if all groups with layers hold equal contexts."""
+        """The share of the pool's bytes that stays unused if all groups with layers hold equal contexts."""
         part_bytes = sum(placed.part.num_bytes for placed in self.page_parts)
         keeping = [group for group in self.groups if group.layers]
         used = sum((group.used_bytes + part_bytes) / group.page_tokens for group in keeping)

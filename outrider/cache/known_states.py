@@ -74,7 +74,7 @@ class KnownStates:
         self._free(self._restoring.pop(request_id, []))
 
     def held(self) -> list[int]:
-        """Every page held, once for each holder."""
+        """All pages held, each as often as it has holders."""
         return [page for pages in self._restoring.values() for page in pages]
 
     def _hold(self, pages: list[int]) -> None:

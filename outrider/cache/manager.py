@@ -81,7 +81,7 @@ class CacheManager:
         self._dropping = [g for g in self.groups if g.kind.next_drop(0) <= limits.max_len]
 
     def mark_all_unclean(self) -> None:
-        """Every page may hold bytes of another group: steps of an earlier cache may have written it."""
+        """Let every page be cleared before its next use, because steps of an earlier cache may have written it."""
         self.pool.mark_unclean(range(1, self.pool.num_pages))
 
     # Admission
@@ -165,7 +165,7 @@ class CacheManager:
         return True
 
     def covered(self, request_id: int) -> int:
-        """Tokens that the request's pages have room for, in every group."""
+        """How many tokens the request's pages have room for, in every group."""
         columns = self._requests[request_id].columns
         return min([len(columns[g.index]) * g.page_tokens for g in self.groups])
 
@@ -302,7 +302,8 @@ class CacheManager:
         return [len(own - {NULL_PAGE}) / self.pool.num_usable for own in held]
 
     def check_integrity(self) -> None:
-        """Every page is free, cached or owned, exactly once; no request holds more than its capacity."""
+        """Assert that every page is free, cached or owned, exactly once, and that no request holds more than its
+        capacity."""
         held: dict[int, int] = {}
         owner_group: dict[int, int] = {}
         for pages in self._requests.values():

@@ -123,11 +123,11 @@ class PagePool:
         return changes
 
     def lose_changes(self, lost: Iterable[PageChanges]) -> None:
-        """Called after a failed step, for changes that the device may not have made."""
+        """Mark the pages that a failed step was to clear and may not have cleared."""
         self.mark_unclean([page for changes in lost for page in changes.cleared])
 
     def mark_unclean(self, pages: Sequence[int]) -> None:
-        """Pages that may still hold the bytes of another group: the next group to get one must clear it."""
+        """Mark pages that may still hold the bytes of another group, so that they are cleared before their next use."""
         blank = set(self.blank_pages()).intersection(pages)
         for group, own in self._blank.items():
             self._blank[group] = [page for page in own if page not in blank]
@@ -165,7 +165,7 @@ class PagePool:
         self._num_blank += 1
 
     def _forget(self, page: int) -> PageKey:
-        """A page with content, which can no longer be found. Returns the key that it had."""
+        """Remove the content of a page, so that it can no longer be found. Returns the key that it had."""
         key = self._key[page]
         assert key is not None, f"page {page} has no content to forget"
         del self._page_of[key]

@@ -90,13 +90,13 @@ class Promises:
         return promise.writer if promise is not None and promise.step == step else None
 
     def held(self) -> list[int]:
-        """Every page held, once for each promise."""
+        """All pages held, each as often as promises hold it."""
         return [page for promise in self._all() for page in promise.pages.values()]
 
     # Sharing
 
     def share_page(self, request_id: int, key: PageKey) -> None:
-        """The request begins from the page of this key, if it is promised."""
+        """Let the request begin from the page of this key, if the page is promised."""
         promise = self._of_page.get(key)
         if promise is not None:
             promise.sharers.add(request_id)
@@ -108,15 +108,15 @@ class Promises:
         promise.shared_states.add(promise.states[digest].id)
 
     def leave(self, request_id: int) -> None:
-        """The request gives up its row: whatever becomes of the promises no longer concerns it."""
+        """Forget what the request shares, because it gives up its row."""
         for promise in self._all():
             promise.sharers.discard(request_id)
 
     # Settling
 
     def settle(self, step: int, failed: Collection[int], written: Collection[int]) -> set[int]:
-        """A step's result is there. `failed`: requests whose values are not finite; `written`: ids of the checkpoints
-        that it wrote. Returns the requests that began from values they must not use."""
+        """Take a step's result. `failed`: requests whose values are not finite; `written`: ids of the checkpoints that
+        the step wrote. Returns the requests that began from values they must not use."""
         made = self._by_step.get(step)
         if made is None:
             return set()
@@ -129,7 +129,7 @@ class Promises:
         return restarting
 
     def erase_all(self) -> None:
-        """Nothing that is promised will be written: a step failed."""
+        """Erase all promises, because a step failed and nothing promised will be written."""
         for promise in self._all():
             self._erase(promise)
         self._by_step.clear()

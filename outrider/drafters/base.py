@@ -40,8 +40,8 @@ class DraftBuild:
 
     @property
     def first_layer(self) -> int:
-        """Drafters' layers are numbered after the target's and each other's. A layer of the target may have several
-        numbers, one for each kind of cache that it keeps."""
+        """The number of a drafter's first layer. Drafters' layers are numbered after the target's and each other's; a
+        layer of the target may have several numbers, one for each kind of cache that it keeps."""
         last = max((claim.layer for claim in self.target.cache_layers()), default=-1)
         return max(self.target.num_layers, last + 1) + self.num_drafter_layers
 
@@ -52,7 +52,7 @@ class DraftBuild:
 
 
 class HiddenReads(enum.IntEnum):
-    """Which of a step's final hidden states a drafter reads. The others need not be computed."""
+    """The final hidden states of a step that a drafter reads. The others need not be computed."""
 
     NOTHING = 0
     LAST = 1  # the state of each request's last computed token, by `Step.last_final`
@@ -127,8 +127,8 @@ class Drafter:
         super().__setattr__(RENAMED.get(name, name), value)
 
     def cache_layers(self) -> list[LayerCache]:
-        """Claims of its own layers. What it keeps once for each page is declared there too (`LayerCache.page_parts`),
-        and found in `CachedLayers.page_parts`: it lies in the page and moves with it."""
+        """The claims of the drafter's own layers. What it keeps once for each page is declared there too
+        (`LayerCache.page_parts`), and found in `CachedLayers.page_parts`: it lies in the page and moves with it."""
         return []
 
     def bind(self, cached: CachedLayers, limits: Limits, device: torch.device) -> None:
@@ -138,7 +138,7 @@ class Drafter:
         """Called when requests take rows, before the step that first schedules them."""
 
     def reset(self) -> None:
-        """No row has an owner any more: forget what was kept of them until the next step."""
+        """Forget everything that is kept of rows, because no row has an owner any more."""
 
     def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
         """Called before a step, when the page tables of the rows just admitted are written: fill the slots that the

@@ -105,7 +105,7 @@ class BlockDrafter(Drafter):
         self._admitted = []
 
     def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
-        """A hit leaves nothing to fill: the context of its tokens lies in its pages, as far as it was ever written."""
+        """Do nothing. The context of a hit's tokens already lies in its pages, as far as it was ever written."""
         admitted, self._admitted = self._admitted, []
         if not admitted:
             return
@@ -212,7 +212,8 @@ class BlockDrafter(Drafter):
         )
 
     def _whole_view(self, view: BatchView, block: BlockRows, num_rows: int, sight: Sight) -> BatchView:
-        """Every row of a block as a request of its own, which stands at the block's end and so sees all of its rows."""
+        """The rows of blocks, each as a request of its own that stands at the block's end, so that it sees the whole
+        block."""
         count, device = view.num_requests * num_rows, block.positions.device
         bound = view.max_length.after(num_rows, self._max_len)
         tables = list(view.page_tables)

@@ -76,7 +76,8 @@ class ChainedDrafter(AutoregressiveDrafter):
         return Drafts(drafts.t(), passes.keys.counts, levels)
 
     def _run_known(self, step: Step, passes: DraftPasses, hidden: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Run all modules over the step's token rows. Returns each one's output at the requests' last tokens."""
+        """Run all modules over the step's token rows. Returns the output of each module at the requests' last
+        tokens."""
         view, latest = self._batches.first(step, passes), {}
         index = torch.arange(view.num_tokens, device=self._device)
         is_first = (index == view.query_starts[view.request_of])[:, None]
@@ -101,7 +102,8 @@ class ChainedDrafter(AutoregressiveDrafter):
 
     def _run(self, module: int, view: BatchView, hidden: torch.Tensor,
              stand_ins: StandIns | None = None) -> torch.Tensor:
-        """One module over the token rows of a view, whose keys are visible from where all modules are valid on."""
+        """Run one module over the token rows of a view. Keys are visible from the slot on at which all modules are
+        valid."""
         assert isinstance(view.visible, KeysFrom)
         starts = view.visible.starts - (self._last - module)
         attend = self._cached.bind(replace(view, visible=KeysFrom(starts, starts.int())))
@@ -111,7 +113,8 @@ class ChainedDrafter(AutoregressiveDrafter):
         return self._modules[module].forward(view.token_ids, hidden, context)[1]
 
     def _note_gaps(self, step: Step) -> None:
-        """A row whose last steps were missed goes on from this step's tokens; every module needs one of them more."""
+        """Move the first valid slot of rows whose last steps were missed: they go on from this step's tokens, and every
+        module needs one token more than the one before it."""
         at, begin, own = step.batch.padded.rows, step.computed_before + 1, self._state
         filled, valid_from = own.filled[at], own.valid_from[at]
         is_gap = (step.num_computed > 0) & (filled < begin)

@@ -68,20 +68,20 @@ class ProposalChoice:
         self._vocab_size, self._device = limits.vocab_size, device
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Rows with a new owner know nothing of the drafters yet."""
+        """Forget the grades of rows that have a new owner."""
         if admissions:
             rows = to_device([admission.row for admission in admissions], torch.int64, self._device)
             for own in self._drafters:
                 own.forget(rows)
 
     def skip(self, step: Step) -> None:
-        """The step proposes nothing: what was proposed before is graded, and nothing waits for the next step."""
+        """Note a step without proposals. The proposals before it are graded, and the next step has none to grade."""
         self._grade(step)
 
     def choose(self, step: Step, proposals: Sequence[Proposal], is_on: torch.Tensor) -> list[Proposal]:
-        """The proposals, in which each request has drafts of at most one drafter: the one from which most are expected
-        to be accepted, the first of equals. Wrong proposals are left as they are, for others to report. is_on:
-        [drafters] 0 for one that is switched off."""
+        """Choose for each request the drafter from which most drafts are expected to be accepted, the first of equals.
+        The other drafters' proposals lose their drafts for it. Wrong proposals are left as they are, so that they are
+        reported. is_on: [drafters] 0 for a drafter that is switched off."""
         self._grade(step)
         rows, num_wanted = step.batch.padded.rows, proposals[0].tokens.shape[1]
         columns = torch.arange(num_wanted, device=rows.device)

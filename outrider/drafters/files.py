@@ -28,8 +28,8 @@ def drafter_source(config: SpeculativeConfig, build: DraftBuild) -> ModelSource:
 
 
 def with_method(config: SpeculativeConfig, build: DraftBuild) -> SpeculativeConfig:
-    """The config with the method that the files of `model` are for, where the method is left to them. "mtp" is what
-    vLLM calls a Gemma 4 assistant too."""
+    """The config with a method. If it names none, the files of `model` decide. "mtp" is also vLLM's name for a Gemma 4
+    assistant."""
     if config.model is None or not {AUTO_METHOD, "mtp"} & set(config.methods):
         return config
     source = drafter_source(config, build)

@@ -31,11 +31,11 @@ WithoutSums: TypeAlias = Callable[[], AbstractContextManager[None]]
 
 
 class WrongForm(ValueError):
-    """A drafter returned something other than drafts for the step's requests."""
+    """Raised if a drafter returned something other than drafts for the step's requests."""
 
 
 class SpoiledRows(RuntimeError):
-    """A drafter has written to the rows' tensors: no row can be trusted until all are admitted anew."""
+    """Raised if a drafter has written to the rows' tensors: no row can be trusted until all are admitted anew."""
 
 
 class StepLearner(Protocol):
@@ -237,9 +237,9 @@ class DrafterGuards:
             guard.skip(step)
 
     def propose(self, step: Step) -> list[Proposal] | None:
-        """A proposal of every drafter, without drafts where one is off or has failed; None if all are or have. Of
-        several drafters one has drafts for each request (`ProposalChoice`). On several ranks, a user's drafters may
-        draft differently or fail on one rank alone: the drafts of rank 0 count."""
+        """The proposal of every drafter, empty for a drafter that is off or has failed; None if all are or have. With
+        several drafters only one has drafts for a request (`ProposalChoice`). On several ranks a user's drafters may
+        draft differently, or fail on one rank only: the drafts of rank 0 count."""
         if self._learner is not None:
             self._learner.record(step)  # before drafters, which may write to the hidden states
         found = [guard.propose(step) for guard in self._guards]
@@ -286,7 +286,8 @@ class DrafterGuards:
             self.is_on.copy_(to_device(flags, torch.int64, self.is_on.device))
 
     def check_rows(self) -> None:
-        """Raises if a drafter has written to the rows: the step fails, and all requests are admitted anew."""
+        """Raise an error if a drafter has written to the rows. The step then fails, and all requests are admitted
+        anew."""
         for guard in self._guards:
             if guard.has_written:
                 raise SpoiledRows(f"drafter {guard.record.drafter} wrote to the tensors of the engine's rows; all "

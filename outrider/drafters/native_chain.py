@@ -33,7 +33,7 @@ class NativeChain:
 
     @classmethod
     def try_build(cls, network: object, paged: object, tails: torch.Tensor) -> NativeChain | None:
-        """None if the network is no head of the shape that the C code knows, or its attention is not native."""
+        """Build the chain. None if the C code does not know this form of network, or its attention is not native."""
         if not isinstance(network, Eagle3Head) or not isinstance(paged, PagedLayer):
             return None
         layer, norms = network.attention_layers[0], network.first.attention.norms
@@ -47,7 +47,8 @@ class NativeChain:
 
     def propose(self, step: Step, requests: CommittedRequests, rows: DraftingRows, page_table: torch.Tensor,
                 state: DrafterCacheState) -> Drafts | None:
-        """The drafts; None, with nothing done, if the step is not for the native call."""
+        """The drafts of a proposal. Returns None, and has changed nothing, if the native call does not serve the
+        step."""
         view, hidden, num_wanted = step.batch.padded, step.hidden, step.num_wanted
         if view.num_tokens > view.num_requests * (1 + num_wanted) or step.stand_ins is not None:
             return None
@@ -61,7 +62,8 @@ class NativeChain:
         return Drafts(tokens.t(), counts, levels)
 
     def _bind(self, num_tokens: int) -> DraftChain | None:
-        """The chain for these token rows. It is made anew when a head that learns has taken other weights over."""
+        """The chain for so many token rows; None if the C code does not serve them. It is bound again if a head that
+        learns has taken new weights over."""
         head, attention, mlp = self._head, self._head.first.attention, self._head.first.mlp
         assert head.own_output is not None
         linears: list[Linear] = [head.fc, attention.qkv, attention.out, mlp.gate_up, mlp.down, head.own_output]

@@ -32,8 +32,9 @@ class _IndexedTokens:
 
 
 class SuffixDrafter:
-    """`propose` drafts for running requests; `finish` keeps a request's tokens for others of the same tenant to
-    match. The oldest are dropped first, so that no more than `max_tokens` tokens are kept in all."""
+    """Drafts from tokens that are kept on the host. `propose` drafts for running requests; `finish` keeps a request's
+    tokens for others of the same tenant to match. The oldest are dropped first, so that at most `max_tokens` tokens are
+    kept in all."""
 
     def __init__(self, num_kept: int = 64, max_tokens: int = 1 << 18) -> None:
         """num_kept: finished requests of one tenant that are kept."""
@@ -83,6 +84,6 @@ class SuffixDrafter:
 
 
 def _common_suffix(tokens: Sequence[int], others: Sequence[int], end: int) -> int:
-    """How many tokens before others[end] equal the last of `tokens`."""
+    """How many tokens that end before others[end] equal the last ones of `tokens`."""
     most = min(LONGEST, end, len(tokens))
     return next((n for n in range(most) if others[end - 1 - n] != tokens[-1 - n]), most)

@@ -145,7 +145,7 @@ class Candidate:
             yield F.linear(chosen, output) if torch.is_grad_enabled() else _wide_logits(chosen, output)
 
     def _arithmetic(self) -> AbstractContextManager[object]:
-        """bfloat16 products on a GPU, over weights that stay float32."""
+        """A context with bfloat16 products on a GPU. Weights stay float32."""
         is_on_gpu = self._served.device.type == "cuda"
         return torch.autocast("cuda", torch.bfloat16) if is_on_gpu else nullcontext()
 

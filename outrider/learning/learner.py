@@ -71,15 +71,16 @@ def count_served_tokens(served: ServedHead, memory_bytes: int, max_len: int) -> 
 
 
 class TrainerStopped(Exception):
-    """The engine closes while the trainer works."""
+    """Raised if the engine closes while the trainer works."""
 
 
 class TextsForgotten(Exception):
-    """The target has other weights since the round began, so its texts are another model's."""
+    """Raised if the target's weights have changed since the round began: its texts are then another model's."""
 
 
 class DrafterLearner:
-    """The thread of steps calls all methods. Those of the trainer's thread begin with an underscore."""
+    """Records served texts, trains a copy of the head on them, and serves with better weights. The thread of steps
+    calls all methods, except those that begin with an underscore and run in the trainer's thread."""
 
     def __init__(self, served: ServedHead, limits: Limits, settings: LearningSettings, segment_tokens: int) -> None:
         head = served.head
@@ -189,7 +190,7 @@ class DrafterLearner:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """Within, the trainer does not work."""
+        """A context in which the trainer does not work."""
         was_paused = self._is_paused
         self.pause()
         try:
@@ -219,7 +220,7 @@ class DrafterLearner:
             self._thread = None
 
     def _try_recording(self, work: Callable[[], None]) -> None:
-        """If the work fails, recording and training end, and the step goes on."""
+        """Do recording work of a step. If it fails, recording and training end, and the step goes on."""
         if not self._is_recording:
             return
         try:

@@ -92,9 +92,9 @@ class TrafficRing:
         self._start_of = buffer(limits, Axis.ROWS, dtype=torch.int64, device=self._device, fill=-1)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Give segments to requests that take rows. Never recorded are requests with a `cache_salt`, which keeps a
-        tenant's texts apart, and those whose texts are not the model's own tokens: with an adapter, with embeddings in
-        place of ids, with spans, or for hidden states."""
+        """Give segments to requests that take rows. Some requests are never recorded: those with a `cache_salt`, which
+        keeps a tenant's texts apart, and those whose texts are not the model's own tokens (an adapter, embeddings in
+        place of ids, spans, hidden states)."""
         rows, starts = [], []
         with self._lock:
             for own in admissions:
@@ -152,7 +152,7 @@ class TrafficRing:
             self._start_of.index_fill_(0, rows, -1)
 
     def reset(self) -> None:
-        """A step has failed: what open segments hold is unknown."""
+        """Drop open segments after a failed step, which leaves their content unknown."""
         with self._lock:
             for segment in self._open.values():
                 self._free_segment(segment)

@@ -61,7 +61,7 @@ def flash_attention(query: torch.Tensor, keys: Sequence[torch.Tensor], values: S
 
 
 class _FlashAttention(torch.autograd.Function):
-    """Everything is [texts, heads, count, dim]."""
+    """Attention by torch's flash kernels, with gradients. Tensors are [texts, heads, count, dim]."""
 
     @staticmethod
     def forward(ctx: Any, scale: float, query: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:

@@ -55,7 +55,7 @@ class WantedRows:
         return self._bind()
 
     def mixer(self, layer: int) -> Any:
-        """A layer of `layers`, which makes this the `Attend` of layers that see these rows only and write nothing."""
+        """The layer of `layers`, bound to the wanted rows only. It writes nothing."""
         return self.layers[layer]
 
 

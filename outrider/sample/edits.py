@@ -45,8 +45,8 @@ def add_bias(logits: torch.Tensor, bias: LogitBias) -> None:
 def penalise(
     logits: torch.Tensor, logit_rows: LogitRows, rows: SamplingRows, history: History, needs: StepNeeds
 ) -> None:
-    """Repetition looks at prompt and outputs, presence and frequency at outputs. The row's counts are those of its
-    known tokens; the drafts before each logit row are added here."""
+    """Apply penalties. Repetition looks at prompt and outputs, presence and frequency at outputs. The row's counts are
+    those of its known tokens; the drafts before each logit row are added here."""
     row, packed = logit_rows.row, rows.counts.packed
     assert packed is not None, "a row with penalties was not admitted"
 

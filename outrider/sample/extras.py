@@ -63,8 +63,8 @@ class StepNeeds:
 
     @classmethod
     def everything(cls, max_logprobs: int | None) -> StepNeeds:
-        """Needs of a captured step that serves any batch: rows say what is done for them. For kernels alone: the torch
-        code goes by exact needs."""
+        """The needs of a captured step that serves any batch: the rows' own data says what is done for each. Only
+        kernels may get these needs; the torch code needs exact ones."""
         return cls(True, True, True, True, True, any_repetition=True, any_output_counts=True, any_grammar=True,
                    any_min_p=True, any_top_p=True, max_top_k=1, max_logprobs=max_logprobs)
 
@@ -74,7 +74,7 @@ class StepNeeds:
 
     @property
     def any_edits(self) -> bool:
-        """Something changes single logits."""
+        """Whether any request changes single logits."""
         listed = self.any_allowed or self.any_bad_words or self.any_logit_bias
         return listed or self.any_min_tokens or self.any_penalties or self.any_grammar or self.any_processors
 
@@ -88,7 +88,7 @@ class StepNeeds:
 
     @property
     def is_draw(self) -> bool:
-        """Nothing but a draw at a temperature: logits are neither edited, filtered nor reported."""
+        """Whether all requests only draw at a temperature: logits are neither edited, filtered nor reported."""
         return not (self.any_edits or self.any_filters or self.max_logprobs is not None)
 
 
@@ -159,7 +159,7 @@ class StepExtras:
         return cls(bias, allowed, bad_words, bias_rows, allowed_rows, bad_word_rows)
 
     def check(self, needs: StepNeeds) -> None:
-        """Needs and extras must come from the same batch, or a list would be silently ignored."""
+        """Assert that needs and extras come from the same batch; otherwise a list would be silently ignored."""
         asked = (needs.any_logit_bias, needs.any_allowed, needs.any_bad_words, needs.any_processors)
         given = tuple(own is not None for own in (self.bias, self.allowed, self.bad_words, self.processors))
         assert asked == given, f"logit bias, allowed tokens, bad words, processors: asked {asked}, given {given}"

@@ -71,7 +71,7 @@ class RowLists:
         return self.unplaced.isdisjoint(rows)
 
     def reset(self) -> None:
-        """No row has a list."""
+        """Forget the lists of all rows."""
         self._arena = Arena(self._arena.size)
         self._starts.clear()
         self.unplaced.clear()

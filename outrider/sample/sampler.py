@@ -125,7 +125,7 @@ def _sample_chunk(logits: torch.Tensor, asked: Asked) -> Sampled:
 
 
 def edit_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """A copy with single logits changed. The order is part of what the parameters mean."""
+    """A copy of the logits with single ones changed. The order of changes is part of what the parameters mean."""
     own, at, extras = logits.clone(memory_format=torch.contiguous_format), asked.logit_rows, asked.extras
     if extras.allowed is not None:
         allow_only(own, extras.allowed)

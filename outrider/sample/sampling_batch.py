@@ -13,7 +13,8 @@ import torch
 
 @dataclass(frozen=True)
 class LogitRows:
-    """The logit rows of a request are contiguous; it has none while its prompt is being computed."""
+    """The logit rows of a step. Those of a request are contiguous; a request whose prompt is still being computed has
+    none."""
 
     request: torch.Tensor  # [L] int64: index in the batch
     row: torch.Tensor  # [L] int64

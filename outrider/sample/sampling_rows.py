@@ -30,7 +30,8 @@ _ALIGNED = 16  # fields begin at multiples of so many elements: kernels are comp
 
 
 class SamplingRows:
-    """One element per row of every field. The null row is greedy and asks for nothing."""
+    """The sampling parameters of all rows, one element per row in every field. The null row is greedy and asks for
+    nothing."""
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self.limits = limits

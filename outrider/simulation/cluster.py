@@ -25,7 +25,8 @@ class Cluster:
         self._num_received = 0
 
     def run(self, load: Load) -> Outcome:
-        """Simulate until every request has ended. At equal times requests arrive before replicas make their turns."""
+        """Simulate until every request has ended. If events have equal times, requests arrive before replicas make
+        their turns."""
         with collections_paused():
             arrivals = load.arrivals()
             waiting = next(arrivals, None)

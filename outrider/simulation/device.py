@@ -46,7 +46,7 @@ class SimulatedDevice:
         return StepResult(batch.step, results, checkpoints=written)
 
     def skip(self, rows: Sequence[int], num_steps: int) -> None:
-        """Each of the rows decodes for so many steps without drafts."""
+        """Let each of the rows decode for so many steps without drafts."""
         for index in rows:
             row = self._rows[index]
             row.known += num_steps

@@ -23,7 +23,7 @@ class DraftTally:
     chosen: dict[int, Counter[int]] = field(default_factory=dict)  # by requests: how often so many drafts
 
     def choose(self, num_requests: int, num_drafts: int) -> None:
-        """A step in which so many requests decode with so many drafts in all."""
+        """Count a step in which so many requests decode with so many drafts in all."""
         size = 1 << (num_requests.bit_length() - 1)
         self.chosen.setdefault(size, Counter())[round(num_drafts / num_requests)] += 1
 

@@ -79,7 +79,8 @@ class SimulatedReplica:
         return len(self._inbox) + len(self._live)
 
     def receive(self, number: int, ask: TracedRequest, now: float) -> None:
-        """A request arrives. Turns that were planned without it and lie before it are made now."""
+        """Take a request that arrives. The planned turns before its arrival are made now; the later ones are planned
+        anew."""
         self._make_planned(bisect_left(self._planned.times, now))
         seen = now + self._table.host.start
         self._inbox.append(Arrived(seen, number, ask))

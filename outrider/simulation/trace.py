@@ -143,7 +143,7 @@ class Shapes:
 
 
 class OpenLoad:
-    """Requests come at a rate, whatever becomes of those before: one by one, or in bursts of a size."""
+    """Requests that come at a rate, one by one or in bursts of a size. They do not wait for earlier ones to end."""
 
     def __init__(self, shapes: Shapes, num_requests: int, rate: float, *, burst: int = 1, seed: int = 0) -> None:
         self._shapes, self._num, self._rate, self._burst = shapes, num_requests, rate, burst
@@ -161,7 +161,7 @@ class OpenLoad:
 
 
 class ClosedLoad:
-    """So many clients ask, read the whole answer, and ask again."""
+    """A number of clients. Each asks, reads the whole answer, and asks again."""
 
     def __init__(self, shapes: Shapes, num_requests: int, num_clients: int) -> None:
         self._shapes, self._num_clients = shapes, min(num_clients, num_requests)
@@ -179,8 +179,8 @@ class ClosedLoad:
 
 
 class RecordedLoad:
-    """The requests of a file: a JSON object a line, with `arrival` in seconds, `output_tokens`, and `prompt_token_ids`
-    or `prompt_tokens`, of which `prefix_tokens` are those of the shared beginning `prefix`, a name."""
+    """The requests of a file, one JSON object a line: `arrival` in seconds, `output_tokens`, and `prompt_token_ids` or
+    `prompt_tokens`. `prefix` names a shared beginning, and `prefix_tokens` is its length."""
 
     def __init__(self, path: Path) -> None:
         self._names: dict[str, int] = {}

@@ -62,7 +62,8 @@ class Rates:
             reached = gain
 
     def add(self, num: Sequence[int], tried: Sequence[float], hit: Sequence[float]) -> None:
-        """Count the drafts of all requests of a step, `num` at each position, in the rates that requests share."""
+        """Add the drafts of all requests of a step to rates that requests share. `num`: how many there were at each
+        position."""
         for j, own in enumerate(num):
             if own:
                 self.tried[j] = add_decayed(self.tried[j], SHARED_DECAY, own, tried[j])
@@ -74,15 +75,16 @@ class Rates:
 
 
 def add_decayed(total: float, decay: float, num: int, added: float) -> float:
-    """A sum that decays with every observation, after `num` more that add up to `added`. None of them comes first: each
-    counts for as much as all do in the mean."""
+    """A decaying sum after `num` more observations that add up to `added`. The observations have no order, so each
+    counts for as much as they do on average."""
     kept = decay**num
     return total * kept + added * (1 - kept) / ((1 - decay) * num)
 
 
 def believed_weight(weight: float, deviation: float, variance: float) -> float:
-    """How many observations the usual rate counts for: `weight`, or fewer for a request that deviates from that rate by
-    more than chance explains, because it may be of a new kind. variance: of the deviations that chance explains."""
+    """How many observations the usual rate counts for. This is `weight`, or less for a request that deviates from the
+    usual rate by more than chance explains, since it may be of a new kind. variance: of the deviations that chance
+    explains."""
     return weight / max(1.0, deviation * deviation / variance / USUAL_DEVIATION)
 
 
@@ -97,7 +99,7 @@ class Acceptance:
         self._rates: dict[int, Rates] = {}
 
     def observe(self, drafts: Sequence[tuple[int, int, int]]) -> None:
-        """Count the drafts of a step: requests, how many were checked of each, and how many accepted."""
+        """Count the drafts of a step. For each request: how many were checked, and how many accepted."""
         decay, k = self._memory.decay, self._k
         by_accepted, num_rejected = [0] * (k + 1), [0] * k  # requests with so many accepted; rejected at each place
         for request_id, num_drafted, num_accepted in drafts:
@@ -112,9 +114,8 @@ class Acceptance:
         self._shared.add(num_reached, num_reached, num_hit)
 
     def expect(self, proposed: Sequence[tuple[int, list[float]]]) -> None:
-        """Count drafts that were proposed: requests, and the chances of each draft of being reached and accepted. Which
-        of them are checked depends on the chances, so that what was accepted of those checked would say too much of the
-        others."""
+        """Count drafts that were proposed, by their chances of being reached and accepted. Counting only checked drafts
+        would be biased, because drafts with good chances are checked."""
         decay, num, tried, hit = self._memory.decay, [0] * self._k, [0.0] * self._k, [0.0] * self._k
         for request_id, gains in proposed:
             rates = self._rates.get(request_id) or self._rates_of(request_id, idle=0)
@@ -155,7 +156,7 @@ class Acceptance:
         return gains
 
     def _own_weight(self, rates: Rates) -> float:
-        """Observations that the shared rate is worth to a request with these rates."""
+        """How many observations the shared rate counts for, for a request with these rates."""
         weight, tried = self._memory.prior_weight, rates.tried[0]
         if not tried:
             return weight
@@ -164,8 +165,8 @@ class Acceptance:
         return believed_weight(weight, rates.hit[0] / tried - shared, chance)
 
     def is_probe_due(self, request_id: int) -> bool:
-        """One more step of the request without drafts. True when it should try one: a text may begin to repeat itself
-        at any time, and without drafts that would go unnoticed."""
+        """Count a step of the request without drafts. Returns True when it should try one: a text may begin to repeat
+        itself at any time, and without drafts that would go unnoticed."""
         rates = self._rates_of(request_id, idle=self.probe_after * 3 // 4)  # a new request is tried soon
         self._fade(rates)
         rates.gains = []
@@ -180,7 +181,7 @@ class Acceptance:
         rates.fade(FORGETTING)
 
     def _rates_of(self, request_id: int, *, idle: int) -> Rates:
-        """The request's rates; a new request's begin after `idle` steps without drafts."""
+        """The rates of a request. A new request begins as if after `idle` steps without drafts."""
         if request_id not in self._rates:
             self._rates[request_id] = Rates([0.0] * self._k, [0.0] * self._k, idle=idle)
         return self._rates[request_id]

@@ -8,8 +8,9 @@ from outrider.speculation.sized_drafts import SizedDrafts
 
 
 def auto_drafts(k: int, costs: StepCosts, *, always_propose: bool) -> SizedDrafts | IndividualDrafts:
-    """The counts with the most expected tokens per second, none included. `always_propose`: a proposal costs nothing
-    worth saving, as long as steps are not captured; a captured step is so fast that a lookup is 2% of it."""
+    """The chooser of draft counts with the most expected tokens per second; a count may be 0. `always_propose`: a
+    proposal is too cheap to be worth saving in an uncaptured step. A captured step is so fast that a lookup takes 2% of
+    it."""
     if costs.is_padded:
         return SizedDrafts(k, costs, misses_rests=not always_propose)
     return IndividualDrafts(k, costs, always_propose=always_propose)

@@ -46,7 +46,7 @@ OWN_DECAY = 0.98  # factor on what was counted of one request, per draft
 
 @dataclass(slots=True)
 class _Ratio:
-    """Accepted drafts beside those that were expected."""
+    """The number of accepted drafts against the number that was expected."""
 
     accepted: float
     expected: float
@@ -74,8 +74,8 @@ class DraftChances:
         self._table: list[list[float]] = []  # see `table`; empty if it must be computed anew
 
     def observe(self, drafts: Iterable[tuple[int, int, int, int]]) -> None:
-        """Drafts of a step were checked: requests, the levels of their drafts, how many were checked of each, and how
-        many accepted. Those behind the first rejected one were not reached."""
+        """Count the checked drafts of a step. For each request: the levels of its drafts, how many were checked, and
+        how many accepted. Drafts behind the first rejected one were not reached and do not count."""
         rates, factors, k = self.rates, [place.factor for place in self._places], self._k
         num_tried, num_hit = [0] * NUM_LEVELS, [0] * NUM_LEVELS
         num_reached, num_accepted_at, expected_at = [0] * k, [0] * k, [0.0] * k
@@ -120,14 +120,14 @@ class DraftChances:
                 for hit, tried in zip(self._hit, self._tried, strict=True)]
 
     def table(self) -> list[list[float]]:
-        """[place][level] the chance of a draft that was reached, of a request without a factor of its own."""
+        """[place][level] the chance of a draft that was reached, without the factor of its request."""
         if not self._table:
             rates = self.rates
             self._table = [[rate * factor for rate in rates] for factor in [place.factor for place in self._places]]
         return self._table
 
     def factor(self, request_id: int) -> float:
-        """The factor of a request: the fewer of its drafts were checked, the nearer to 1."""
+        """The factor of a request. The fewer of its drafts were checked, the nearer it is to 1."""
         own = self._own.get(request_id)
         if own is None:
             return 1.0

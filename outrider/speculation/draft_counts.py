@@ -40,25 +40,27 @@ class DraftCounts(ABC):
 
     @abstractmethod
     def choose(self, requests: Sequence[DraftedRequest], is_exact: bool) -> DraftPlan:
-        """`is_exact`: nothing is in flight, so the drafts that wait on the device are known."""
+        """Plan the drafts of the next step. `is_exact`: nothing is in flight, so the number of drafts that wait on the
+        device is known."""
 
     def beside_prompts(self, plan: DraftPlan) -> DraftPlan:
-        """The plan that was just made, for a step that also computes prompts: the device shares no rows out there."""
+        """The plan that was just made, changed for a step that also computes prompts, in which the device shares no
+        rows out."""
         return plan if plan.sharing is None else DraftPlan(plan.sharing.fixed_drafts, plan.num_wanted)
 
     def begin(self, requests: Sequence[DraftedRequest]) -> int:
-        """These requests start in the step that `choose` was just asked about: their first tokens are computed. Returns
-        how many drafts the step must propose at least, so that the drafter sees their prompts."""
+        """Note requests that start in the step that `choose` was just asked about: their first tokens are computed
+        there. Returns how many drafts the step must propose at least, so that the drafter sees their prompts."""
         return 0
 
     def observe(self, settled: Sequence[SettledDrafts], *, is_shared: bool = False) -> None:
-        """A step has ended that yielded tokens for these requests; is_shared: the device has shared drafts out."""
+        """Note a step that yielded tokens for these requests. is_shared: the device has shared the drafts out."""
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
-        """A step has ended, so many seconds after the one before it."""
+        """Note that a step has ended, and how many seconds after the one before it."""
 
     def forget(self, request: DraftedRequest) -> None:
-        """The request has ended."""
+        """Forget a request that has ended."""
 
 
 class FixedDrafts(DraftCounts):
@@ -72,8 +74,8 @@ class FixedDrafts(DraftCounts):
 
 
 def clamp_drafts(request: DraftedRequest, k: int, is_exact: bool) -> int:
-    """The number of drafts, at most k: no more than the request allows and, where the host knows how many wait on the
-    device, no more than those."""
+    """Reduce k to the number of drafts that a request can have: at most what it allows and, if the host knows how many
+    drafts wait on the device, at most these."""
     most = request.max_drafts
     if most is not None and most < k:
         k = most

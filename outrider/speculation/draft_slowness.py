@@ -1,12 +1,11 @@
-"""DraftSlowness: how much longer what drafts add to a step takes than was foreseen, where other processes disturb.
+"""DraftSlowness: how much longer drafts take than foreseen when other processes use the machine.
 
 Costs are measured at start-up, as if nothing else ran. Another process may take a core, or the memory's bandwidth, and
 slow what drafts add more than the step that they are added to. Steps of a request have more drafts and fewer by turns,
 so both are seen under the same conditions, and the factor on the time of drafts is the one by which their times agree
 best. What was foreseen is believed until there is evidence: the noisier the times, the more of it. Where all steps have
 equally many drafts, some steps that check none are asked for once the machine's speed has changed. What was found
-holds while drafts rest, until the machine's speed changes again.
-"""
+holds while drafts rest, until the machine's speed changes again."""
 
 from __future__ import annotations
 
@@ -77,7 +76,8 @@ class DraftSlowness:
         return level, 1.5 * median([abs(own - level) for own in last])
 
     def _begin_anew(self) -> None:
-        """Forget what was before the machine's speed changed. One as fast as foreseen also has drafts as foreseen."""
+        """Forget times from before the machine's speed changed. If the machine is as fast as foreseen again, drafts are
+        too."""
         self._steps = deque(list(self._steps)[-ENOUGH:], maxlen=WINDOW)
         self.factor = self._found = 1.0
         self._num_plain = 0
@@ -85,7 +85,7 @@ class DraftSlowness:
         self._looks_left = LOOKS + MORE_LOOKS if abs(self._level) > CHANGE else 0
 
     def _fit(self) -> None:
-        """Find the factor, unless the steps hardly differ in their drafts."""
+        """Find the factor that explains the times best, unless all steps have nearly equal drafts."""
         added = [x for x, _ in self._steps]
         if max(added) - min(added) < LEAST_SPREAD:
             return
@@ -103,7 +103,8 @@ class DraftSlowness:
             self._looks_left = 0
 
     def _doubt(self, factor: float) -> float:
-        """How unlikely the times are with this factor, as a logarithm: how far they are from one slowness for all."""
+        """How unlikely the times are with this factor, as a logarithm. They are likely if one slowness explains all
+        steps."""
         logs = [log - math.log1p(factor * x) for x, log in self._steps]
         middle = median(logs)
         noise = LEAST_NOISE + sum([abs(own - middle) for own in logs]) / len(logs)

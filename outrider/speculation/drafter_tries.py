@@ -32,8 +32,8 @@ HOPELESS = 0.9  # acceptance that drafts would need: none are tried
 
 
 class ProposedDepth:
-    """The most drafts of a request, step after step: what pays, no more than was proposed in the step before, and now
-    and then one draft more, to see whether it pays by now."""
+    """The most drafts of a request, from step to step. It is what pays, but at most what the step before proposed, and
+    now and then one draft more, to see whether that pays by now."""
 
     def __init__(self, k: int, *, tries_from_rest: bool) -> None:
         """tries_from_rest: also where no draft pays."""
@@ -80,7 +80,7 @@ class DrafterSight:
         return request_id in self._began
 
     def begin(self, request_id: int) -> None:
-        """The first tokens of the request are computed in this step, or again after a preemption."""
+        """Note that the first tokens of the request are computed in this step, perhaps again after a preemption."""
         self._began[request_id] = self._step
 
     def forget(self, request_id: int) -> None:
@@ -108,7 +108,7 @@ class DrafterTries:
         self._saved = min(self._saved + TRY_SHARE * step, MOST_SAVED * step)
 
     def allow(self, num_requests: int) -> None:
-        """Something has changed, so that drafts may pay by now: tries need not wait until time for them is saved."""
+        """Let tries begin before time for them is saved, because a change may make drafts pay."""
         step = self._costs.step(num_requests, num_requests) * self._times.ratio(num_requests, 0)
         self._saved = max(self._saved, MOST_SAVED * step)
 
@@ -140,7 +140,7 @@ class DrafterTries:
         return request_id in self._left
 
     def take(self, request_id: int) -> None:
-        """The request, which tries drafts, has a step with tokens of it, not of its prompt alone."""
+        """Count one of the steps for which the request tries drafts."""
         self._left[request_id] -= 1
         if not self._left[request_id]:
             del self._left[request_id]

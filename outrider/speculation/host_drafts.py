@@ -19,8 +19,8 @@ Made = TypeVar("Made")
 
 
 class HostDrafter(Protocol):
-    """Guesses on the host, from settled tokens. tenant: the request's salt; what a request of one tenant has said must
-    not show in the drafts of another."""
+    """Guesses on the host, from settled tokens. tenant: the request's salt. A tenant's texts must not show in drafts of
+    another tenant's requests."""
 
     def propose(self, request_id: int, token_ids: Sequence[int], num_wanted: int, tenant: str) -> list[int]: ...
 
@@ -28,7 +28,8 @@ class HostDrafter(Protocol):
 
 
 class HostDrafts:
-    """The only place where a host drafter is called, and where its drafts enter. Any fault of it costs drafts alone."""
+    """The only place where a host drafter is called and its drafts enter. A fault of the drafter costs drafts and
+    nothing else."""
 
     def __init__(self, drafter: HostDrafter, vocab_size: int, faults: FaultRecord | None = None,
                  max_drafts: int = 16) -> None:
@@ -54,7 +55,7 @@ class HostDrafts:
         return min(most, len(guess))
 
     def drop(self, row: int) -> None:
-        """The row's request is not in the batch, or has no row any more."""
+        """Forget the row's drafts, because its request is not in the batch or has left the row."""
         self._by_row.pop(row, None)
 
     def take(self) -> list[HostDraft]:
@@ -63,12 +64,12 @@ class HostDrafts:
         return drafts
 
     def observe(self, request: DraftedRequest, result: RequestResult, is_from_host: bool) -> None:
-        """A step of the request has ended. is_from_host: its drafts were sent from here."""
+        """Note that a step of the request has ended. is_from_host: its drafts were sent from here."""
         if not is_from_host and result.num_drafted:
             self._sources.note_device(request.id, result.num_drafted, result.num_accepted)
 
     def finish(self, request: DraftedRequest) -> None:
-        """The request has ended; others may continue like it."""
+        """Note that the request has ended. Other requests may continue as it did."""
         self._sources.forget(request.id)
         self._call("finish()", lambda: self._drafter.finish(request.id, request.token_ids, _tenant(request)))
 

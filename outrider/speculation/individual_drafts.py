@@ -89,7 +89,7 @@ class IndividualDrafts(LearnedDrafts):
         return max(self._counts(requests, list(range(len(requests))), is_exact=False), default=0)
 
     def _counts_of_guesses(self, requests: Sequence[DraftedRequest], running: list[int], is_exact: bool) -> list[int]:
-        """Counts of drafts that cost nothing to guess: a request that has had none for a while tries one."""
+        """Counts of drafts that cost nothing to guess. A request that has had none for a while tries one."""
         wanted = self._counts(requests, running, is_exact)
         plain, one = (self._step_seconds(count, len(running)) for count in (0, 1)) if running else (0.0, 0.0)
         if one - plain >= HOPELESS * plain / max(1, len(running)):  # an accepted draft would hardly pay
@@ -100,8 +100,8 @@ class IndividualDrafts(LearnedDrafts):
         return wanted
 
     def _counts(self, requests: Sequence[DraftedRequest], running: list[int], is_exact: bool) -> list[int]:
-        """Drafts of each request, none of those that are not running: those that give the most expected tokens per
-        second. For every depth that a proposal may have, drafts are taken by falling chance of being reached and
+        """The drafts of each request that give the most expected tokens per second; 0 for requests that are not
+        running. For every depth that a proposal may have, the drafts are taken that are most likely to be reached and
         accepted."""
         counts, num_running = [0] * len(requests), len(running)
         if not running:
@@ -124,9 +124,8 @@ class IndividualDrafts(LearnedDrafts):
         return counts
 
     def _likely_counts(self, requests: Sequence[DraftedRequest], running: list[int]) -> list[int]:
-        """Counts of drafts that wait and whose drafter says how sure it is of each. A draft is checked if the tokens
-        that it is expected to add take longer to get without it: at the rate of steps with drafts of the usual
-        chances."""
+        """Counts of waiting drafts whose drafter says how sure it is of each. A draft is checked if the tokens that it
+        is expected to add would take longer in steps with drafts of the usual chances."""
         depth = self._depth.proposed
         usual = sorted((gain for index in running for gain in self._gains(requests[index], False)[:depth]),
                        reverse=True)

@@ -101,7 +101,7 @@ class LearnedDrafts(DraftCounts):
         return self._try_new(new, len(requests)) or not self._depth.proposed and self._try_all(requests)
 
     def _try_new(self, requests: Sequence[DraftedRequest], num_requests: int) -> bool:
-        """Let requests that start now, of so many, try drafts."""
+        """Let requests that start now try drafts. num_requests: all requests of the step."""
         ids = [request.id for request in requests if request.max_drafts != 0]
         return self._misses_rests and bool(ids) and self._tries.begin(ids, num_requests, self.acceptance.usual_rate)
 

@@ -23,7 +23,7 @@ STALE_AFTER = 64  # steps without one of a kind, until its times are those of an
 
 @dataclass(slots=True)
 class _Kind:
-    """Times of one kind of steps, as multiples of what was foreseen."""
+    """Times of one kind of steps, as multiples of the foreseen times."""
 
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
     found: float | None = None  # their median; None if there are too few
@@ -32,7 +32,7 @@ class _Kind:
 
 
 class _Slowness:
-    """How many times as long steps take as at the beginning, from steps of one size that follow each other."""
+    """How many times as long steps take as at the beginning, from neighbouring steps of one size."""
 
     def __init__(self) -> None:
         self.now = 1.0

@@ -83,7 +83,7 @@ class Foresight:
         return min(1.0, (self._accepted + FORESIGHT_PRIOR) / (self._expected + FORESIGHT_PRIOR))
 
     def observe(self, expected: float, num_accepted: int, num_requests: int = 1) -> None:
-        """expected, num_accepted: drafts of so many requests together."""
+        """Count a step's drafts: how many were expected to be accepted, and how many were."""
         kept = FORESIGHT_DECAY**num_requests
         self._expected = self._expected * kept + expected
         self._accepted = self._accepted * kept + num_accepted
@@ -141,7 +141,8 @@ class SizedDrafts(LearnedDrafts):
         return DraftPlan(wanted, self._depth.proposed, sharing)
 
     def beside_prompts(self, plan: DraftPlan) -> DraftPlan:
-        """Proposes no more than the next step would check: while requests come and go, it has prompts too."""
+        """The plan with no more proposed drafts than the next step would check: while requests come and go, it has
+        prompts too."""
         if plan.sharing is None:
             return plan
         self._depth.proposed = max(1, *plan.sharing.fixed_drafts)

@@ -38,7 +38,8 @@ class AnswerPlan:
         return self.prompts[index % len(self.prompts)] if index < 2 * len(self.prompts) else None
 
     def is_greedy(self, index: int) -> bool:
-        """Every other text is; a prompt that comes again is answered the other way."""
+        """Whether a text is answered greedily. Every other text is; a prompt that comes again is answered the other
+        way."""
         is_second = len(self.prompts) <= index < 2 * len(self.prompts)
         return (index - len(self.prompts) + 1 if is_second else index) % 2 == 0
 
@@ -87,8 +88,8 @@ def generate_texts(llm: LLM, plan: AnswerPlan, store: TextStore, own: SelfPrompt
 
 
 def until_repeated(answer: Sequence[int]) -> Sequence[int]:
-    """An answer up to where LOOP_TOKENS tokens come for the third time: what a target repeats without end teaches
-    nothing after that, and would be most of what small targets write."""
+    """An answer, cut where LOOP_TOKENS tokens come for the third time. A target that repeats itself without end teaches
+    nothing after that, and small targets would mostly write such answers."""
     places: dict[tuple[int, ...], int] = {}
     for end in range(LOOP_TOKENS, len(answer) + 1):
         stretch = tuple(answer[end - LOOP_TOKENS : end])

@@ -31,7 +31,8 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Equal in every epoch, so that the number of a step says where it is."""
+        """The number of steps in an epoch. It is the same for every epoch, so that a step's number says where the run
+        is."""
         return min(len(self.lengths), -(-sum(self.lengths) // self.batch_tokens))
 
     @property

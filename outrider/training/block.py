@@ -19,7 +19,8 @@ from outrider.training.vocabulary import DraftVocabulary
 
 
 class BlockTrainee(Trainee):
-    """The drafter begins with the target's final norm and output rows, and random weights between."""
+    """A block drafter in training. It begins with the target's final norm and output rows, and random weights between
+    them."""
 
     def __init__(self, target: Model, settings: TrainingSettings, vocabulary: DraftVocabulary) -> None:
         self._target, self._vocabulary = target, vocabulary

@@ -15,7 +15,7 @@ from outrider.training.block_sizes import BlockSizes
 
 
 class BlockNetwork(NamedLayers):
-    """Weights are float32 and named as in the exported file."""
+    """A block drafter's passes over texts. Weights are float32 and named as in the exported file."""
 
     def __init__(self, sizes: BlockSizes, weights: Mapping[str, torch.Tensor]) -> None:
         super().__init__(weights, sizes.eps)

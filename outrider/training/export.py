@@ -16,8 +16,8 @@ from outrider.training.workspace import replace_file, write_text
 
 def write_drafter(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], vocabulary: DraftVocabulary,
                   method: str, num_drafts: int, card: DrafterCard) -> None:
-    """Weights in bfloat16: a drafter need not be exact, and engines load it in the target's dtype anyway. The config
-    comes last, so that a folder with one is whole."""
+    """Write the files of a drafter. Weights are in bfloat16: a drafter need not be exact, and engines load it in the
+    target's dtype anyway. The config is written last, so a folder with a config is complete."""
     tensors = {name: weight.to("cpu", torch.bfloat16).contiguous() for name, weight in weights.items()}
     tensors |= {"d2t": vocabulary.offsets, "t2d": vocabulary.is_known}
     replace_file(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))
@@ -27,7 +27,7 @@ def write_drafter(folder: Path, config: dict[str, Any], weights: dict[str, torch
 
 def write_module(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], num_drafts: int,
                  card: DrafterCard) -> None:
-    """The files of a tuned multi-token-prediction module: its tensors alone, beside the target's config."""
+    """Write the files of a tuned multi-token-prediction module: its tensors, beside the target's config."""
     tensors = {name: weight.to("cpu", torch.bfloat16 if weight.is_floating_point() else None).contiguous()
                for name, weight in weights.items()}
     replace_file(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))

@@ -64,8 +64,9 @@ class HeldOutAcceptance:
 
 @torch.no_grad()
 def held_out_acceptance(trainee: Trainee, taught: TaughtTexts, ids: torch.Tensor) -> HeldOutAcceptance:
-    """ids: the drafter's tokens as the target's. In a greedy text the true tokens are the target's likeliest ones, so a
-    chain of right drafts has the inputs that drafting would give it."""
+    """Count which drafts the target would accept on held-out texts. ids: the drafter's tokens as the target's. In a
+    greedy text the true tokens are the target's likeliest ones, so a chain of right drafts has the inputs that drafting
+    would give it."""
     device = taught.tokens.device
     rows = send(taught.may_draft(trainee.num_passes).flatten().nonzero()[:, 0], device)
     is_right = torch.ones_like(rows, dtype=torch.bool)

@@ -119,8 +119,8 @@ class SelfPrompts:
                                  "model cannot write prompts: give some with --prompts")
 
     def opener(self, index: int) -> str:
-        """The words that prompt `index` begins with: none of two prompts, then those of a task of two. Answers are
-        greedy by turns (`AnswerPlan`), and are so for both kinds."""
+        """The words that prompt `index` begins with. By turns two prompts have none, and two have those of a task.
+        Answers alternate between greedy and sampled (`AnswerPlan`), so each kind has both."""
         return OPENERS[index // 4 % len(OPENERS)] if self._turn and index // 2 % 2 else ""
 
     def seed_prompt(self, index: int) -> list[int]:

@@ -76,7 +76,7 @@ class TrainingSettings:
         return self.max_prompt_tokens + self.max_answer_tokens
 
     def with_num_texts(self, num_prompts: int) -> TrainingSettings:
-        """These settings with a number of texts. num_prompts: of a file; 0 if the target writes them."""
+        """These settings with a number of texts. num_prompts: how many the file has; 0 if the target writes them."""
         return replace(self, num_texts=self.num_texts or num_prompts or DEFAULT_TEXTS)
 
     def micro_tokens_on(self, device_type: str) -> int:

@@ -39,8 +39,8 @@ MAX_STEP_MICRO_BATCHES = 4  # a step computes no more micro-batches: a low `micr
 
 @dataclass(frozen=True)
 class TaughtTexts:
-    """A micro-batch, padded to its longest text. What decides which places are learned from is on the host, so that no
-    step waits for the device; the rest is on the target's device, and nothing in it needs a gradient."""
+    """A micro-batch, padded to its longest text. Data that decides which places are learned from is on the host, so
+    that no step waits for the device. The rest is on the target's device, and nothing in it needs a gradient."""
 
     tokens: torch.Tensor  # [texts, length] int64; zeros behind a text's end
     aux_states: torch.Tensor  # [texts, length, layers, hidden] residual streams of the target

@@ -46,7 +46,7 @@ class StateRoom:
         return cls(int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]), host)
 
     def take_on_device(self, num_bytes: int) -> bool:
-        """Whether the device has room, which is taken."""
+        """Take room on the device for one text. Returns False if it has none."""
         has_room = num_bytes <= self.on_device
         self.on_device -= num_bytes if has_room else 0
         return has_room

@@ -175,5 +175,5 @@ class Trainer:
         replace(self._state, moments=self._optimizer.state()).write(self._workspace.checkpoint)
 
     def _arithmetic(self) -> AbstractContextManager[object]:
-        """bfloat16 products on a GPU, over weights that stay float32."""
+        """A context with bfloat16 products on a GPU. Weights stay float32."""
         return torch.autocast("cuda", torch.bfloat16) if self._device.type == "cuda" else nullcontext()

@@ -43,7 +43,7 @@ class PagedSpec(ABC):
 
     @property
     def visible_tokens(self) -> int | None:
-        """Tokens that a query reads at most; None where it reads its whole context."""
+        """How many tokens a query reads at most; None if it reads its whole context."""
         return None
 
     @property
@@ -66,7 +66,7 @@ class Kind(Protocol):
     def capacity(self, limits: Limits) -> Capacity: ...
 
     def pages_to_start(self, tokens: int, limits: Limits) -> int:
-        """Most pages that a request holds while `tokens` tokens are computed. Admission needs this many."""
+        """The most pages that a request holds while `tokens` tokens are computed. Admission needs this many."""
 
     def first_needed(self, settled: int) -> int:
         """The first column that a row with `settled` computed tokens can still read. A commit frees those before it."""

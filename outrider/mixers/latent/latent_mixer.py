@@ -155,12 +155,12 @@ class VisibleRanges(NamedTuple):
 
 @dataclass(frozen=True)
 class NotChosen:
-    """No indexer of the pass has run."""
+    """Says that no indexer of the pass has run yet."""
 
 
 @dataclass(frozen=True)
 class WholeContext:
-    """The indexer was not asked: it may choose as many positions as the longest context has."""
+    """Says that the indexer was not asked, because it may choose as many positions as the longest context has."""
 
 
 @dataclass(frozen=True)
@@ -172,17 +172,20 @@ class ListedPositions:
 
 @dataclass(frozen=True)
 class KeptChoice:
-    """The indexers of this pass choose nothing: the choice of an earlier pass holds, in the contexts of that pass."""
+    """Says that the indexers of this pass choose nothing: the choice of an earlier pass holds, in the contexts of that
+    pass."""
 
     visible: VisibleRanges
     choice: WholeContext | ListedPositions
 
 
 class ChosenPositions:
-    """The last choice of a pass over the layers. A new one belongs to every pass, so that none outlives its batch."""
+    """The last choice that an indexer made in a pass over the layers. Every pass has a new object, so that no choice
+    outlives its batch."""
 
     def __init__(self, counters: Iterable[torch.Tensor] = ()) -> None:
-        """counters: for each indexer of the pass, see `kernels.latent.choose_positions`; or for none of them."""
+        """counters: for each indexer of the pass, as `kernels.latent.choose_positions` takes them; empty if they are
+        not used."""
         self.latest: NotChosen | WholeContext | ListedPositions | KeptChoice = NotChosen()
         self._counters = iter(counters)
 
@@ -265,7 +268,7 @@ class BoundLatentLayer:
         return ops.latent_values(*given) if ops.latent_values.has_kernel(*given) else None
 
     def _seen(self) -> tuple[TokenContexts, torch.Tensor | None]:
-        """The contexts and the positions that are chosen in them, None for all."""
+        """The contexts, and the positions chosen in them; None for all positions."""
         contexts, latest = self.plan.contexts, self.chosen.latest
         if isinstance(self.layer.attends_to, EveryPosition):
             return contexts, None

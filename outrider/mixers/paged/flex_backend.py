@@ -91,7 +91,7 @@ class TokenTiles:
         return cls(size, request, token_rows.view(-1), is_live.view(-1), place, token_is_live)
 
     def spread(self, by_tile: torch.Tensor) -> torch.Tensor:
-        """[tiles * size] from [tiles]"""
+        """Repeat values of tiles [tiles] for each of their token rows [tiles * size]."""
         return by_tile[:, None].expand(-1, self.size).reshape(-1)
 
 
@@ -251,7 +251,8 @@ def _can_be_captured(view: BatchView, limits: Limits) -> bool:
 
 
 def pages_apart(cache: torch.Tensor) -> int:
-    """Blocks of a page's size from one page of a layer to the next: the other layers of the group lie between them."""
+    """The distance from one page of a layer to the next, in page-sized blocks. The other layers of the group lie
+    between them."""
     page_elements = cache.shape[1] * cache.stride(1)
     if cache.stride(0) % page_elements:
         raise ValueError(f"attention_backend='flex' needs pages at multiples of a layer's part ({page_elements} "
@@ -281,7 +282,7 @@ def make_block_mask(layer: AttentionLayer, cache: KeyValueCache, plan: Plan, num
     request = plan.tiles.spread(plan.tiles.request)
 
     def sees_its_own(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        """Uncompiled attention asks about every slot of the pool."""
+        """Whether a query's request owns the slot of a key. Uncompiled attention asks about every slot of the pool."""
         block = slot // page_tokens
         page = block // apart
         column = page_column[page].clamp(max=plan.page_table.shape[1] - 1)
@@ -317,7 +318,7 @@ def _capped(softcap: float) -> Any:
 
 
 def _collects_launches() -> bool:
-    """Whether this pass only tells which of our own kernels there are to compile."""
+    """Whether launches are only collected, so that our own kernels can be compiled, and nothing runs."""
     from outrider.kernels.gpu.launch import is_collecting
 
     return is_collecting()
@@ -329,7 +330,7 @@ def _compiled() -> Any:
 
 
 def _uncompiled(*args: Any, **options: Any) -> Any:
-    """Attention as plain torch operations. Without its switch torch traces every call anew."""
+    """Attention as plain torch operations. With torch's default settings every call would be traced anew."""
     before = getattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)  # older torch has none, and is slower here
     flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     try:

@@ -37,7 +37,7 @@ class Mask(Protocol):
 
 @dataclass(frozen=True)
 class CausalMask:
-    """A query sees itself and the keys before it."""
+    """The plain causal mask: a query sees itself and the keys before it."""
 
     def __call__(self, causal: torch.Tensor, query: QueryMarks, key_positions: torch.Tensor) -> torch.Tensor:
         return causal
@@ -67,7 +67,7 @@ def check_mask(mask: Mask, layer: int) -> None:
 
 
 def _outer_variables(kind: type) -> Iterator[str]:
-    """Variables of its module and of its class that a mask reads, beside modules, functions and types."""
+    """The variables of its module and of its class that a mask reads, without modules, functions and types."""
     call = kind.__call__
     if not isinstance(call, FunctionType):
         return

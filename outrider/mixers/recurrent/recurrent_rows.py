@@ -69,7 +69,7 @@ class RecurrentRows:
     # Before a step
 
     def reset(self) -> None:
-        """No row has an owner, drafts to fold or pages to write."""
+        """Forget all rows: none has an owner, drafts to fold or pages to write."""
         self.pending.zero_()
         self._row_pages.zero_()
         self._row_checkpoint.clear()
@@ -152,8 +152,8 @@ class RecurrentRows:
         ))
 
     def _lens(self, queries: Queries, requests: int) -> tuple[int, ...]:
-        """Tokens of each request. If only the device knows them, the most there may be: a few for decoding, and enough
-        to be scanned with prompts."""
+        """Tokens of each request. If only the device knows them, the most there may be: a few in a decode step, and
+        enough for a scan in a step with prompts."""
         match queries:
             case ExactQueries(lens):
                 return lens
