@@ -6,6 +6,14 @@ worker's: it reads folders (`peft_folder.py`), lays them out for its model (`tar
 and gives each step the adapters of its token rows (`step_adapters.py`).
 """
 
-from outrider.core.lora_request import LoRARequest
+from typing import TYPE_CHECKING
 
-__all__ = ["LoRARequest"]
+from outrider.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from outrider.adapters.store import AdapterStore, with_adapters
+    from outrider.core.lora_request import LoRARequest
+else:
+    __getattr__ = lazy_exports(__name__)
+
+__all__ = ["AdapterStore", "LoRARequest", "with_adapters"]

@@ -1,31 +1,38 @@
 """Plain data that crosses boundaries: limits, lengths, batches, step results, parameters, outputs. No torch."""
 
-from outrider.core.adaptation import AdaptationReport, RowEnd
-from outrider.core.class_head import ClassHead
-from outrider.core.drafter_faults import FaultRecord
-from outrider.core.lengths import Bound, Settled
-from outrider.core.limits import NULL_PAGE, NULL_ROW, PAGE_TOKENS, Axis, Limits
-from outrider.core.outputs import RequestOutput
-from outrider.core.params import SamplingParams
-from outrider.core.pooling_params import HiddenReport
-from outrider.core.step_messages import (
-    AdapterReach,
-    Admission,
-    CacheOrders,
-    CheckpointWrite,
-    DraftOrders,
-    Finish,
-    HostDraft,
-    PageChanges,
-    PageWrite,
-    RequestResult,
-    ScheduledBatch,
-    StepForm,
-    StepMode,
-    StepResult,
-    TokenLogprobs,
-    Uncaptured,
-)
+from typing import TYPE_CHECKING
+
+from outrider.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from outrider.core.adaptation import AdaptationReport, RowEnd
+    from outrider.core.class_head import ClassHead
+    from outrider.core.drafter_faults import FaultRecord
+    from outrider.core.lengths import Bound, Settled
+    from outrider.core.limits import NULL_PAGE, NULL_ROW, PAGE_TOKENS, Axis, Limits
+    from outrider.core.outputs import RequestOutput
+    from outrider.core.params import SamplingParams
+    from outrider.core.pooling_params import HiddenReport
+    from outrider.core.step_messages import (
+        AdapterReach,
+        Admission,
+        CacheOrders,
+        CheckpointWrite,
+        DraftOrders,
+        Finish,
+        HostDraft,
+        PageChanges,
+        PageWrite,
+        RequestResult,
+        ScheduledBatch,
+        StepForm,
+        StepMode,
+        StepResult,
+        TokenLogprobs,
+        Uncaptured,
+    )
+else:
+    __getattr__ = lazy_exports(__name__)
 
 __all__ = [
     "AdaptationReport",

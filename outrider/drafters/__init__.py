@@ -9,3 +9,15 @@ block drafter's slot p is made of the target's hidden states of p alone (`drafte
 the page before. `drafters/batches.py` builds the batches of all drafting passes; `kernels/drafting.py` plans the
 slots of all passes at once.
 """
+
+from typing import TYPE_CHECKING
+
+from outrider.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from outrider.drafters.base import DraftBuild, Drafter
+    from outrider.drafters.registry import make_drafter
+else:
+    __getattr__ = lazy_exports(__name__)
+
+__all__ = ["DraftBuild", "Drafter", "make_drafter"]

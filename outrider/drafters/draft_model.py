@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from outrider.cache.groups import LayerCache
-from outrider.layers import StepContext
+from outrider.config import SpeculativeConfig
+from outrider.drafters.autoregressive import AutoregressiveDrafter
+from outrider.drafters.base import DraftBuild
+from outrider.drafters.files import drafter_source
+from outrider.formats import RankGroup
+from outrider.layers import StepContext, check_ranks
 from outrider.mixers import Attend, WantedRows
 from outrider.models.base import Hidden, Model
+from outrider.models.loader import load_model
+from outrider.models.registry import build_model
+from outrider.models.sources import ModelSource
+
+log = logging.getLogger("outrider")
 
 
 class _ShiftedLayers:
@@ -68,3 +79,35 @@ class DraftModelNetwork:
 
     def weight_bytes(self) -> int:
         return sum(slot.nbytes for slot in self._model.weights().values())
+
+
+def model_drafter(config: SpeculativeConfig, build: DraftBuild) -> AutoregressiveDrafter:
+    model = _load_model(config, build)
+    network = DraftModelNetwork(model, build.first_layer, build.target.vocab_size)
+    return AutoregressiveDrafter("draft_model", network, config.num_speculative_tokens,
+                                 max_positions=model.max_positions)
+
+
+def _load_model(config: SpeculativeConfig, build: DraftBuild) -> Model:
+    source = drafter_source(config, build)
+    model = load_model(source, dtype=build.dtype, device=build.device, load_format=build.load_format, seed=build.seed,
+                       keep_quantized=build.keep_quantized, group=_shared_by(source, build))
+    if model.max_positions < build.max_len:
+        log.warning("the draft model %s has %d positions and max_model_len is %d: longer texts get no drafts from it",
+                    config.model, model.max_positions, build.max_len)
+    return model
+
+
+def _shared_by(source: ModelSource, build: DraftBuild) -> RankGroup | None:
+    """The ranks that hold a draft model together: those of the target. If they cannot share its sizes, each rank holds
+    all of it."""
+    group = build.target.group
+    if group is None:
+        return None
+    try:
+        check_ranks(build_model(source.config, dtype=build.dtype, device="meta", source=str(source.config_file)),
+                    group.count)
+    except ValueError as error:
+        log.warning("every rank holds the whole draft model: %s", error)
+        return None
+    return group

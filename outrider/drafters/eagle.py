@@ -16,7 +16,15 @@ from outrider.models.head import DraftHead, SlotHead, load_head
 log = logging.getLogger("outrider")
 
 
-def eagle_drafter(method: str, config: SpeculativeConfig, build: DraftBuild) -> AutoregressiveDrafter:
+def eagle_drafter(config: SpeculativeConfig, build: DraftBuild) -> AutoregressiveDrafter:
+    return _load_drafter("eagle", config, build)
+
+
+def eagle3_drafter(config: SpeculativeConfig, build: DraftBuild) -> AutoregressiveDrafter:
+    return _load_drafter("eagle3", config, build)
+
+
+def _load_drafter(method: str, config: SpeculativeConfig, build: DraftBuild) -> AutoregressiveDrafter:
     source = drafter_source(config, build)
     head = build_eagle(source.reader(), method, build.target, first_layer=build.first_layer, max_len=build.max_len,
                        dtype=build.dtype, device=build.device)

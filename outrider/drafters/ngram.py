@@ -6,7 +6,8 @@ The longest suffix of max_n down to min_n tokens that occurred before is used; o
 
 from __future__ import annotations
 
-from outrider.drafters.base import Drafter, Drafts, HiddenReads, Step
+from outrider.config import SpeculativeConfig
+from outrider.drafters.base import DraftBuild, Drafter, Drafts, HiddenReads, Step
 from outrider.kernels import ops
 
 
@@ -26,3 +27,7 @@ class NgramDrafter(Drafter):
         width = min(view.max_length.tokens + 1, step.tokens.shape[1])
         return Drafts(*ops.find_ngram(step.tokens, step.known, view.rows, width, step.num_wanted, self.min_n,
                                       self.max_n))
+
+
+def ngram_drafter(config: SpeculativeConfig, build: DraftBuild) -> NgramDrafter:
+    return NgramDrafter(config.num_speculative_tokens, min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max)

@@ -2,39 +2,38 @@
 
 from __future__ import annotations
 
-import logging
+from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from typing import Annotated
 
 from outrider.config import SpeculativeConfig
 from outrider.core.drafter_faults import words_of
 from outrider.core.fields import Range, check_value, shown
-from outrider.drafters.autoregressive import AutoregressiveDrafter
+from outrider.core.lazy_exports import import_attribute
 from outrider.drafters.base import DraftBuild, Drafter
-from outrider.drafters.block import block_drafter
 from outrider.drafters.combined import CombinedDrafter
-from outrider.drafters.draft_model import DraftModelNetwork
-from outrider.drafters.eagle import eagle_drafter
-from outrider.drafters.files import drafter_source, with_method
-from outrider.drafters.gemma_assistant import assistant_drafter
-from outrider.drafters.mtp import mtp_drafter
-from outrider.drafters.ngram import NgramDrafter
-from outrider.formats import RankGroup
-from outrider.layers import check_ranks
-from outrider.models.base import Model
-from outrider.models.loader import load_model
-from outrider.models.registry import build_model
-from outrider.models.sources.model_source import ModelSource, WeightError
+from outrider.models.sources.model_source import WeightError
 
-log = logging.getLogger("outrider")
-__all__ = ["DraftBuild", "make_drafter"]
+Maker = Callable[[SpeculativeConfig, DraftBuild], Drafter]
+METHOD_OF_FILES = "outrider.drafters.files:with_method"  # where a model is named, which may say what it is for
+# The makers of drafters by method, each imported when a config asks for it.
+MAKERS = {
+    "ngram": "outrider.drafters.ngram:ngram_drafter",
+    "draft_model": "outrider.drafters.draft_model:model_drafter",
+    "eagle": "outrider.drafters.eagle:eagle_drafter",
+    "eagle3": "outrider.drafters.eagle:eagle3_drafter",
+    "block": "outrider.drafters.block:block_drafter",
+    "gemma4_assistant": "outrider.drafters.gemma_assistant:assistant_drafter",
+    "mtp": "outrider.drafters.mtp:mtp_drafter",
+}
+ON_HOST = ("suffix",)  # drafts are made on the host: there is no drafter on the device
 
 
 def make_drafter(config: SpeculativeConfig, build: DraftBuild) -> Drafter | None:
     """The drafter of a config; None if all drafting happens on the host. On the meta device: its outline, without
     drafters from outside. Raises ValueError for a drafter that does not fit."""
-    config = with_method(config, build)
+    if config.model is not None:
+        config = import_attribute(METHOD_OF_FILES)(config, build)
     drafters: list[Drafter] = []
     for method in config.methods:
         num_layers = sum(len(drafter.attention_layers) for drafter in drafters)
@@ -52,58 +51,16 @@ def make_drafter(config: SpeculativeConfig, build: DraftBuild) -> Drafter | None
 
 
 def _make(method: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter | None:
-    k = config.num_speculative_tokens
-    match method:
-        case "ngram":
-            return NgramDrafter(k, min_n=config.prompt_lookup_min, max_n=config.prompt_lookup_max)
-        case "suffix":
-            return None
-        case "draft_model":
-            model = _load_model(config, build)
-            network = DraftModelNetwork(model, build.first_layer, build.target.vocab_size)
-            return AutoregressiveDrafter(method, network, k, max_positions=model.max_positions)
-        case "eagle" | "eagle3":
-            return eagle_drafter(method, config, build)
-        case "block":
-            return block_drafter(config, build)
-        case "gemma4_assistant":
-            return assistant_drafter(config, build)
-        case "mtp":
-            return mtp_drafter(config, build)
-        case _:
-            return None if build.is_outline else _custom(method, config, build)
-
-
-def _load_model(config: SpeculativeConfig, build: DraftBuild) -> Model:
-    source = drafter_source(config, build)
-    model = load_model(source, dtype=build.dtype, device=build.device, load_format=build.load_format, seed=build.seed,
-                       keep_quantized=build.keep_quantized, group=_shared_by(source, build))
-    if model.max_positions < build.max_len:
-        log.warning("the draft model %s has %d positions and max_model_len is %d: longer texts get no drafts from it",
-                    config.model, model.max_positions, build.max_len)
-    return model
-
-
-def _shared_by(source: ModelSource, build: DraftBuild) -> RankGroup | None:
-    """The ranks that hold a draft model together: those of the target. If they cannot share its sizes, each rank holds
-    all of it."""
-    group = build.target.group
-    if group is None:
-        return None
-    try:
-        check_ranks(build_model(source.config, dtype=build.dtype, device="meta", source=str(source.config_file)),
-                    group.count)
-    except ValueError as error:
-        log.warning("every rank holds the whole draft model: %s", error)
-        return None
-    return group
+    if method in MAKERS:
+        maker: Maker = import_attribute(MAKERS[method])
+        return maker(config, build)
+    return None if method in ON_HOST or build.is_outline else _custom(method, config, build)
 
 
 def _custom(path: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter:
     """The drafter of `package.module:Class`, made as Class(num_speculative_tokens, target model)."""
-    module, _, name = path.partition(":")
     try:
-        kind = getattr(import_module(module), name)
+        kind = import_attribute(path)
     except Exception as error:  # somebody else's module may raise anything
         raise ValueError(f"speculative_config: cannot import the drafter {path!r}: {words_of(error)}") from error
     if not callable(kind) or (isinstance(kind, type) and not issubclass(kind, Drafter)):

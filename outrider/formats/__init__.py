@@ -80,31 +80,34 @@ of ranks that would work.
 """
 
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from outrider.formats.declared import (
-    ExpertsDeclaration,
-    InputShard,
-    LinearDeclaration,
-    ModelSize,
-    OutputShard,
-    PackedPart,
-    Ranks,
-    RankSize,
-    StoredFormat,
-    StoredTensor,
-    VocabularyShard,
-)
-from outrider.formats.dense import DenseLinear
-from outrider.formats.expansion import DenseExpansion, ExpansionDeclaration, ExpansionFormat
-from outrider.formats.experts import DenseExperts, ExpertsFormat
-from outrider.formats.gguf import TransposedHeads
-from outrider.formats.linear_format import EmbeddingFormat, LinearFormat, NativeProduct, activate
-from outrider.formats.ranks import RankGroup, UnsummedRanks
-from outrider.formats.registry import FormatChoice, register_format
-from outrider.formats.slots import HeadLayout, PairedHeads, StoredWeight, TensorShard, WeightSlot, join_names
-from outrider.formats.summed import build_format
-from outrider.formats.weight_format import WeightFormat
+from outrider.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from outrider.formats.declared import (
+        ExpertsDeclaration,
+        InputShard,
+        LinearDeclaration,
+        ModelSize,
+        OutputShard,
+        PackedPart,
+        Ranks,
+        RankSize,
+        StoredFormat,
+        StoredTensor,
+        VocabularyShard,
+    )
+    from outrider.formats.dense import DenseLinear
+    from outrider.formats.expansion import DenseExpansion, ExpansionDeclaration, ExpansionFormat
+    from outrider.formats.experts import DenseExperts, ExpertsFormat
+    from outrider.formats.gguf import TransposedHeads
+    from outrider.formats.linear_format import EmbeddingFormat, LinearFormat, NativeProduct, activate
+    from outrider.formats.ranks import RankGroup, UnsummedRanks
+    from outrider.formats.registry import FormatChoice, register_format
+    from outrider.formats.slots import HeadLayout, PairedHeads, StoredWeight, TensorShard, WeightSlot, join_names
+    from outrider.formats.summed import build_format
+    from outrider.formats.weight_format import WeightFormat
 
 __all__ = [
     "DenseExpansion",
@@ -144,10 +147,10 @@ __all__ = [
 ]
 
 _RENAMED = {"OutputCut": "OutputShard", "InputCut": "InputShard"}  # since version 0.1
+_export = lazy_exports(__name__)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"{__name__}.{name} is called {_RENAMED[name]} now", FutureWarning, stacklevel=2)
-    return globals()[_RENAMED[name]]
+    if name in _RENAMED:
+        warnings.warn(f"{__name__}.{name} is called {_RENAMED[name]} now", FutureWarning, stacklevel=2)
+    return _export(_RENAMED.get(name, name))

@@ -16,65 +16,72 @@ are in the row's history, and those of drafts in the step (`TokenHistory`), so t
 convolution behind it keeps a state.
 """
 
-from outrider.core.ranks import ShardSize
-from outrider.layers.attention import SelfAttention
-from outrider.layers.base import (
-    DecoderLayer,
-    FeedForward,
-    LayeredModule,
-    Module,
-    Parameter,
-    TokenMixer,
-    check_ranks,
-    find_modules,
-)
-from outrider.layers.context import (
-    AuxRecord,
-    LoadedAdapters,
-    NothingAttends,
-    RowAdapters,
-    StandIns,
-    StepContext,
-    TokenHistory,
-)
-from outrider.layers.decoder import (
-    AttentionMLPLayer,
-    LayerNames,
-    ParallelLayer,
-    PostNormLayer,
-    PreNormLayer,
-    ScaledLayer,
-)
-from outrider.layers.embedding import Embedding
-from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape
-from outrider.layers.kda import KDA, KDANames, KDAShape
-from outrider.layers.latent_attention import LatentAttention, LatentShape
-from outrider.layers.linear import FusedLinear, Linear, TiedLinear
-from outrider.layers.mamba2 import Mamba2, Mamba2Shape
-from outrider.layers.mlp import ACTIVATIONS, INNER_KEYS, GatedMLP
-from outrider.layers.moe import Experts, MoE, ScaledInputMoE
-from outrider.layers.norm import CenteredNorm, Delta, HeadNorm, RMSNorm, Unnormed, UnscaledHeadNorm, copy_stream
-from outrider.layers.normed_attention import (
-    CenteredHeadNorm,
-    CenteredNormAttention,
-    LateNormAttention,
-    WidthNormAttention,
-)
-from outrider.layers.rotary import (
-    FREQUENCIES,
-    Angles,
-    RopeParams,
-    Rotary,
-    StillRotary,
-    Unrotated,
-    rope_table,
-    rotate,
-    yarn_mscale,
-)
-from outrider.layers.router import ExpertTally, Router, SpreadRouting
-from outrider.layers.short_conv import ShortConv
-from outrider.layers.streams import Injection, StreamEnd, StreamGate, StreamLayer, StreamNorm
-from outrider.layers.tempered_attention import TemperedAttention, TemperedRotary
+from typing import TYPE_CHECKING
+
+from outrider.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from outrider.core.ranks import ShardSize
+    from outrider.layers.attention import SelfAttention
+    from outrider.layers.base import (
+        DecoderLayer,
+        FeedForward,
+        LayeredModule,
+        Module,
+        Parameter,
+        TokenMixer,
+        check_ranks,
+        find_modules,
+    )
+    from outrider.layers.context import (
+        AuxRecord,
+        LoadedAdapters,
+        NothingAttends,
+        RowAdapters,
+        StandIns,
+        StepContext,
+        TokenHistory,
+    )
+    from outrider.layers.decoder import (
+        AttentionMLPLayer,
+        LayerNames,
+        ParallelLayer,
+        PostNormLayer,
+        PreNormLayer,
+        ScaledLayer,
+    )
+    from outrider.layers.embedding import Embedding
+    from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape
+    from outrider.layers.kda import KDA, KDANames, KDAShape
+    from outrider.layers.latent_attention import LatentAttention, LatentShape
+    from outrider.layers.linear import FusedLinear, Linear, TiedLinear
+    from outrider.layers.mamba2 import Mamba2, Mamba2Shape
+    from outrider.layers.mlp import ACTIVATIONS, INNER_KEYS, GatedMLP
+    from outrider.layers.moe import Experts, MoE, ScaledInputMoE
+    from outrider.layers.norm import CenteredNorm, Delta, HeadNorm, RMSNorm, Unnormed, UnscaledHeadNorm, copy_stream
+    from outrider.layers.normed_attention import (
+        CenteredHeadNorm,
+        CenteredNormAttention,
+        LateNormAttention,
+        WidthNormAttention,
+    )
+    from outrider.layers.rotary import (
+        FREQUENCIES,
+        Angles,
+        RopeParams,
+        Rotary,
+        StillRotary,
+        Unrotated,
+        rope_table,
+        rotate,
+        yarn_mscale,
+    )
+    from outrider.layers.router import ExpertTally, Router, SpreadRouting
+    from outrider.layers.short_conv import ShortConv
+    from outrider.layers.streams import Injection, StreamEnd, StreamGate, StreamLayer, StreamNorm
+    from outrider.layers.tempered_attention import TemperedAttention, TemperedRotary
+else:
+    __getattr__ = lazy_exports(__name__)
 
 __all__ = [
     "ACTIVATIONS", "Angles", "AttentionMLPLayer", "AuxRecord", "CenteredHeadNorm", "CenteredNorm",

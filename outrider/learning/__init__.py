@@ -8,3 +8,15 @@ thread reads closed segments alone. It offers better weights; the thread of step
 `begin_step`, which comes before each step and after all earlier ones, so that captured steps find them where they
 were. Captures, sleep and updates of weights wait for the trainer's piece of work, and it waits for them.
 """
+
+from typing import TYPE_CHECKING
+
+from outrider.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from outrider.learning.learner import DrafterLearner, LearningSettings, count_served_tokens
+    from outrider.learning.served_head import ServedHead
+else:
+    __getattr__ = lazy_exports(__name__)
+
+__all__ = ["DrafterLearner", "LearningSettings", "ServedHead", "count_served_tokens"]

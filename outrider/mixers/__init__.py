@@ -4,34 +4,44 @@
 attention to chosen blocks of a context; `recurrent` carries a state per row.
 """
 
-from outrider.mixers.batch import BatchView, ExactQueries, ForwardBatch, KeysFrom
-from outrider.mixers.cached import Attend, CachedLayers, WantedRows
-from outrider.mixers.indexed.indexed_mixer import BlockChoice, BlockInputs, BoundIndexedLayer, IndexedLayer
-from outrider.mixers.latent.latent_mixer import (
-    AttendsTo,
-    BoundLatentLayer,
-    EveryPosition,
-    IndexedPositions,
-    LatentLayer,
-    LatentNorms,
-    PooledPositions,
-    SharedPositions,
-)
-from outrider.mixers.paged.backend import AttentionLayer, HeadNorms, PagedLayer
-from outrider.mixers.recurrent.checkpoint_pages import RecurrentState
-from outrider.mixers.recurrent.recurrent_mixer import (
-    Gates,
-    MixerParams,
-    RecurrentLayer,
-    RecurrentMixer,
-    ScanOutput,
-    StepOutput,
-)
+from typing import TYPE_CHECKING
+
+from outrider.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from outrider.mixers.batch import BatchView, ExactQueries, ForwardBatch, KeysFrom
+    from outrider.mixers.cached import Attend, CachedLayers, WantedRows
+    from outrider.mixers.indexed.indexed_mixer import BlockChoice, BlockInputs, BoundIndexedLayer, IndexedLayer
+    from outrider.mixers.latent.latent_mixer import (
+        AttendsTo,
+        BoundLatentLayer,
+        EveryPosition,
+        IndexedPositions,
+        LatentLayer,
+        LatentNorms,
+        PooledPositions,
+        SharedPositions,
+    )
+    from outrider.mixers.paged.backend import AttentionLayer, HeadNorms, PagedLayer
+    from outrider.mixers.recurrent.checkpoint_pages import RecurrentState
+    from outrider.mixers.recurrent.recurrent_mixer import (
+        Gates,
+        MixerParams,
+        RecurrentLayer,
+        RecurrentMixer,
+        RecurrentStep,
+        ScanOutput,
+        StepOutput,
+    )
+    from outrider.mixers.recurrent.recurrent_rows import RecurrentRows
+else:
+    __getattr__ = lazy_exports(__name__)
 
 __all__ = [
     "Attend", "AttendsTo", "AttentionLayer", "BatchView", "BoundIndexedLayer", "BoundLatentLayer", "CachedLayers",
     "EveryPosition", "ExactQueries", "ForwardBatch", "Gates", "HeadNorms", "IndexedLayer", "IndexedPositions",
     "KeysFrom", "LatentLayer", "LatentNorms", "MixerParams", "PagedLayer", "PooledPositions", "RecurrentLayer",
-    "RecurrentMixer", "RecurrentState", "ScanOutput", "SharedPositions", "StepOutput", "BlockChoice", "BlockInputs",
+    "RecurrentMixer", "RecurrentRows", "RecurrentState", "RecurrentStep", "ScanOutput",
+    "SharedPositions", "StepOutput", "BlockChoice", "BlockInputs",
     "WantedRows",
 ]

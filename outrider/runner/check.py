@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from outrider import drafters
 from outrider.config import EngineConfig
 from outrider.drafters.base import DraftBuild
-from outrider.drafters.registry import make_drafter
 from outrider.models.base import Decoder, Model
 from outrider.models.sources.model_source import ModelSource
 from outrider.runner.cache_plan import check_cache_types
@@ -33,8 +33,9 @@ def check_target(config: EngineConfig, source: ModelSource, outline: Model, devi
     _check_weights(outline, device)
     check_cache_types(config, outline, device)
     if speculative is not None and config.shipped_drafter is None:  # which steps aside instead, where it does not fit
-        make_drafter(speculative, DraftBuild(outline, outline.dtype, torch.device("meta"), 1, config.load_format,
-                                             config.seed, config.model))
+        build = DraftBuild(outline, outline.dtype, torch.device("meta"), 1, config.load_format, config.seed,
+                           config.model)
+        drafters.make_drafter(speculative, build)
     tables = sum(rotary.table.shape[1] * rotary.table.element_size()
                  for rotary in (outline.rotaries if isinstance(outline, Decoder) else ()))
     bytes_of_position = TABLE_COPIES * tables + 4 * limits.max_requests / config.page_size

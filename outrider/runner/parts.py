@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-from outrider.adapters.store import AdapterStore
+from outrider import adapters
 from outrider.cache.groups import CacheLayout
 from outrider.core import Limits
+from outrider.core.lazy_exports import import_attribute
 from outrider.drafters.base import Drafter
 from outrider.drafters.guard import DrafterGuards
-from outrider.learning.learner import DrafterLearner
 from outrider.mixers import CachedLayers
 from outrider.mixers.paged.backend import Backend
 from outrider.mixers.pool import DevicePool
@@ -24,8 +25,10 @@ from outrider.runner.processors import EngineProcessor, ProcessorRows
 from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 from outrider.runner.row_state import RowState
 from outrider.runner.step import DeviceStep
-from outrider.runner.synthetic_step import SyntheticStep
 from outrider.sample.sampler import LogprobsMode
+
+if TYPE_CHECKING:
+    from outrider.learning import DrafterLearner
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,8 @@ class StepParts:
             drafter.bind(CachedLayers(drafter.attention_layers, pool, self.backend), limits, device)
         state = RowState(limits, self.layout.groups, device)
         rates = self.synthetic_rates
-        step_type: Callable[..., DeviceStep] = DeviceStep if rates is None else partial(SyntheticStep, rates)
+        step_type: Callable[..., DeviceStep] = DeviceStep if rates is None else partial(
+            import_attribute("outrider.runner.synthetic_step:SyntheticStep"), rates)
         step = step_type(model, pool, state, self.backend, limits.max_len,
                          recurrent=RecurrentRows(model.recurrent_layers, limits, pool, exact=self.exact,
                                                  takes_checkpoints=self._takes_checkpoints),
@@ -79,5 +83,5 @@ class StepParts:
         if self.processors:
             step.planner.processors = ProcessorRows(self.processors, state, limits)
         if self.max_adapter_rank is not None:
-            step.adapters = AdapterStore(model, self.max_adapter_rank, limits)
+            step.adapters = adapters.AdapterStore(model, self.max_adapter_rank, limits)
         return step

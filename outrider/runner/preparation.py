@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
-from outrider.adapters.store import with_adapters
+from outrider import adapters, drafters, learning
 from outrider.config import EngineConfig
 from outrider.core import Limits
-from outrider.drafters.base import Drafter
+from outrider.drafters.base import DraftBuild, Drafter
 from outrider.drafters.guard import DrafterGuards
-from outrider.drafters.registry import DraftBuild, make_drafter
 from outrider.layers.fuse import prepare
-from outrider.learning.learner import DrafterLearner, LearningSettings, count_served_tokens
-from outrider.learning.served_head import ServedHead
 from outrider.models.base import Model
 from outrider.models.head import DraftHead
 from outrider.runner.cache_plan import choose_backend, plan_cache
@@ -22,6 +20,9 @@ from outrider.runner.interface import Grammars
 from outrider.runner.parts import StepParts
 from outrider.runner.processors import make_processors
 from outrider.runner.rank_group import ONE_RANK, WorkerRanks
+
+if TYPE_CHECKING:
+    from outrider.learning import DrafterLearner
 
 
 def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
@@ -36,9 +37,9 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
                            vocab_size=model.vocab_size, max_drafts=max_drafts)
     limits = replace(limits, hidden_size=model.hidden_size)
     if config.enable_lora:
-        limits = with_adapters(limits, model, config.max_loras, config.max_lora_rank, config.lora_memory_bytes)
+        limits = adapters.with_adapters(limits, model, config.max_loras, config.max_lora_rank, config.lora_memory_bytes)
     if speculative is not None and drafter is None:
-        drafter = make_drafter(speculative, draft_build(config, model, limits))
+        drafter = drafters.make_drafter(speculative, draft_build(config, model, limits))
     if config.exact:
         refuse_inexact(config, model)
     backend = choose_backend(config, model, max_drafts)
@@ -62,11 +63,11 @@ def _make_learner(config: EngineConfig, drafter: Drafter | None,
     None if the config does not ask for one."""
     if not config.adapt_drafter:
         return limits, None
-    served = ServedHead.from_drafter(drafter, config.packed_weights)
-    num_tokens, segment_tokens = count_served_tokens(served, config.adapt_memory_bytes, limits.max_len)
+    served = learning.ServedHead.from_drafter(drafter, config.packed_weights)
+    num_tokens, segment_tokens = learning.count_served_tokens(served, config.adapt_memory_bytes, limits.max_len)
     limits = replace(limits, num_served_tokens=num_tokens)
-    settings = LearningSettings.for_head(served.head.hidden_size, config.adapt_share)
-    return limits, DrafterLearner(served, limits, settings, segment_tokens)
+    settings = learning.LearningSettings.for_head(served.head.hidden_size, config.adapt_share)
+    return limits, learning.DrafterLearner(served, limits, settings, segment_tokens)
 
 
 def draft_build(config: EngineConfig, model: Model, limits: Limits) -> DraftBuild:

@@ -15,8 +15,8 @@ from dataclasses import replace
 
 import torch
 
+from outrider import drafters
 from outrider.config import AUTO_METHOD, METHODS, EngineConfig
-from outrider.drafters.registry import make_drafter
 from outrider.layers import LayeredModule, Linear, find_modules
 from outrider.layers.fuse import restore_order
 from outrider.models.head import DraftHead
@@ -237,7 +237,7 @@ class Residence:
         if parts.drafter is None or speculative is None or not self._makes_drafter:
             return
         build = replace(draft_build(self._config, parts.model, parts.limits), rounds_output=False)
-        fresh = make_drafter(speculative, build)
+        fresh = drafters.make_drafter(speculative, build)
         assert fresh is not None
         for module, read in zip(self._modules(), fresh.modules(), strict=True):
             slots, values = module.weights(), read.weights()

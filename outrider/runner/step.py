@@ -22,10 +22,9 @@ from outrider.kernels.buffers import to_device
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.step import CommittedStep, VerifiedStep
 from outrider.layers import LoadedAdapters, RowAdapters, StepContext, TokenHistory
-from outrider.mixers import BatchView, CachedLayers, WantedRows
+from outrider.mixers import BatchView, CachedLayers, RecurrentRows, RecurrentStep, WantedRows
 from outrider.mixers.paged.backend import Backend
 from outrider.mixers.pool import DevicePool
-from outrider.mixers.recurrent import RecurrentRows, RecurrentStep
 from outrider.models.base import Hidden, Model
 from outrider.runner.batch import (
     CapturedShape,

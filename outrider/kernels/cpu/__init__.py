@@ -4,23 +4,37 @@ Every function means what its twin in reference.py says. Which arguments the C c
 asked by the table of operations: the functions rely on it. Knows no models.
 """
 
-from outrider.kernels.cpu.adapters import LayerAdapters, pack_layer_targets
-from outrider.kernels.cpu.attention import Attention, Requests, RopeWrite, make_requests, paged_attention, rope_write
-from outrider.kernels.cpu.build import available, is_switched_off, reason
-from outrider.kernels.cpu.layer import BoundLayer, LayerStep, LayerWeights, decoder_layer
-from outrider.kernels.cpu.matrix import FLOATS, HALVES, PACKED, Matrix, dense_matrix, fp8_matrix, linear, product
-from outrider.kernels.cpu.packed import PackedMatrix, PackedRows, pack_blocks, pack_rows, packed_lanes
-from outrider.kernels.cpu.sampling import count_runs, draw_tokens, report_tokens
-from outrider.kernels.cpu.token_rows import (
-    add_rms_norm,
-    cap_logits,
-    find_ngram,
-    gelu_scale,
-    gelu_tanh_mul,
-    rms_norm,
-    sigmoid_scale,
-    silu_mul,
-)
+from typing import TYPE_CHECKING
+
+from outrider.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from outrider.kernels.cpu.adapters import LayerAdapters, pack_layer_targets
+    from outrider.kernels.cpu.attention import (
+        Attention,
+        Requests,
+        RopeWrite,
+        make_requests,
+        paged_attention,
+        rope_write,
+    )
+    from outrider.kernels.cpu.build import available, is_switched_off, reason
+    from outrider.kernels.cpu.layer import BoundLayer, LayerStep, LayerWeights, decoder_layer
+    from outrider.kernels.cpu.matrix import FLOATS, HALVES, PACKED, Matrix, dense_matrix, fp8_matrix, linear, product
+    from outrider.kernels.cpu.packed import PackedMatrix, PackedRows, pack_blocks, pack_rows, packed_lanes
+    from outrider.kernels.cpu.sampling import count_runs, draw_tokens, report_tokens
+    from outrider.kernels.cpu.token_rows import (
+        add_rms_norm,
+        cap_logits,
+        find_ngram,
+        gelu_scale,
+        gelu_tanh_mul,
+        rms_norm,
+        sigmoid_scale,
+        silu_mul,
+    )
+else:
+    __getattr__ = lazy_exports(__name__)
 
 __all__ = [
     "FLOATS",

@@ -74,93 +74,107 @@ launch like an earlier one goes to its compiled kernel without Triton's search f
 
 from __future__ import annotations
 
-from outrider.kernels.ops.adapters import (
-    add_adapter_embeddings,
-    add_adapters,
-    add_adapters_gated,
-    add_head_adapters,
-    mix_adapted_experts,
-    reduce_adapters,
-    sort_slots,
-)
-from outrider.kernels.ops.attention import (
-    block_attention,
-    choose_positions,
-    dense_latent_attention,
-    enter_latents,
-    head_products,
-    latent_attention,
-    latent_values,
-    list_blocks,
-    paged_attention,
-    rope_write,
-    rotate_queries,
-    visible_ranges,
-    write_block_keys,
-    write_keys_values,
-    write_latents,
-    write_pooled_keys,
-)
-from outrider.kernels.ops.coded import (
-    arrange_codes,
-    scaled_experts,
-    scaled_gated,
-    scaled_linear,
-    scaled_rows,
-    scaled_wide,
-)
-from outrider.kernels.ops.drafting import (
-    find_ngram,
-    forget_pages,
-    join_embedding,
-    plan_block_passes,
-    plan_draft_passes,
-    plan_first_slots,
-    plan_reading_pass,
-    take_rows,
-)
-from outrider.kernels.ops.elements import (
-    add_rms_norm,
-    cap_logits,
-    gated,
-    gated_norm,
-    gelu_scale,
-    gelu_tanh_mul,
-    limited_silu_mul,
-    norm_add_norm,
-    relu2,
-    rms_norm,
-    sigmoid_scale,
-    silu_mul,
-)
-from outrider.kernels.ops.expert_products import experts, experts_with_shared, route
-from outrider.kernels.ops.operation import (
-    BFLOAT16,
-    FLOAT32,
-    SIXTEEN_BITS,
-    UP_TO_FLOAT32,
-    Exactness,
-    Kernel,
-    NotExact,
-    Operation,
-    has_native,
-    has_triton,
-    native_kernel,
-    operations,
-    triton_kernel,
-    using,
-)
-from outrider.kernels.ops.products import gated_linear, linear, linear_add, linear_wide, prepare_linear, relu2_linear
-from outrider.kernels.ops.steps import commit_step, count_runs, prepare_step, share_drafts, store_drafts
-from outrider.kernels.ops.streams import (
-    add_silu,
-    gate_values,
-    join_streams,
-    mix_streams,
-    read_streams,
-    stream_gates,
-    write_streams,
-)
+from typing import TYPE_CHECKING
+
+from outrider.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from outrider.kernels.ops.adapters import (
+        add_adapter_embeddings,
+        add_adapters,
+        add_adapters_gated,
+        add_head_adapters,
+        mix_adapted_experts,
+        reduce_adapters,
+        sort_slots,
+    )
+    from outrider.kernels.ops.attention import (
+        block_attention,
+        choose_positions,
+        dense_latent_attention,
+        enter_latents,
+        head_products,
+        latent_attention,
+        latent_values,
+        list_blocks,
+        paged_attention,
+        rope_write,
+        rotate_queries,
+        visible_ranges,
+        write_block_keys,
+        write_keys_values,
+        write_latents,
+        write_pooled_keys,
+    )
+    from outrider.kernels.ops.coded import (
+        arrange_codes,
+        scaled_experts,
+        scaled_gated,
+        scaled_linear,
+        scaled_rows,
+        scaled_wide,
+    )
+    from outrider.kernels.ops.drafting import (
+        find_ngram,
+        forget_pages,
+        join_embedding,
+        plan_block_passes,
+        plan_draft_passes,
+        plan_first_slots,
+        plan_reading_pass,
+        take_rows,
+    )
+    from outrider.kernels.ops.elements import (
+        add_rms_norm,
+        cap_logits,
+        gated,
+        gated_norm,
+        gelu_scale,
+        gelu_tanh_mul,
+        limited_silu_mul,
+        norm_add_norm,
+        relu2,
+        rms_norm,
+        sigmoid_scale,
+        silu_mul,
+    )
+    from outrider.kernels.ops.expert_products import experts, experts_with_shared, route
+    from outrider.kernels.ops.operation import (
+        BFLOAT16,
+        FLOAT32,
+        SIXTEEN_BITS,
+        UP_TO_FLOAT32,
+        Exactness,
+        Kernel,
+        NotExact,
+        Operation,
+        has_native,
+        has_triton,
+        native_kernel,
+        operations,
+        triton_kernel,
+        using,
+    )
+    from outrider.kernels.ops.products import (
+        gated_linear,
+        linear,
+        linear_add,
+        linear_wide,
+        prepare_linear,
+        relu2_linear,
+    )
+    from outrider.kernels.ops.steps import commit_step, count_runs, prepare_step, share_drafts, store_drafts
+    from outrider.kernels.ops.streams import (
+        add_silu,
+        gate_values,
+        join_streams,
+        mix_streams,
+        read_streams,
+        stream_gates,
+        write_streams,
+    )
+else:
+    __getattr__ = lazy_exports(__name__)
 
 __all__ = [
     # The table itself, and what its rows are written with (operation.py)

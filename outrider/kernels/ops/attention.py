@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-import outrider.kernels.ops.exact as exact
 from outrider.kernels import latent, latent_inputs, pooled_keys, reference, token_blocks
 from outrider.kernels.cpu import checks
 from outrider.kernels.ops.operation import (
@@ -41,7 +40,7 @@ visible_ranges = Operation(
 write_latents = Operation(
     latent_inputs.write_latents,
     triton_kernel("outrider.kernels.gpu.latent_inputs:write_latents", UP_TO_FLOAT32),
-    exact=exact.write_latents,
+    exact="outrider.kernels.ops.exact:write_latents",
 )
 rotate_queries = Operation(
     latent_inputs.rotate_queries,
@@ -51,7 +50,7 @@ rotate_queries = Operation(
 head_products = Operation(
     latent_inputs.head_products,
     triton_kernel("outrider.kernels.gpu.head_products:head_products", UP_TO_FLOAT32),
-    exact=exact.head_products,
+    exact="outrider.kernels.ops.exact:head_products",
 )
 enter_latents = Operation(
     latent_inputs.enter_latents,
@@ -64,21 +63,21 @@ choose_positions = Operation(
     triton_kernel("outrider.kernels.gpu.index_prefill:choose_positions", SIXTEEN_BITS,
                   "outrider.kernels.gpu.hopper.index:takes_prompts"),
     triton_kernel("outrider.kernels.gpu.index_choice:choose_positions", UP_TO_FLOAT32),
-    exact=exact.choose_positions,
+    exact="outrider.kernels.ops.exact:choose_positions",
 )
 latent_attention = Operation(
     latent.latent_attention,
     triton_kernel("outrider.kernels.gpu.hopper.latent:latent_attention", SIXTEEN_BITS,
                   "outrider.kernels.gpu.hopper.latent:takes_many_rows"),
     triton_kernel("outrider.kernels.gpu.latent_attention:latent_attention", UP_TO_FLOAT32),
-    exact=exact.latent_attention,
+    exact="outrider.kernels.ops.exact:latent_attention",
 )
 dense_latent_attention = Operation(
     latent.dense_latent_attention,
     triton_kernel("outrider.kernels.gpu.hopper.latent:dense_latent_attention", SIXTEEN_BITS,
                   "outrider.kernels.gpu.hopper.latent:takes_many_rows"),
     triton_kernel("outrider.kernels.gpu.latent_attention:dense_latent_attention", UP_TO_FLOAT32),
-    exact=exact.dense_latent_attention,
+    exact="outrider.kernels.ops.exact:dense_latent_attention",
 )
 latent_values = Operation(
     latent.latent_values,
@@ -97,7 +96,7 @@ write_block_keys = Operation(
 write_pooled_keys = Operation(
     pooled_keys.write_pooled_keys,
     triton_kernel("outrider.kernels.gpu.pooled_keys:write_pooled_keys", UP_TO_FLOAT32),
-    exact=exact.write_pooled_keys,
+    exact="outrider.kernels.ops.exact:write_pooled_keys",
 )
 
 
@@ -118,5 +117,5 @@ write_keys_values = Operation(
 block_attention = Operation(
     token_blocks.block_attention,
     triton_kernel("outrider.kernels.gpu.token_blocks:block_attention", UP_TO_FLOAT32),
-    exact=exact.block_attention,
+    exact="outrider.kernels.ops.exact:block_attention",
 )

@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 from outrider.kernels import moe, scaled
-from outrider.kernels.ops.exact import arrange_codes as exact_arrange_codes
-from outrider.kernels.ops.exact import scaled_experts as exact_scaled_experts
-from outrider.kernels.ops.exact import scaled_linear as exact_scaled_linear
-from outrider.kernels.ops.exact import scaled_wide as exact_scaled_wide
 from outrider.kernels.ops.operation import BFLOAT16, Exactness, Kernel, NotExact, Operation, fp8_kernel
 
 arrange_codes = Operation(
     scaled.arrange,
     fp8_kernel("outrider.kernels.gpu.hopper.coded_rows:arrange",
                takes="outrider.kernels.gpu.hopper.coded_rows:has_order"),
-    name="arrange_codes", subject=lambda weight, dtype: weight.codes, exact=exact_arrange_codes,
+    name="arrange_codes", subject=lambda weight, dtype: weight.codes, exact="outrider.kernels.ops.exact:arrange_codes",
 )
 scaled_linear = Operation(
     scaled.scaled_linear,
     fp8_kernel("outrider.kernels.gpu.hopper.coded_tiles:scaled_linear", BFLOAT16,
                "outrider.kernels.gpu.hopper.coded_tiles:takes"),
     fp8_kernel("outrider.kernels.gpu.scaled_linear:scaled_linear", BFLOAT16),
-    exact=exact_scaled_linear,
+    exact="outrider.kernels.ops.exact:scaled_linear",
 )
 scaled_wide = Operation(
     scaled.scaled_wide,
     fp8_kernel("outrider.kernels.gpu.hopper.coded_tiles:scaled_wide", BFLOAT16,
                "outrider.kernels.gpu.hopper.coded_tiles:takes_wide"),
     fp8_kernel("outrider.kernels.gpu.scaled_linear:scaled_wide", BFLOAT16),
-    exact=exact_scaled_wide,
+    exact="outrider.kernels.ops.exact:scaled_wide",
 )
 scaled_gated = Operation(
     scaled.scaled_gated,
@@ -45,5 +41,5 @@ scaled_experts = Operation(
     moe.scaled_experts,
     Kernel("host", "cpu", "outrider.kernels.experts_on_host:scaled_experts"),
     fp8_kernel("outrider.kernels.gpu.scaled_experts:scaled_experts", BFLOAT16),
-    exact=exact_scaled_experts,
+    exact="outrider.kernels.ops.exact:scaled_experts",
 )

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import outrider.kernels.ops.exact as exact
 from outrider.kernels import moe
 from outrider.kernels.ops.operation import BFLOAT16, UP_TO_FLOAT32, Kernel, NotExact, Operation, triton_kernel
 
 route = Operation(
     moe.route,
     triton_kernel("outrider.kernels.gpu.router:route", UP_TO_FLOAT32, "outrider.kernels.gpu.router:takes_rule"),
-    exact=exact.route,
+    exact="outrider.kernels.ops.exact:route",
 )
 experts = Operation(
     moe.experts,
     Kernel("host", "cpu", "outrider.kernels.experts_on_host:experts"),
     triton_kernel("outrider.kernels.gpu.moe:experts", UP_TO_FLOAT32),
-    exact=exact.experts,
+    exact="outrider.kernels.ops.exact:experts",
 )
 experts_with_shared = Operation(
     moe.experts_with_shared,

@@ -26,6 +26,8 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
 
+from outrider.core.lazy_exports import exported_names, import_attribute
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -93,11 +95,7 @@ class Kernel:
 
 
 def _load(function: str | Callable[..., Any]) -> Callable[..., Any]:
-    if callable(function):
-        return function
-    module, _, name = function.partition(":")
-    loaded: Callable[..., Any] = getattr(import_module(module), name)
-    return loaded
+    return import_attribute(function) if isinstance(function, str) else function
 
 
 UNDECLARED = NotExact("it declares no exact variant")
@@ -112,9 +110,10 @@ class Operation(Generic[P, R]):
 
     def __init__(self, reference: Callable[P, R], *kernels: Kernel, name: str = "",
                  subject: Callable[..., torch.Tensor] | None = None,
-                 exact: Exactness | NotExact | Operation[P, R] = UNDECLARED) -> None:
-        """exact: why the operation is exact, the operation that replaces it in exact mode, or its refusal."""
-        self.reference, self.kernels, self.subject, self.exact = reference, kernels, subject, exact
+                 exact: Exactness | NotExact | Operation[P, R] | str = UNDECLARED) -> None:
+        """exact: why the operation is exact, its refusal, or the operation that replaces it in exact mode, perhaps as
+        "module:operation", which is imported when it is first needed."""
+        self.reference, self.kernels, self.subject, self._exact = reference, kernels, subject, exact
         self.name = name or reference.__name__
         assert self.name not in _operations, f"there is an operation {self.name} already"
         _operations[self.name] = self
@@ -133,13 +132,20 @@ class Operation(Generic[P, R]):
                 return result
         return self.reference(*args, **options)
 
+    @property
+    def exact(self) -> Exactness | NotExact | Operation[P, R]:
+        found = self._exact
+        if isinstance(found, str):
+            replacement: Operation[P, R] = import_attribute(found)
+            self._exact = found = replacement
+        return found
+
     def variant(self, exact: bool) -> Operation[P, R]:
         """The operation to call in exact mode, or in the ordinary one. Ask once, when a model is prepared."""
-        if not exact or isinstance(self.exact, Exactness):
-            return self
-        if isinstance(self.exact, NotExact):
-            raise ValueError(f"exact=True: {self.name} cannot be exact: {self.exact.reason}")
-        return self.exact
+        found = self.exact if exact else self
+        if isinstance(found, NotExact):
+            raise ValueError(f"exact=True: {self.name} cannot be exact: {found.reason}")
+        return self if isinstance(found, Exactness) else found
 
     def has_kernel(self, *args: P.args, **options: P.kwargs) -> bool:
         """Whether a call with these arguments would run a kernel, and not the reference."""
@@ -187,6 +193,10 @@ class Operation(Generic[P, R]):
 
 def operations() -> dict[str, Operation[..., Any]]:
     """The table, by names. What other packages declare is in it once they are imported."""
+    for module, _ in exported_names("outrider.kernels.ops").values():
+        import_module(module)
+    for operation in list(_operations.values()):
+        _ = operation.exact  # imports the operation that replaces it
     return dict(_operations)
 
 
@@ -197,7 +207,7 @@ def using(kind: str, *chosen: Operation[..., Any]) -> Iterator[None]:
     For tests: Triton's kernels run on the CPU under its interpreter. Operations without this kind, and calls that
     it does not take, run the reference. Holds for all threads.
     """
-    forced: Iterable[Operation[..., Any]] = chosen or tuple(_operations.values())
+    forced: Iterable[Operation[..., Any]] = chosen or tuple(operations().values())
     before = [(operation, operation._forced) for operation in forced]
     for operation, _ in before:
         operation.force(kind)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-import outrider.kernels.ops.exact as exact
 from outrider.kernels import float32_products, reference, vendor_products
 from outrider.kernels.ops.conditions import has_one_row, is_few_rows_for_native
 from outrider.kernels.ops.elements import gated, relu2
@@ -32,12 +31,12 @@ linear = Operation(
     triton_kernel("outrider.kernels.gpu.thin_linear:thin_linear", BFLOAT16,
                   "outrider.kernels.gpu.thin_linear:is_fastest"),
     Kernel("library", "cuda", float32_products.summed_product, FLOAT32, float32_products.takes_rows),
-    exact=exact.linear,
+    exact="outrider.kernels.ops.exact:linear",
 )
 prepare_linear = Operation(
     reference.prepare_linear,
     Kernel("host", "cpu", "outrider.kernels.cpu.products:make_product"),
-    exact=exact.prepare_linear,
+    exact="outrider.kernels.ops.exact:prepare_linear",
 )
 linear_wide = Operation(
     reference.linear_wide,
@@ -46,7 +45,7 @@ linear_wide = Operation(
     triton_kernel("outrider.kernels.gpu.hopper.few_rows:few_rows_wide", BFLOAT16,
                   "outrider.kernels.gpu.hopper.few_rows:is_fastest_wide"),
     Kernel("library", "cuda", vendor_products.wide_product, SIXTEEN_BITS),
-    exact=exact.linear_wide,
+    exact="outrider.kernels.ops.exact:linear_wide",
 )
 
 
@@ -62,7 +61,7 @@ gated_linear = Operation(
                   "outrider.kernels.gpu.hopper.few_rows:is_fastest_gated"),
     triton_kernel("outrider.kernels.gpu.thin_linear:gated_linear", BFLOAT16,
                   "outrider.kernels.gpu.thin_linear:is_fastest_gated"),
-    name="gated_linear", exact=exact.gated_linear,
+    name="gated_linear", exact="outrider.kernels.ops.exact:gated_linear",
 )
 
 
@@ -74,7 +73,7 @@ def _relu2_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 relu2_linear = Operation(
     _relu2_linear,
     triton_kernel("outrider.kernels.gpu.matvec:relu2_matvec", BFLOAT16, has_one_row),
-    name="relu2_linear", exact=exact.relu2_linear,
+    name="relu2_linear", exact="outrider.kernels.ops.exact:relu2_linear",
 )
 
 
@@ -88,5 +87,5 @@ linear_add = Operation(
     _linear_add,
     triton_kernel("outrider.kernels.gpu.matvec:add_matvec", BFLOAT16, has_one_row),
     Kernel("library", "cuda", vendor_products.add_product, SIXTEEN_BITS, vendor_products.has_many_rows),
-    name="linear_add", exact=exact.linear_add,
+    name="linear_add", exact="outrider.kernels.ops.exact:linear_add",
 )

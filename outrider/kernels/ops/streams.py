@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 
-import outrider.kernels.ops.exact as exact
 from outrider.kernels import streams
 from outrider.kernels.ops.operation import UP_TO_FLOAT32, Exactness, Operation, triton_kernel
 
@@ -22,19 +21,19 @@ join_streams = Operation(
 stream_gates = Operation(
     streams.stream_gates,
     triton_kernel("outrider.kernels.gpu.streams:stream_gates", UP_TO_FLOAT32),
-    exact=exact.stream_gates,
+    exact="outrider.kernels.ops.exact:stream_gates",
 )
 mix_streams = Operation(
     streams.mix_streams,
     triton_kernel("outrider.kernels.gpu.streams:mix_streams", UP_TO_FLOAT32),
-    exact=exact.mix_streams,
+    exact="outrider.kernels.ops.exact:mix_streams",
 )
-gate_values = Operation(streams.gate_values, exact=exact.gate_values)
-add_silu = Operation(streams.add_silu, exact=exact.add_silu)
+gate_values = Operation(streams.gate_values, exact="outrider.kernels.ops.exact:gate_values")
+add_silu = Operation(streams.add_silu, exact="outrider.kernels.ops.exact:add_silu")
 read_streams = Operation(
     streams.read_streams,
     triton_kernel("outrider.kernels.gpu.hyper_streams:read_streams", UP_TO_FLOAT32),
-    exact=exact.read_streams,
+    exact="outrider.kernels.ops.exact:read_streams",
 )
 write_streams = Operation(
     streams.write_streams,

@@ -25,8 +25,15 @@ recurrent has one group without layers: its pages keep nothing of their tokens (
 are counted and shared by them as in other models.
 """
 
-from outrider.kernels.recurrent import CheckpointTargets
-from outrider.mixers.recurrent.recurrent_mixer import RecurrentStep
-from outrider.mixers.recurrent.recurrent_rows import RecurrentRows
+from typing import TYPE_CHECKING
+
+from outrider.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from outrider.kernels.recurrent import CheckpointTargets
+    from outrider.mixers.recurrent.recurrent_mixer import RecurrentStep
+    from outrider.mixers.recurrent.recurrent_rows import RecurrentRows
+else:
+    __getattr__ = lazy_exports(__name__)
 
 __all__ = ["CheckpointTargets", "RecurrentRows", "RecurrentStep"]
