@@ -12,9 +12,9 @@ import torch
 from outrider.adapters.host_adapter import HostAdapter
 from outrider.adapters.targets import Targets
 from outrider.core import Axis, Limits
-from outrider.core.step_messages import AdapterReach
-from outrider.kernels.adapter_tables import NO_SLOT, NUM_PLACES, AdapterTables
+from outrider.core.step_messages import DeltaReach
 from outrider.kernels.buffers import buffer, lazy_zeros, send, to_device
+from outrider.kernels.delta_tables import NO_SLOT, NUM_PLACES, DeltaTables
 
 
 class AdapterArena:
@@ -23,13 +23,13 @@ class AdapterArena:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.targets, self.device = targets, device
         axes = limits, Axis.ADAPTER_SLOTS, Axis.ADAPTER_TARGETS
-        self.tables = AdapterTables(
+        self.tables = DeltaTables(
             numbers=lazy_zeros(limits.extent(Axis.ADAPTER_NUMBERS), dtype=dtype, device=device),
             places=torch.stack([buffer(*axes, dtype=torch.int64, device=device)] * NUM_PLACES, dim=-1),
             scales=buffer(*axes, dtype=wide, device=device),
             bounds=to_device(targets.bounds, torch.int64, device).view(-1, 2), max_rank=max_rank)
         self.slot_of_row = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device, fill=NO_SLOT)
-        self._reach: dict[int, AdapterReach] = {}  # what the adapter in each slot changes
+        self._reach: dict[int, DeltaReach] = {}  # what the adapter in each slot changes
         self._changed: dict[int, frozenset[int]] = {}  # the targets that it changes
 
     def place(self, adapter: HostAdapter, slot: int, offset: int) -> None:
@@ -40,7 +40,7 @@ class AdapterArena:
         tables.numbers[offset:end].copy_(adapter.numbers, non_blocking=True)
         places = torch.zeros(tables.places.shape[1:], dtype=torch.int64)
         scales = torch.zeros(tables.scales.shape[1:], dtype=tables.scales.dtype)
-        reach = AdapterReach.LINEARS  # steps without further kinds share their captures
+        reach = DeltaReach.LINEARS  # steps without further kinds share their captures
         for entry in adapter.entries:
             places[entry.target] = torch.tensor([offset + entry.a, offset + entry.b, entry.rank])
             scales[entry.target] = entry.scale
@@ -70,6 +70,6 @@ class AdapterArena:
         return len(self.tables.numbers)
 
     @property
-    def reach(self) -> AdapterReach:
+    def reach(self) -> DeltaReach:
         """The parts of the model that the placed adapters change together."""
-        return reduce(operator.or_, self._reach.values(), AdapterReach.LINEARS)
+        return reduce(operator.or_, self._reach.values(), DeltaReach.LINEARS)

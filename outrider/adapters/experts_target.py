@@ -15,7 +15,7 @@ import torch
 
 from outrider.adapters.peft_folder import AdapterError, FactorPair
 from outrider.adapters.target import HeldFactors, NamedPair, Target
-from outrider.core.step_messages import AdapterReach
+from outrider.core.step_messages import DeltaReach
 from outrider.formats import join_names
 from outrider.layers.moe import Experts
 
@@ -41,7 +41,7 @@ class ExpertsTarget(Target):
     experts: Experts
     is_down: bool
     is_planned: bool = False
-    reach = AdapterReach.EXPERTS
+    reach = DeltaReach.EXPERTS
 
     @property
     def bounds(self) -> tuple[int, int]:

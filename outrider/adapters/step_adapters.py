@@ -13,23 +13,23 @@ import torch
 
 from outrider.adapters.arena import AdapterArena
 from outrider.adapters.target import EmbeddingTarget, ExpansionTarget
-from outrider.core.step_messages import AdapterReach
+from outrider.core.step_messages import DeltaReach
 from outrider.kernels import moe, ops
-from outrider.kernels.adapter_tables import AdapterTables, RowSlots, TargetRange
 from outrider.kernels.adapters import ExpertTargets, HeadColumns
-from outrider.layers.context import LinearLayer, ProductChange, RowAdapters, StepFactors
+from outrider.kernels.delta_tables import DeltaTables, RowSlots, TargetRange
+from outrider.layers.context import LinearLayer, ProductChange, RowDeltas, StepFactors
 from outrider.layers.moe import Experts
 
 
-class StepAdapters(RowAdapters):
-    def __init__(self, arena: AdapterArena, slots: torch.Tensor, reach: AdapterReach) -> None:
+class StepAdapters(RowDeltas):
+    def __init__(self, arena: AdapterArena, slots: torch.Tensor, reach: DeltaReach) -> None:
         """slots: [tokens] int64, the slot of each token row's adapter, or NO_SLOT. reach: what the adapters change."""
         self._arena, self._slots, self._reach = arena, slots, reach
 
     def of_rows(self, token_rows: torch.Tensor) -> StepAdapters:
         return type(self)(self._arena, self._slots[token_rows], self._reach)
 
-    def within(self, reach: AdapterReach) -> StepAdapters:
+    def within(self, reach: DeltaReach) -> StepAdapters:
         return type(self)(self._arena, self._slots, reach)
 
     def change(self, module: object) -> bool:
@@ -98,7 +98,7 @@ class FactoredChange(ProductChange):
 
     asked: range  # the targets that have some of the output features
     rows: RowSlots
-    tables: AdapterTables
+    tables: DeltaTables
     targets: TargetRange
 
     def add_to(self, out: torch.Tensor) -> None:

@@ -5,7 +5,7 @@ their load, and places them on the device when the scheduler says so.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -17,14 +17,14 @@ from outrider.adapters.host_adapter import HostAdapter, read_adapter
 from outrider.adapters.peft_folder import AdapterError
 from outrider.adapters.step_adapters import StepAdapters
 from outrider.adapters.targets import Targets
-from outrider.core import Limits
-from outrider.core.adapter_orders import AdapterPlacement
+from outrider.core import Admission, Limits, ScheduledBatch
+from outrider.core.adapter_orders import AdapterPlacements
 from outrider.core.lora_request import AdapterRead
-from outrider.core.step_messages import AdapterReach
+from outrider.core.step_messages import DeltaReach
 from outrider.kernels import ops
-from outrider.kernels.adapter_tables import NO_SLOT
 from outrider.kernels.buffers import to_device
-from outrider.layers.context import LoadedAdapters
+from outrider.kernels.delta_tables import NO_SLOT
+from outrider.layers.context import DeltaSource
 from outrider.models.base import Model
 
 log = logging.getLogger("outrider")
@@ -33,18 +33,19 @@ OPERATIONS: tuple[ops.Operation[..., Any], ...] = (
 )
 
 
-class AdapterStore(LoadedAdapters):
+class AdapterStore(DeltaSource):
     def __init__(self, model: Model, max_rank: int, limits: Limits) -> None:
         self.targets = Targets.from_model(model)
         self.arena = AdapterArena(self.targets, limits, max_rank, model.dtype, model.device)
         self._max_rank, self._dtype, self._device = max_rank, model.dtype, model.device
         self._loads: dict[int, Future[HostAdapter]] = {}
         self._slots: dict[int, int] = {}  # by the number of the load
+        self._served: set[int] = set()  # rows whose request has an adapter
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="outrider-adapters")
 
     # Commands
 
-    def begin(self, number: int, name: str, folder: str) -> None:
+    def read(self, number: int, name: str, folder: str) -> None:
         """Begin to read an adapter, on a thread of its own."""
         self._loads[number] = self._reader.submit(
             read_adapter, name, folder, self.targets, max_rank=self._max_rank, max_size=self.arena.num_numbers,
@@ -81,29 +82,38 @@ class AdapterStore(LoadedAdapters):
 
     # Steps
 
-    def place(self, placements: Sequence[AdapterPlacement]) -> None:
-        for placed in placements:
+    def begin(self, batch: ScheduledBatch) -> None:
+        """Copy adapters to the places that the scheduler chose, before rows are admitted with them."""
+        ordered = batch.part(AdapterPlacements)
+        for placed in () if ordered is None else ordered.placements:
             self._slots = {number: slot for number, slot in self._slots.items() if slot != placed.slot}
             self.arena.place(self._loads[placed.number].result(), placed.slot, placed.offset)
             self._slots[placed.number] = placed.slot
 
-    def admit(self, numbers: Mapping[int, int | None]) -> None:
-        if not numbers:
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        if not admissions:
             return
+        numbers = {admission.row: admission.request.adapter for admission in admissions}
+        self._served = {row for row in self._served if row not in numbers}
+        self._served |= {row for row, number in numbers.items() if number is not None}
         slots = [NO_SLOT if number is None else self._slots[number] for number in numbers.values()]
         rows, own = to_device([*numbers, *slots], torch.int64, self._device).view(2, -1)
         self.arena.slot_of_row.index_copy_(0, rows, own)
 
     def reset(self) -> None:
         self._slots.clear()
+        self._served.clear()
         self.arena.reset()
 
+    def serves(self, rows: Sequence[int]) -> bool:
+        return not self._served.isdisjoint(rows)
+
     @property
-    def reach(self) -> AdapterReach:
+    def reach(self) -> DeltaReach:
         return self.arena.reach
 
     @property
-    def possible_reach(self) -> AdapterReach:
+    def possible_reach(self) -> DeltaReach:
         return self.targets.reach
 
     @property

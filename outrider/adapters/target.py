@@ -14,10 +14,10 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from outrider.adapters.peft_folder import AdapterError, FactorPair
-from outrider.core.step_messages import AdapterReach
+from outrider.core.step_messages import DeltaReach
 from outrider.formats import HeadLayout
 from outrider.formats.declared import Segment, VocabularyShard
-from outrider.kernels.adapter_tables import ALIGNMENT
+from outrider.kernels.delta_tables import ALIGNMENT
 from outrider.layers.embedding import Embedding
 from outrider.layers.latent_attention import LatentExpansion
 from outrider.layers.linear import Linear
@@ -34,7 +34,7 @@ class Target(ABC):
     index: int  # its row in the arena's tables
     name: str  # of the module, without the names around the decoder
     is_planned: bool = True  # the arena is planned with room for it in every adapter
-    reach: ClassVar[AdapterReach]  # the kind of products that it is one of
+    reach: ClassVar[DeltaReach]  # the kind of products that it is one of
 
     @abstractmethod
     def sizes(self, rank: int) -> tuple[int, int]:
@@ -150,7 +150,7 @@ class LinearTarget(Target):
 
     linear: Linear
     segment: Segment
-    reach = AdapterReach.LINEARS
+    reach = DeltaReach.LINEARS
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -183,7 +183,7 @@ class ExpansionTarget(Target):
     `b` [rank, heads x (key | value)]."""
 
     expansion: LatentExpansion
-    reach = AdapterReach.LATENTS
+    reach = DeltaReach.LATENTS
 
     @property
     def bounds(self) -> tuple[int, int]:
@@ -209,7 +209,7 @@ class EmbeddingTarget(Target):
 
     embedding: Embedding
     is_planned: bool = False
-    reach = AdapterReach.EMBEDDINGS
+    reach = DeltaReach.EMBEDDINGS
 
     @property
     def bounds(self) -> tuple[int, int]:

@@ -13,9 +13,9 @@ from functools import cached_property, reduce
 from outrider.adapters.experts_target import ExpertsTarget
 from outrider.adapters.peft_folder import AdapterError, FactorPair
 from outrider.adapters.target import EmbeddingTarget, ExpansionTarget, JointModule, LinearTarget, Target, TargetPart
-from outrider.core.step_messages import AdapterReach
+from outrider.core.step_messages import DeltaReach
 from outrider.formats import join_names
-from outrider.kernels.adapter_tables import TargetRange
+from outrider.kernels.delta_tables import TargetRange
 from outrider.layers.base import Module
 from outrider.layers.embedding import Embedding
 from outrider.layers.latent_attention import LatentExpansion
@@ -55,7 +55,7 @@ class Targets:
             for target in _targets_of(name, module, len(found)):
                 found.append(target)
                 of_module.setdefault(key, []).append(target)
-        fixed = [name for name, module in modules.values() if isinstance(module, Experts) and not module.is_adaptable]
+        fixed = [name for name, module in modules.values() if isinstance(module, Experts) and not module.takes_deltas]
         joint = {join_names(name, matrix): JointModule(_named(of_module[key], name, parts), layout)
                  for key, (name, module) in modules.items() if isinstance(module, FusedLinear)
                  for matrix, (parts, layout) in module.joint.items()}
@@ -69,9 +69,9 @@ class Targets:
                 for key, own in self.of_module.items() if isinstance(own[0], LinearTarget)}
 
     @property
-    def reach(self) -> AdapterReach:
+    def reach(self) -> DeltaReach:
         """The parts of the model that adapters may change."""
-        return reduce(operator.or_, (target.reach for target in self.all if target.is_served), AdapterReach.LINEARS)
+        return reduce(operator.or_, (target.reach for target in self.all if target.is_served), DeltaReach.LINEARS)
 
     @property
     def bounds(self) -> list[int]:
@@ -149,7 +149,7 @@ def _targets_of(name: str, module: Module, index: int) -> list[Target]:
         return [ExpansionTarget(index=index, name=name, expansion=module)]
     if isinstance(module, Embedding):
         return [EmbeddingTarget(index=index, name=name, embedding=module)]
-    if isinstance(module, Experts) and module.is_adaptable:
+    if isinstance(module, Experts) and module.takes_deltas:
         return [ExpertsTarget(index=index + is_down, name=name, experts=module, is_down=bool(is_down))
                 for is_down in (0, 1)]
     return []

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from outrider.core.params import SamplingParams
     from outrider.core.pooling_params import HiddenReport
     from outrider.core.step_messages import (
-        AdapterReach,
         Admission,
         CacheOrders,
         CheckpointWrite,
+        DeltaReach,
         DraftOrders,
         Finish,
         HostDraft,
@@ -31,18 +31,19 @@ if TYPE_CHECKING:
         TokenLogprobs,
         Uncaptured,
     )
+    from outrider.core.step_part import StepPart
 else:
     __getattr__ = lazy_exports(__name__)
 
 __all__ = [
     "AdaptationReport",
-    "AdapterReach",
     "Admission",
     "Axis",
     "Bound",
     "CacheOrders",
     "CheckpointWrite",
     "ClassHead",
+    "DeltaReach",
     "DraftOrders",
     "FaultRecord",
     "Finish",
@@ -62,6 +63,7 @@ __all__ = [
     "Settled",
     "StepForm",
     "StepMode",
+    "StepPart",
     "StepResult",
     "TokenLogprobs",
     "Uncaptured",

@@ -86,9 +86,9 @@ class PageChanges:
     cleared: list[int] = field(default_factory=list)  # pages that change group: zeroed before use
 
 
-class AdapterReach(enum.Flag):
-    """The kinds of products that adapters change. Steps are captured for the kinds that they may change, so that
-    adapters of linear layers alone do not pay for those of experts, embeddings or latents."""
+class DeltaReach(enum.Flag):
+    """The kinds of products that row deltas change. Steps are captured for the kinds that may change in them, so that
+    deltas of linear layers alone do not pay for those of experts, embeddings or latents."""
 
     NOTHING = 0
     LINEARS = enum.auto()
@@ -135,7 +135,7 @@ class Uncaptured(enum.Enum):
     LOGITS_PROCESSORS = "logits processors of the operator"
     PROMPTS = "prompts whose lengths the host must know"
     PROMPT_EMBEDS = "embeddings in place of token ids"
-    ADAPTERS = "requests with an adapter"
+    DELTAS = "rows with deltas of their own"
     SPANS = "spans of a prompt whose tokens see each other in both directions"
     TOO_MANY_REQUESTS = "more requests than any graph"
     TOO_MANY_TOKENS = "more tokens than any graph"

@@ -15,10 +15,11 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
-from outrider.core import AdaptationReport, Admission, Limits, RowEnd
+from outrider.core import AdaptationReport, Admission, Limits, RowEnd, ScheduledBatch
 from outrider.core.drafter_faults import FaultKind, FaultRecord, words_of
 from outrider.core.ranks import RankLost
 from outrider.core.step_messages import DraftingReport
+from outrider.core.step_part import StepPart
 from outrider.drafters.base import Drafter, Drafts, HiddenReads, Step, ViewOf
 from outrider.drafters.choice import ProposalChoice
 from outrider.drafters.combined import CombinedDrafter
@@ -151,7 +152,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
 
 
-class DrafterGuards:
+class DrafterGuards(StepPart):
     """All drafters of an engine: those of a combination, one, or none."""
 
     def __init__(self, drafter: Drafter | None, group: RankGroup | None = None,
@@ -171,11 +172,12 @@ class DrafterGuards:
     def __bool__(self) -> bool:
         return bool(self._guards)
 
-    def bind(self, row_tensors: Sequence[torch.Tensor], limits: Limits, device: torch.device) -> None:
-        """row_tensors: row state that drafters see and must not write to."""
+    def bind(self, row_tensors: Sequence[torch.Tensor], limits: Limits, device: torch.device,
+             view_of: ViewOf) -> None:
+        """row_tensors: row state that drafters see and must not write to. view_of: the tokens of admitted rows."""
         self._choice = ProposalChoice(len(self._guards), limits, device) if len(self._guards) > 1 else None
         self.is_on = torch.ones(len(self._guards), dtype=torch.int64, device=device)
-        self._num_told_off = 0
+        self._num_told_off, self._view_of = 0, view_of
         for guard in self._guards:
             guard.watch(row_tensors)
         if self._learner is not None:
@@ -186,17 +188,17 @@ class DrafterGuards:
         another thread must not use meanwhile."""
         return nullcontext() if self._learner is None else self._learner.resting()
 
-    def begin_step(self, ends: Sequence[RowEnd]) -> None:
-        """Called before every step. ends: rows that their requests have left."""
+    def begin(self, batch: ScheduledBatch) -> None:
         self.tell_device()
         if self._learner is not None:
-            self._learner.begin_step(ends)
+            self._learner.begin_step(batch.drafting.ends)
 
     @property
     def num_off(self) -> int:
         return sum(guard.record.is_off for guard in self._guards)
 
-    def admit(self, admissions: list[Admission]) -> None:
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        admissions = list(admissions)
         if self._choice is not None:
             self._choice.admit(admissions)
         for guard in self._guards:
@@ -204,9 +206,10 @@ class DrafterGuards:
         if self._learner is not None:
             self._learner.admit(admissions)
 
-    def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
+    def prepare(self, batch: ScheduledBatch) -> None:
+        """Compute the slots of tokens that a prefix hit provides to admitted rows."""
         for guard in self._guards:
-            guard.fill_slots(view_of, is_cold=is_cold)
+            guard.fill_slots(self._view_of, is_cold=batch.drafting.num_wanted == 0)
 
     def load_filling(self, dead: list[Admission], view_of: ViewOf) -> None:
         """Let the package's own drafters load what filling slots launches. dead: admissions of the null row."""

@@ -52,7 +52,7 @@ class NativeChain:
         view, hidden, num_wanted = step.batch.padded, step.hidden, step.num_wanted
         if view.num_tokens > view.num_requests * (1 + num_wanted) or step.stand_ins is not None:
             return None
-        if hidden.context.adapters is not None:
+        if hidden.context.deltas is not None:
             return None
         chain = self._bind(view.num_tokens)
         inputs = ChainInputs(requests, rows, page_table, state, hidden.aux_states, self._tails, num_wanted)

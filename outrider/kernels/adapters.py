@@ -1,7 +1,7 @@
 """The part that adapters add to a model's products, in plain torch: out += scale * (x A') B', by token row.
 
 A token row is computed alone and in one order of additions. Rows without an adapter are not written. The tables
-(`adapter_tables.py`) say where the factors lie; knows nothing of files, requests or layers.
+(`delta_tables.py`) say where the factors lie; knows nothing of files, requests or layers.
 
 The functions with `_by` take the product of token rows with a matrix, which must give a row the same bits alone and
 among others.
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outrider.kernels import moe
-from outrider.kernels.adapter_tables import NO_SLOT, AdapterTables, RowSlots, TargetRange
+from outrider.kernels.delta_tables import NO_SLOT, DeltaTables, RowSlots, TargetRange
 
 Product = Callable[[Tensor, Tensor], Tensor]  # token rows [tokens, inputs] and a weight [outputs, inputs]
 
@@ -32,14 +32,14 @@ def row_products(x: Tensor, weight: Tensor) -> Tensor:
     return torch.cat([F.linear(row.clone(), weight) for row in x.split(1)])
 
 
-def reduce_adapters(x: Tensor, rows: RowSlots, tables: AdapterTables, targets: range) -> Tensor:
+def reduce_adapters(x: Tensor, rows: RowSlots, tables: DeltaTables, targets: range) -> Tensor:
     """The products of x [tokens, inputs] with the first factors of each token row's adapter: [ranges, token rows in
     their order, targets, ranks or more]. Ranges are of the inputs, and their sums are to be added in order. Numbers
     beyond an adapter's rank, and of token rows without an adapter, are undefined."""
     return reduce_by(row_products, x, rows, tables, targets)
 
 
-def reduce_by(product: Product, x: Tensor, rows: RowSlots, tables: AdapterTables, targets: range) -> Tensor:
+def reduce_by(product: Product, x: Tensor, rows: RowSlots, tables: DeltaTables, targets: range) -> Tensor:
     inner = x.new_zeros(1, len(x), len(targets), tables.max_rank)
     for slot, places in _rows_of_slots(rows.sorted_slots):
         for index, target in enumerate(targets):
@@ -48,14 +48,14 @@ def reduce_by(product: Product, x: Tensor, rows: RowSlots, tables: AdapterTables
     return inner
 
 
-def add_adapters(inner: Tensor, out: Tensor, first: int, rows: RowSlots, tables: AdapterTables,
+def add_adapters(inner: Tensor, out: Tensor, first: int, rows: RowSlots, tables: DeltaTables,
                  targets: TargetRange) -> None:
     """Add to out [tokens, features], the output features of a linear layer from `first` on, what the adapter in each
     token row's slot adds. inner: see `reduce_adapters`, for the targets within these features."""
     add_by(row_products, inner, out, first, rows, tables, targets)
 
 
-def add_by(product: Product, inner: Tensor, out: Tensor, first: int, rows: RowSlots, tables: AdapterTables,
+def add_by(product: Product, inner: Tensor, out: Tensor, first: int, rows: RowSlots, tables: DeltaTables,
            targets: TargetRange) -> None:
     total = inner[0]
     for part in inner[1:]:
@@ -73,7 +73,7 @@ def add_by(product: Product, inner: Tensor, out: Tensor, first: int, rows: RowSl
             out[token_rows, low - first : high - first] += (delta * scale).to(out.dtype)
 
 
-def add_adapters_gated(inner: Tensor, out: Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
+def add_adapters_gated(inner: Tensor, out: Tensor, activation: str, rows: RowSlots, tables: DeltaTables,
                        targets: TargetRange) -> Tensor:
     """The gated activation of out [tokens, 2 x width], the output features of a linear layer, to which is added what
     the adapter in each token row's slot adds: [tokens, width]. `out` may be written. inner: see `reduce_adapters`."""
@@ -81,7 +81,7 @@ def add_adapters_gated(inner: Tensor, out: Tensor, activation: str, rows: RowSlo
     return moe.activate(out, activation)
 
 
-def add_adapter_embeddings(out: Tensor, tokens: Tensor, gain: float, rows: RowSlots, tables: AdapterTables,
+def add_adapter_embeddings(out: Tensor, tokens: Tensor, gain: float, rows: RowSlots, tables: DeltaTables,
                            target: int) -> None:
     """Add to out [tokens, hidden], the embeddings of these ids, `gain` times what the adapter in each token row's slot
     adds."""
@@ -89,7 +89,7 @@ def add_adapter_embeddings(out: Tensor, tokens: Tensor, gain: float, rows: RowSl
 
 
 def add_embeddings_by(product: Product, out: Tensor, tokens: Tensor, gain: float, rows: RowSlots,
-                      tables: AdapterTables, target: int) -> None:
+                      tables: DeltaTables, target: int) -> None:
     for slot, token_rows in _rows_of_slots(rows.slots):
         a, b, rank = tables.places[slot, target].tolist()
         if rank:
@@ -107,7 +107,7 @@ class HeadColumns(NamedTuple):
     width: int  # how many they are
 
 
-def add_head_adapters(x: Tensor, out: Tensor, rows: RowSlots, tables: AdapterTables, target: int, columns: HeadColumns,
+def add_head_adapters(x: Tensor, out: Tensor, rows: RowSlots, tables: DeltaTables, target: int, columns: HeadColumns,
                       into_latents: bool) -> None:
     """Add what the adapters of a latent expansion add, whose `b` has these columns in each head. into_latents: x
     [tokens, heads, keys] goes backwards through b and a to out [tokens, heads, latent]; otherwise x [tokens, heads,
@@ -115,7 +115,7 @@ def add_head_adapters(x: Tensor, out: Tensor, rows: RowSlots, tables: AdapterTab
     add_heads_by(row_products, x, out, rows, tables, target, columns, into_latents)
 
 
-def add_heads_by(product: Product, x: Tensor, out: Tensor, rows: RowSlots, tables: AdapterTables, target: int,
+def add_heads_by(product: Product, x: Tensor, out: Tensor, rows: RowSlots, tables: DeltaTables, target: int,
                  columns: HeadColumns, into_latents: bool) -> None:
     num_latents = (out if into_latents else x).shape[2]
     for slot, token_rows in _rows_of_slots(rows.slots):
@@ -137,7 +137,7 @@ class ExpertTargets(NamedTuple):
 
 
 def mix_adapted_experts(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
-                        activation: str, added: Tensor | None, rows: RowSlots, tables: AdapterTables,
+                        activation: str, added: Tensor | None, rows: RowSlots, tables: DeltaTables,
                         targets: ExpertTargets) -> None:
     """Replace in out [tokens, hidden], the weighted sums of experts plus `added`, those of token rows whose adapter
     changes the experts. The rest is as in `kernels.moe.experts`; what an adapter adds to the first projection is added
@@ -146,7 +146,7 @@ def mix_adapted_experts(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, ga
 
 
 def mix_experts_by(product: Product, out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor,
-                   down: Tensor, activation: str, added: Tensor | None, rows: RowSlots, tables: AdapterTables,
+                   down: Tensor, activation: str, added: Tensor | None, rows: RowSlots, tables: DeltaTables,
                    targets: ExpertTargets) -> None:
     def project(x: Tensor, weight: Tensor, slot: int, target: int, expert: int) -> Tensor:
         made = product(x, weight[expert])

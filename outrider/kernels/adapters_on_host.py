@@ -7,15 +7,15 @@ from functools import partial
 from torch import Tensor
 
 from outrider.kernels import ops
-from outrider.kernels.adapter_tables import AdapterTables, RowSlots, TargetRange
 from outrider.kernels.adapters import add_by, add_embeddings_by, add_heads_by, mix_experts_by, reduce_by
+from outrider.kernels.delta_tables import DeltaTables, RowSlots, TargetRange
 from outrider.kernels.ops import exact
 
 reduce_adapters = partial(reduce_by, exact.linear)
 add_adapters = partial(add_by, exact.linear)
 
 
-def add_adapters_gated(inner: Tensor, out: Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
+def add_adapters_gated(inner: Tensor, out: Tensor, activation: str, rows: RowSlots, tables: DeltaTables,
                        targets: TargetRange) -> Tensor:
     """See `kernels.adapters.add_adapters_gated`."""
     ops.add_adapters(inner, out, 0, rows, tables, targets)

@@ -34,10 +34,11 @@ if TYPE_CHECKING:
         find_modules,
     )
     from outrider.layers.context import (
+        NO_DELTAS,
         AuxRecord,
-        LoadedAdapters,
+        DeltaSource,
         NothingAttends,
-        RowAdapters,
+        RowDeltas,
         StandIns,
         StepContext,
         TokenHistory,
@@ -85,13 +86,12 @@ else:
 
 __all__ = [
     "ACTIVATIONS", "Angles", "AttentionMLPLayer", "AuxRecord", "CenteredHeadNorm", "CenteredNorm",
-    "CenteredNormAttention", "ShardSize", "DecoderLayer", "Delta", "Embedding", "ExpertTally", "Experts", "FREQUENCIES",
-    "FeedForward", "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP", "HeadNorm", "INNER_KEYS", "Injection",
-    "KDA",
-    "KDANames", "KDAShape", "LateNormAttention", "LatentAttention", "LatentShape", "LayerNames", "LayeredModule",
-    "Linear", "LoadedAdapters", "Mamba2", "Mamba2Shape", "MoE", "Module", "NothingAttends", "ParallelLayer",
-    "Parameter", "PostNormLayer", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router",
-    "RowAdapters", "ScaledInputMoE", "ScaledLayer", "SelfAttention", "ShortConv", "SpreadRouting", "StandIns",
+    "CenteredNormAttention", "ShardSize", "DecoderLayer", "Delta", "DeltaSource", "Embedding", "ExpertTally",
+    "Experts", "FREQUENCIES", "FeedForward", "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP", "HeadNorm",
+    "INNER_KEYS", "Injection", "KDA", "KDANames", "KDAShape", "LateNormAttention", "LatentAttention", "LatentShape",
+    "LayerNames", "LayeredModule", "Linear", "Mamba2", "Mamba2Shape", "MoE", "Module", "NO_DELTAS", "NothingAttends",
+    "ParallelLayer", "Parameter", "PostNormLayer", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router",
+    "RowDeltas", "ScaledInputMoE", "ScaledLayer", "SelfAttention", "ShortConv", "SpreadRouting", "StandIns",
     "StepContext", "StillRotary", "StreamEnd", "StreamGate", "StreamLayer", "StreamNorm", "TemperedAttention",
     "TemperedRotary", "TiedLinear", "TokenHistory", "TokenMixer", "Unnormed", "Unrotated", "UnscaledHeadNorm",
     "WidthNormAttention", "check_ranks", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",

@@ -5,11 +5,11 @@ A model passes one context to every layer, feed-forward and product. The context
 - the caches of the layers, bound to the step (`attend`);
 - each token's place in its request (`positions`), and the place that ropes turn by (`rope_positions`);
 - embeddings that replace token ids at some rows (`stand_ins`);
-- what adapters add to the products of some rows (`adapters`).
+- changes to the products of some rows (`deltas`).
 
 A part that computes only some of the rows passes on the context of these rows (`of_rows`), so a product always knows
 its rows. Draft heads and prediction modules are called in the same way. Layers that are one native call read the tables
-of a step's adapters themselves (`RowAdapters.factors`). Adapters without such tables are asked product by product, by
+of a step's deltas themselves (`RowDeltas.factors`). Deltas without such tables are asked product by product, by
 plain layers.
 """
 
@@ -23,10 +23,10 @@ from typing import Never, Protocol
 
 import torch
 
-from outrider.core.adapter_orders import AdapterPlacement
-from outrider.core.step_messages import AdapterReach
+from outrider.core.step_messages import DeltaReach
+from outrider.core.step_part import StepPart
 from outrider.formats import activate
-from outrider.kernels.adapter_tables import AdapterTables, RowSlots, TargetRange
+from outrider.kernels.delta_tables import DeltaTables, RowSlots, TargetRange
 from outrider.kernels.moe import Routed
 from outrider.mixers import Attend, WantedRows
 
@@ -65,7 +65,7 @@ class TokenHistory:
 
 
 class LinearLayer(Protocol):
-    """A linear layer as adapters see it: they compare layers by identity (`is`) and read sizes."""
+    """A linear layer as deltas see it: they compare layers by identity (`is`) and read sizes."""
 
     @property
     def in_features(self) -> int: ...
@@ -76,32 +76,32 @@ class LinearLayer(Protocol):
 
 @dataclass(frozen=True)
 class StepFactors:
-    """The factors of a step's adapters as tables, which the kernel of a whole layer reads itself."""
+    """Low-rank factors of a step's deltas as tables, which the kernel of a whole layer reads itself."""
 
     rows: RowSlots
-    tables: AdapterTables
-    targets: Mapping[int, TargetRange]  # of each linear layer that adapters may change, by its id
+    tables: DeltaTables
+    targets: Mapping[int, TargetRange]  # of each linear layer that deltas may change, by its id
 
 
-class RowAdapters(ABC):
-    """The adapters of the requests in a step, and what each adds to the products of its own token rows. Modules that no
-    adapter changes, and token rows without an adapter, keep their bits."""
+class RowDeltas(ABC):
+    """Row deltas: what each request of a step adds to the products of its own token rows. Modules without deltas, and
+    token rows without deltas, keep their bits."""
 
     @abstractmethod
-    def of_rows(self, token_rows: torch.Tensor) -> RowAdapters:
-        """The adapters of some of the token rows."""
+    def of_rows(self, token_rows: torch.Tensor) -> RowDeltas:
+        """The deltas of some of the token rows."""
 
-    def within(self, reach: AdapterReach) -> RowAdapters:
-        """These adapters, for a step that computes no changes beyond this reach."""
+    def within(self, reach: DeltaReach) -> RowDeltas:
+        """These deltas, for a step that computes no changes beyond this reach."""
         return self
 
     @abstractmethod
     def add_to(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, first: int) -> None:
-        """Add what the adapter of each token row adds. out [tokens, features]: the output features of `linear` from
+        """Add the delta of each token row. out [tokens, features]: the output features of `linear` from
         `first` on; x: [tokens, inputs]."""
 
     def begin(self, linear: LinearLayer, x: torch.Tensor, first: int = 0, stop: int | None = None) -> ProductChange:
-        """Compute what adapters add to output features [first, stop) of `linear` for x [tokens, inputs]. Layers call
+        """Compute the deltas of output features [first, stop) of `linear` for x [tokens, inputs]. Layers call
         this before the product and add the result right after it, so a part of the work may run beside the product."""
         return ProductChange(self, linear, x, first)
 
@@ -111,41 +111,41 @@ class RowAdapters(ABC):
         return None
 
     def change(self, module: object) -> bool:
-        """Whether an adapter of this step may change an embedding, experts or a latent expansion. If not, the methods
-        below are not called for the module."""
+        """Whether deltas of this step may change an embedding, experts or a latent expansion. If not, the methods below
+        are not called for the module."""
         return False
 
     def add_embeddings(self, out: torch.Tensor, embedding: object, tokens: torch.Tensor, scale: float) -> None:
-        """Add to the embeddings of these ids, out [tokens, hidden], `scale` times what adapters add."""
+        """Add to the embeddings of these ids, out [tokens, hidden], `scale` times their deltas."""
         raise NotImplementedError
 
     def mix(self, out: torch.Tensor, experts: object, x: torch.Tensor, routed: Routed,
             added: torch.Tensor | None) -> None:
-        """Replace rows of out [tokens, hidden], the experts' weighted sums for x plus `added`, where the row's adapter
-        changes the experts."""
+        """Replace rows of out [tokens, hidden], the experts' weighted sums for x plus `added`, where the row has
+        deltas of the experts."""
         raise NotImplementedError
 
     def add_to_latents(self, out: torch.Tensor, expansion: object, queries: torch.Tensor) -> None:
-        """Add what adapters add to queries [tokens, heads, key] in the latent space, to out [tokens, heads, latent]."""
+        """Add the deltas of queries [tokens, heads, key] in the latent space, to out [tokens, heads, latent]."""
         raise NotImplementedError
 
     def add_to_values(self, out: torch.Tensor, expansion: object, latents: torch.Tensor) -> None:
-        """Add what adapters add to the values of latents [tokens, heads, latent], to out [tokens, heads, value]."""
+        """Add the deltas of the values of latents [tokens, heads, latent], to out [tokens, heads, value]."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class ProductChange:
-    """The change that adapters make to one product. It is added after the product is computed."""
+    """The change that deltas make to one product. It is added after the product is computed."""
 
-    adapters: RowAdapters
+    deltas: RowDeltas
     linear: LinearLayer
     x: torch.Tensor
     first: int
 
     def add_to(self, out: torch.Tensor) -> None:
         """Add the change to the product in place."""
-        self.adapters.add_to(out, self.linear, self.x, self.first)
+        self.deltas.add_to(out, self.linear, self.x, self.first)
 
     def activated(self, out: torch.Tensor, activation: str) -> torch.Tensor:
         """Add the change to all output features and return their activation: see `LinearFormat.activated`."""
@@ -153,42 +153,52 @@ class ProductChange:
         return activate(out, activation)
 
 
-class LoadedAdapters(ABC):
-    """The adapters that an engine has loaded, and, on the device, the adapter of every row."""
+class DeltaSource(StepPart):
+    """The feature that gives rows their deltas. It knows the source of every row's deltas from the row's admission."""
 
     @property
     def is_capturable(self) -> bool:
-        """Whether steps with adapters can be captured."""
+        """Whether steps with deltas can be captured."""
         return False
 
     @property
-    def reach(self) -> AdapterReach:
-        """The parts of the model that adapters on the device change now."""
-        return AdapterReach.LINEARS
+    def reach(self) -> DeltaReach:
+        """The parts of the model that deltas on the device change now."""
+        return DeltaReach.LINEARS
 
     @property
-    def possible_reach(self) -> AdapterReach:
-        """The parts of the model that adapters may change."""
-        return AdapterReach.LINEARS
+    def possible_reach(self) -> DeltaReach:
+        """The parts of the model that deltas may change."""
+        return DeltaReach.LINEARS
+
+    @property
+    def captured_reach(self) -> DeltaReach:
+        """The parts that deltas may change in a captured step: none, or all that those on the device change now."""
+        return self.reach if self.is_capturable else DeltaReach.NOTHING
 
     @abstractmethod
-    def admit(self, numbers: Mapping[int, int | None]) -> None:
-        """Set the adapter of rows that were just admitted: the number of the request's adapter, or None for the plain
-        model."""
+    def serves(self, rows: Sequence[int]) -> bool:
+        """Whether any of these rows has deltas."""
 
     @abstractmethod
-    def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> RowAdapters:
-        """The adapters of a step's token rows. rows [requests]: the row of each request; request_of [tokens]: the
-        request of each token. It reads device data only."""
+    def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> RowDeltas:
+        """The deltas of a step's token rows. rows [requests]: the row of each request; request_of [tokens]: the request
+        of each token. It reads device data only."""
 
-    def place(self, placements: Sequence[AdapterPlacement]) -> None:
-        """Copy adapters to the places that the scheduler chose, before rows are admitted with them."""
 
-    def reset(self) -> None:
-        """Forget all rows and places. After a failed step the device's content is unknown."""
+class NoDeltas(DeltaSource):
+    """No row has deltas."""
 
-    def close(self) -> None:
-        """Free what the adapters hold: the worker ends."""
+    reach = possible_reach = DeltaReach.NOTHING
+
+    def serves(self, rows: Sequence[int]) -> bool:
+        return False
+
+    def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> Never:
+        raise AssertionError("a step asks for deltas, and no feature gives any")
+
+
+NO_DELTAS = NoDeltas()
 
 
 class NothingAttends:
@@ -214,14 +224,14 @@ class StepContext:
     read the ids before a token."""
 
     def __init__(self, attend: Attend, positions: torch.Tensor, *, rope_positions: torch.Tensor | None = None,
-                 stand_ins: StandIns | None = None, adapters: RowAdapters | None = None,
+                 stand_ins: StandIns | None = None, deltas: RowDeltas | None = None,
                  history: TokenHistory | None = None) -> None:
         self.aux_record: AuxRecord | None = None  # of a model whose layers may record them
         self.attend = attend
         self.positions = positions
         self.rope_positions = positions if rope_positions is None else rope_positions
         self.stand_ins = stand_ins
-        self.adapters = adapters
+        self.deltas = deltas
         self.history = history
 
     def of_rows(self, rows: WantedRows) -> StepContext:
@@ -239,7 +249,7 @@ class _RowsContext(StepContext):
         self.attend = rows
         self.stand_ins = self.history = None  # embeddings lie before every choice of rows
         self.aux_record = None  # an auxiliary state has all token rows
-        self.adapters = None if whole.adapters is None else whole.adapters.of_rows(rows.token_rows)
+        self.deltas = None if whole.deltas is None else whole.deltas.of_rows(rows.token_rows)
 
     @cached_property
     def positions(self) -> torch.Tensor:

@@ -40,17 +40,17 @@ class Embedding(FormatModule[EmbeddingFormat]):
 
     def __call__(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:
         """tokens: [tokens] int64. Returns [tokens, hidden]."""
-        x = self.adapted(tokens, context)
+        x = self.changed(tokens, context)
         return x if context.stand_ins is None else context.stand_ins.put_into(x)
 
-    def adapted(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """The embedding of token ids, with the changes of the token rows' adapters."""
+    def changed(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """The embedding of token ids, with the deltas of their token rows."""
         x = self.look_up(tokens)
-        if context.adapters is not None and context.adapters.change(self):
-            context.adapters.add_embeddings(x, self, tokens, 1.0 if self.scale is None else self.scale)
+        if context.deltas is not None and context.deltas.change(self):
+            context.deltas.add_embeddings(x, self, tokens, 1.0 if self.scale is None else self.scale)
         return x
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The embedding of token ids, without adapters."""
+        """The embedding of token ids, without deltas."""
         x = self.format.look_up(tokens)
         return x if self.scale is None else x * self.scale

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outrider.kernels.adapter_tables import TargetRange
-from outrider.kernels.cpu import BoundLayer, LayerAdapters, LayerWeights, pack_layer_targets
+from outrider.kernels.cpu import BoundLayer, LayerDeltas, LayerWeights, pack_layer_targets
+from outrider.kernels.delta_tables import TargetRange
 from outrider.kernels.vendor_products import MANY_ROWS
 from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modules
-from outrider.layers.context import AuxRecord, RowAdapters, StepContext
+from outrider.layers.context import AuxRecord, RowDeltas, StepContext
 from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import ACTIVATIONS, GatedMLP
@@ -62,7 +62,7 @@ class NativeDecoderLayer(FusedLayer):
         self._cache: Callable[[], KeyValueCache | None] = lambda: None  # the cache that `_bound` is made for, while it
         self._bound: BoundLayer | None = None  # lives
         self._run: NativeRun | None = None  # this layer and those behind it, as they were last called
-        self._targets: tuple[Mapping[int, TargetRange], bytes] | None = None  # of adapters, and of the run's layers
+        self._targets: tuple[Mapping[int, TargetRange], bytes] | None = None  # of row deltas, and of the run's layers
 
     @classmethod
     def try_build(cls, plain: DecoderLayer) -> NativeDecoderLayer | None:
@@ -96,22 +96,22 @@ class NativeDecoderLayer(FusedLayer):
         if run is None or run.cache() is not paged.cache or run.following != following:
             run = self._run = NativeRun(weakref.ref(paged.cache), following, self._join(following, context))
             self._targets = None
-        adapters = None if context.adapters is None else self._adapters(run, context.adapters)
-        if run.joined is not None and (adapters is None) == (context.adapters is None):
+        deltas = None if context.deltas is None else self._deltas(run, context.deltas)
+        if run.joined is not None and (deltas is None) == (context.deltas is None):
             assert isinstance(paged.backend, NativeBackend)
             aux_states = between(context.aux_record, run.joined.count, residual)
             first = 0 if context.aux_record is None else context.aux_record.first
             kept = {layer - first: stream for layer, stream in aux_states.items()}
-            added = paged.backend.decoder_layer(run.joined, paged.plan, delta, residual, angles, adapters, kept)
+            added = paged.backend.decoder_layer(run.joined, paged.plan, delta, residual, angles, deltas, kept)
             if added is not None:
                 if context.aux_record is not None:
                     context.aux_record.seen.update(aux_states)
                 return run.joined.count, added, residual
         return 1, *self.plain(delta, residual, angles, context)
 
-    def _adapters(self, run: NativeRun, adapters: RowAdapters) -> LayerAdapters | None:
-        """The tables of a step's adapters for the layers of a run. None if the adapters need plain layers."""
-        factors = adapters.factors()
+    def _deltas(self, run: NativeRun, deltas: RowDeltas) -> LayerDeltas | None:
+        """The tables of a step's row deltas for the layers of a run. None if the deltas need plain layers."""
+        factors = deltas.factors()
         if factors is None or run.joined is None:
             return None
         if self._targets is None or self._targets[0] is not factors.targets:
@@ -119,7 +119,7 @@ class NativeDecoderLayer(FusedLayer):
             packed = [pack_layer_targets([factors.targets.get(id(linear)) for linear in layer.linears])
                       for layer in layers if isinstance(layer, NativeDecoderLayer)]
             self._targets = factors.targets, b"".join(packed)
-        return LayerAdapters.build(factors.rows, factors.tables, self._targets[1])
+        return LayerDeltas.build(factors.rows, factors.tables, self._targets[1])
 
     def _join(self, following: Sequence[DecoderLayer], context: StepContext) -> BoundLayer | None:
         """Join this layer with those behind it that one native call can compute with it. None if this layer must be
@@ -180,7 +180,7 @@ class InPlaceLayer(FusedLayer):
         self, delta: torch.Tensor | None, residual: torch.Tensor, angles: Angles, context: StepContext
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         plain = self.plain
-        if delta is not None or 1 < residual.shape[0] < MANY_ROWS or context.adapters is not None:
+        if delta is not None or 1 < residual.shape[0] < MANY_ROWS or context.deltas is not None:
             return plain(delta, residual, angles, context)
         plain.attention.add_to(residual, plain.input_norm(residual), angles, context)
         plain.mlp.add_to(residual, plain.mlp_norm(residual), context)

@@ -27,7 +27,7 @@ from outrider.formats import (
 from outrider.kernels import ops
 from outrider.kernels.latent_inputs import RopeRows
 from outrider.layers.base import FormatModule, Module, Parameter, TokenMixer
-from outrider.layers.context import RowAdapters, StepContext
+from outrider.layers.context import RowDeltas, StepContext
 from outrider.layers.linear import FusedLinear, Linear
 from outrider.layers.norm import RMSNorm
 from outrider.layers.rotary import Angles
@@ -81,8 +81,8 @@ class LatentExpansion(FormatModule[ExpansionFormat]):
         """Bring queries into the latent space. queries [tokens, heads x (nope | rope) | index heads x dim] -> q
         [tokens, heads, latent | rope] and index_q [tokens, index heads, dim]."""
         declared, plain = self.declared, self.format.plain_parts
-        adapters = self._adapters(context)
-        if plain is not None and adapters is None:
+        deltas = self._deltas(context)
+        if plain is not None and deltas is None:
             given = (queries, rope, q, plain[0], index_q, index_in_pairs)
             if ops.enter_latents.has_kernel(*given):
                 ops.enter_latents(*given)
@@ -91,27 +91,27 @@ class LatentExpansion(FormatModule[ExpansionFormat]):
         ops.rotate_queries(queries, rope, q, nope_dim, index_q, index_in_pairs)
         heads = queries[:, : num_heads * (nope_dim + rope.table.shape[1])].unflatten(1, (num_heads, -1))
         self.format.to_latent(heads[..., :nope_dim], q[..., : declared.num_inputs])
-        if adapters is not None:
-            adapters.add_to_latents(q[..., : declared.num_inputs], self, heads[..., :nope_dim])
+        if deltas is not None:
+            deltas.add_to_latents(q[..., : declared.num_inputs], self, heads[..., :nope_dim])
 
     def attend(self, bound: BoundLatentLayer, q: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Attend with queries in the latent space and return values [tokens, heads * value]."""
-        plain, adapters = self.format.plain_parts, self._adapters(context)
-        values = None if plain is None or adapters is not None else bound.values(q, plain[1])
-        return self.expand(bound(q), adapters) if values is None else values.flatten(1)
+        plain, deltas = self.format.plain_parts, self._deltas(context)
+        values = None if plain is None or deltas is not None else bound.values(q, plain[1])
+        return self.expand(bound(q), deltas) if values is None else values.flatten(1)
 
-    def expand(self, latents: torch.Tensor, adapters: RowAdapters | None = None) -> torch.Tensor:
+    def expand(self, latents: torch.Tensor, deltas: RowDeltas | None = None) -> torch.Tensor:
         """latents [tokens, heads, latent] -> values [tokens, heads * value]."""
         values = latents.new_empty(*latents.shape[:2], self.declared.value_dim)
         self.format.to_values(latents, values)
-        if adapters is not None:
-            adapters.add_to_values(values, self, latents)
+        if deltas is not None:
+            deltas.add_to_values(values, self, latents)
         return values.flatten(1)
 
-    def _adapters(self, context: StepContext) -> RowAdapters | None:
-        """The step's adapters, if one of them changes the expansion; else None."""
-        adapters = context.adapters
-        return adapters if adapters is not None and adapters.change(self) else None
+    def _deltas(self, context: StepContext) -> RowDeltas | None:
+        """The step's row deltas, if one of them changes the expansion; else None."""
+        deltas = context.deltas
+        return deltas if deltas is not None and deltas.change(self) else None
 
 
 class Compression(Module):

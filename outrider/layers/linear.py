@@ -61,46 +61,46 @@ class Linear(FormatModule[LinearFormat]):
         return self.declared.num_outputs
 
     def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
-        if context.adapters is None:
+        if context.deltas is None:
             return self.format.product(x)
-        return self.format.adapted(x, context.adapters.begin(self, x).add_to)
+        return self.format.adapted(x, context.deltas.begin(self, x).add_to)
 
     def part(self, x: torch.Tensor, first: int, stop: int, context: StepContext) -> torch.Tensor:
         """The output features [first, stop) of the product."""
-        if context.adapters is None:
+        if context.deltas is None:
             return self.format.part(x, first, stop)
         assert not isinstance(self.declared.shard, InputShard), "a part of a product that is summed over ranks"
-        change = context.adapters.begin(self, x, first, stop)
+        change = context.deltas.begin(self, x, first, stop)
         out = self.format.part(x, first, stop)
         change.add_to(out)
         return out
 
     def wide(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The product in float32, or float64 in a float64 model."""
-        if context.adapters is None:
+        if context.deltas is None:
             return self.format.wide(x)
-        return self.format.adapted(x, context.adapters.begin(self, x).add_to, is_wide=True)
+        return self.format.adapted(x, context.deltas.begin(self, x).add_to, is_wide=True)
 
     def activated(self, x: torch.Tensor, activation: str, context: StepContext) -> torch.Tensor:
         """The activation of the product: see `LinearFormat.activated`."""
-        if context.adapters is None:
+        if context.deltas is None:
             return self.format.activated(x, activation)
         if isinstance(self.declared.shard, InputShard):
             return activate(self(x, context), activation)
-        change = context.adapters.begin(self, x)
+        change = context.deltas.begin(self, x)
         return change.activated(self.format.product(x), activation)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, context: StepContext) -> None:
         """residual += x W' + b, in place."""
-        if context.adapters is None:
+        if context.deltas is None:
             self.format.add_to(residual, x)
         else:  # rounded where a layer that adds later rounds: bits must not depend on the number of token rows
             residual.add_(self(x, context))
 
 
 class JointMatrix(NamedTuple):
-    """A matrix of other files of the same model that stores several of a layer's matrices head by head. Adapters
-    trained on the joint matrix also serve checkpoints that have the matrices apart."""
+    """A matrix of other files of the same model that stores several of a layer's matrices head by head. Deltas
+    of the joint matrix also serve checkpoints that have the matrices apart."""
 
     parts: tuple[str, ...]  # names of the layer's own matrices
     layout: HeadLayout

@@ -129,9 +129,9 @@ class Experts(FormatModule[ExpertsFormat]):
         return self.activation not in moe.PLAIN
 
     @property
-    def is_adaptable(self) -> bool:
-        """Whether adapters may change the experts. Experts with biases have no adapted form, and neither have tensors
-        with inputs before outputs, because their adapters have the factors in the other order."""
+    def takes_deltas(self) -> bool:
+        """Whether row deltas may change the experts. Experts with biases have no form with deltas, and neither have
+        tensors with inputs before outputs, because their deltas have the factors in the other order."""
         return self.biases is None and not self._is_transposed
 
     @property
@@ -144,8 +144,8 @@ class Experts(FormatModule[ExpertsFormat]):
         """The weighted sum of each token row's experts, plus `added`."""
         biases = () if self.biases is None else (self.biases,)  # a format from outside may know of none
         out = self.format.mix(x, routed, self.activation, added, *biases)
-        if context.adapters is not None and context.adapters.change(self):
-            context.adapters.mix(out, self, x, routed, added)
+        if context.deltas is not None and context.deltas.change(self):
+            context.deltas.mix(out, self, x, routed, added)
         return out
 
 
@@ -209,7 +209,7 @@ class MoE(FeedForward):
     def _mix(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         """This rank's part of the result."""
         routed = self.router(x, context)
-        joint = self._with_shared(x, routed) if context.adapters is None else None
+        joint = self._with_shared(x, routed) if context.deltas is None else None
         if joint is not None:
             return joint
         shared = None if self.shared is None else self.shared(x, context)

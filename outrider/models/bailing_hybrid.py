@@ -56,7 +56,7 @@ class GatedLatentAttention(LatentAttention):
         return super().leave(scaled.view(values.shape), x, context)
 
 
-# Parts of tensors' names, by those in transformers' modules, which adapters have.
+# Parts of tensors' names, by those in transformers' modules.
 PUBLISHED_NAMES = {"model.embed_tokens.": "model.word_embeddings.", ".self_attn.o_proj.": ".attention.dense.",
                    ".self_attn.": ".attention."}
 

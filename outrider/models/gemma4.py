@@ -108,7 +108,7 @@ class PerLayerInputs(Module):
     def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The inputs of all layers: [tokens, layers, size]."""
         projected = self.norm((self.projection(embedded, context) * self.projection_scale).view(self.shape))
-        return (projected + self.table.adapted(tokens, context).view(self.shape)) * 2.0**-0.5
+        return (projected + self.table.changed(tokens, context).view(self.shape)) * 2.0**-0.5
 
 
 class PerLayerGate(Module):

@@ -164,8 +164,8 @@ class Glm5Next(KimiLinear):
     # Files
 
     def slot_name(self, name: str) -> str:
-        """The slot for a tensor's name. Files have the gates' matrix as a bare tensor; adapters use the names of
-        transformers' modules."""
+        """The slot for a tensor's name. Files have the gates' matrix as a bare tensor, transformers' modules have
+        a module with a weight."""
         name = name.replace(".self_attn.forget_gate.", ".self_attn.")
         return f"{name}.weight" if name.endswith(POOL_GATE) else name
 

@@ -134,7 +134,7 @@ class KimiLinear(HybridDecoder):
 
     def slot_name(self, name: str) -> str:
         """The slot for a tensor's name. transformers writes dense MLPs under the name that the makers' files use for
-        experts only. Its modules, by which adapters name tensors, have one name for both."""
+        experts only. Its modules have one name for both."""
         name = name.replace(".forget_gate.", ".")
         prefix, found, rest = name.replace(f".{self.experts_name}.", ".mlp.").partition(".mlp.")
         index = prefix.removeprefix(f"{self.names.layers}.")

@@ -11,7 +11,7 @@ SPARSE = "block_sparse_moe"  # experts and their router in the checkpoint
 
 
 def published_name(name: str) -> str:
-    """A tensor's name in the checkpoint, from the name of transformers' module, which adapters use."""
+    """A tensor's name in the checkpoint, from the name of transformers' module."""
     return name.replace(".mlp.", f".{SPARSE}.")
 
 

@@ -19,7 +19,7 @@ class BeginAdapter(Command[None]):
     folder: str
 
     def carry_out(self, worker: Any) -> None:
-        worker.device_step.adapters.begin(self.number, self.name, self.folder)
+        worker.device_step.deltas.read(self.number, self.name, self.folder)
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class PollAdapter(Command["AdapterRead | None"]):
     number: int
 
     def carry_out(self, worker: Any) -> AdapterRead | None:
-        read: AdapterRead | None = worker.device_step.adapters.poll(self.number)
+        read: AdapterRead | None = worker.device_step.deltas.poll(self.number)
         return read
 
     def combine(self, answers: Sequence[AdapterRead | None]) -> AdapterRead | None:
@@ -52,4 +52,4 @@ class DropAdapter(Command[None]):
     number: int
 
     def carry_out(self, worker: Any) -> None:
-        worker.device_step.adapters.drop(self.number)
+        worker.device_step.deltas.drop(self.number)

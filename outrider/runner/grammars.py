@@ -29,8 +29,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from outrider.core import Admission, Axis, Finish, HostDraft, Limits, ScheduledBatch, StepResult
+from outrider.core import Admission, Axis, Finish, HostDraft, Limits, ScheduledBatch, StepForm, StepResult
 from outrider.core.params import SamplingParams
+from outrider.core.step_part import StepPart
 from outrider.core.structured import FormFailure
 from outrider.core.token_ids import stop_ids_of
 from outrider.kernels.buffers import to_device
@@ -95,7 +96,7 @@ class RowText(NamedTuple):
     drafts: list[int]
 
 
-class GrammarRows:
+class GrammarRows(StepPart):
     def __init__(self, state: RowState, limits: Limits, grammars: Grammars | None,
                  link: RankLink = ONE_RANK_LINK) -> None:
         self._state, self._grammars, self._link = state, grammars, link
@@ -106,7 +107,7 @@ class GrammarRows:
         # Where results are late, drafts of the next step are guessed before the run of this one is known.
         self.guesses_early = state.device.type == "cuda"
 
-    def admit(self, admissions: list[Admission]) -> None:
+    def admit(self, admissions: Sequence[Admission]) -> None:
         for admission in admissions:
             self._rows.pop(admission.row, None)
             self._guesses = [guess for guess in self._guesses if guess.row != admission.row]
@@ -123,9 +124,11 @@ class GrammarRows:
 
     # One step, in order
 
-    def begin(self, batch: ScheduledBatch) -> None:
-        """Called before the forward of a split step. Stores the drafts that grammars force, and asks for the rows' last
-        tokens and drafts, which the device copies when the step before is over."""
+    def prepare(self, batch: ScheduledBatch) -> None:
+        """Store the drafts that grammars force, and ask for the rows' last tokens and drafts, which the device copies
+        when the step before is over."""
+        if batch.mode.form is not StepForm.SPLIT:
+            return
         self._state.take_host_drafts(self._guesses, keeps_longer=True)
         self._guesses = []
         self._read = read_later(self._state, [row for row, _ in self._drafting(batch)], self._run)

@@ -82,6 +82,7 @@ class StepParts:
                          drafting=self.drafting, logprobs_mode=self.logprobs_mode, exact=self.exact, ranks=self.ranks)
         if self.processors:
             step.planner.processors = ProcessorRows(self.processors, state, limits)
+            step.add_part(step.planner.processors)
         if self.max_adapter_rank is not None:
-            step.adapters = adapters.AdapterStore(model, self.max_adapter_rank, limits)
+            step.take_deltas(adapters.AdapterStore(model, self.max_adapter_rank, limits))
         return step

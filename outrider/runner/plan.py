@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from outrider.core import Admission, SamplingParams, ScheduledBatch
+from outrider.core import SamplingParams, ScheduledBatch
 from outrider.core.spans import MarkedSpans
-from outrider.core.step_messages import AdapterReach
+from outrider.core.step_messages import DeltaReach
 from outrider.layers import StandIns
 from outrider.mixers.batch import NO_SPANS, Spans
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows
@@ -23,11 +23,11 @@ from outrider.sample.sampler import kernels_serve
 
 
 class RowAdditions(NamedTuple):
-    """Inputs of a step's requests beside their token ids: embeddings in place of ids, and adapters."""
+    """Inputs of a step's requests beside their token ids: embeddings in place of ids, and row deltas."""
 
     stand_ins: StandIns | None = None  # embeddings in place of ids, at the step's token rows
     drafter_stand_ins: StandIns | None = None  # at the token rows of a drafter's first pass: one position further
-    adapters: AdapterReach = AdapterReach.NOTHING  # what the adapters may change that requests name
+    deltas: DeltaReach = DeltaReach.NOTHING  # what the rows' deltas may change
 
 
 IDS_ALONE = RowAdditions()
@@ -78,21 +78,14 @@ class StepPlan:
 class StepPlanner:
     def __init__(self, state: RowState, recurrent: RecurrentRows, vocab_size: int,
                  has_sampler_kernels: Callable[[], bool],
-                 reach_of_adapters: Callable[[], AdapterReach] = lambda: AdapterReach.NOTHING) -> None:
+                 reach_of_deltas: Callable[[list[int]], DeltaReach] = lambda rows: DeltaReach.NOTHING) -> None:
+        """reach_of_deltas: what deltas of some rows change."""
         self._state, self._recurrent, self._vocab_size = state, recurrent, vocab_size
-        self._has_sampler_kernels, self._reach_of_adapters = has_sampler_kernels, reach_of_adapters
+        self._has_sampler_kernels, self._reach_of_deltas = has_sampler_kernels, reach_of_deltas
         # What the last step asked of the sampler, which most steps ask again.
         self._asked: tuple[list[SamplingParams], list[int], bool] = [], [], True
         self._needs, self._extras = StepNeeds(), StepExtras()
         self.processors: ProcessorRows | None = None  # the operator's logits processors; no step is captured with them
-
-    def admit(self, admissions: list[Admission]) -> None:
-        if self.processors is not None:
-            self.processors.admit(admissions)
-
-    def reset(self) -> None:
-        if self.processors is not None:
-            self.processors.reset()
 
     def plan(self, scheduled: ScheduledBatch, shape: EagerShape) -> StepPlan:
         state, counts = self._state, list(shape.logit_counts)
@@ -118,8 +111,8 @@ class StepPlanner:
     def _additions(self, scheduled: ScheduledBatch, shape: EagerShape) -> RowAdditions:
         params, device = self._state.params, self._state.device
         embeds = params.take_embeds(scheduled)
-        reach = self._reach_of_adapters() if params.have_adapters(scheduled.rows) else AdapterReach.NOTHING
+        reach = self._reach_of_deltas(scheduled.rows)
         if not embeds:
-            return RowAdditions(adapters=reach) if reach else IDS_ALONE
+            return RowAdditions(deltas=reach) if reach else IDS_ALONE
         own, ahead = (find_stand_ins(scheduled, shape, embeds, device, ahead=ahead) for ahead in (0, 1))
         return RowAdditions(own, ahead, reach)

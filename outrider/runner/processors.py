@@ -37,6 +37,7 @@ from outrider.core.logits_processors import (
     load_processors,
 )
 from outrider.core.params import SamplingParams
+from outrider.core.step_part import StepPart
 from outrider.kernels.buffers import to_device
 from outrider.runner.grammars import RowText, read_later
 from outrider.runner.row_state import RowState
@@ -180,13 +181,13 @@ class StepProcessors:
                 log.warning("a request ends: %s", failure)
 
 
-class ProcessorRows:
+class ProcessorRows(StepPart):
     def __init__(self, processors: Sequence[EngineProcessor], state: RowState, limits: Limits) -> None:
         self._processors, self._state, self._run = processors, state, limits.extent(Axis.RUN)
         self._rows: dict[int, ProcessedRequest] = {}
         self._batch: list[ProcessedRequest] = []  # requests of the last step by their index in the batch
 
-    def admit(self, admissions: list[Admission]) -> None:
+    def admit(self, admissions: Sequence[Admission]) -> None:
         for own in admissions:
             request = own.request
             self._rows.pop(own.row, None)

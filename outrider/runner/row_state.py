@@ -35,7 +35,6 @@ class RowParams:
         self._not_plain: set[int] = set()
         self._num_logprobs: dict[int, int] = {}  # by row that reports any
         self._prompt_lens: dict[int, int] = {}  # by row that reports log-probabilities of its prompt
-        self._with_adapter: set[int] = set()  # rows whose request has an adapter
         self._embeds: dict[int, PromptEmbeds] = {}  # by row whose prompt has any left to compute
         self._hidden: dict[int, tuple[HiddenReport, int]] = {}  # by row that reports hidden states: report, length
 
@@ -51,8 +50,6 @@ class RowParams:
             self._prompt_lens.pop(row, None)
             if params.prompt_logprobs is not None:
                 self._prompt_lens[row] = admission.prompt_len
-            has_adapter = admission.request.adapter is not None
-            (self._with_adapter.add if has_adapter else self._with_adapter.discard)(row)
             self._embeds.pop(row, None)
             embeds = admission.request.embeds
             if embeds is not None and embeds.positions[-1] >= admission.computed:
@@ -78,10 +75,6 @@ class RowParams:
         one."""
         found = self._hidden
         return {} if found.keys().isdisjoint(rows) else {row: found[row] for row in rows if row in found}
-
-    def have_adapters(self, rows: list[int]) -> bool:
-        """Whether the request of any of these rows has an adapter."""
-        return not self._with_adapter.isdisjoint(rows)
 
     def embeds_of(self, batch: ScheduledBatch) -> dict[int, PromptEmbeds]:
         """The prompts' embeddings by row, for each row in which the step computes some of them, or the token before

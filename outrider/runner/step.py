@@ -12,16 +12,16 @@ from functools import partial
 
 import torch
 
-from outrider.core import NULL_ROW, AdapterReach, Admission, SamplingParams, ScheduledBatch, StepForm
-from outrider.core.adapter_orders import AdapterPlacements
+from outrider.core import NULL_ROW, Admission, DeltaReach, SamplingParams, ScheduledBatch, StepForm
 from outrider.core.checked_request import NO_REQUEST
+from outrider.core.step_part import StepPart
 from outrider.drafters.base import Drafter, HiddenReads, Step
 from outrider.drafters.guard import DrafterGuards
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.step import CommittedStep, VerifiedStep
-from outrider.layers import LoadedAdapters, RowAdapters, StepContext, TokenHistory
+from outrider.layers import NO_DELTAS, DeltaSource, RowDeltas, StepContext, TokenHistory
 from outrider.mixers import BatchView, CachedLayers, RecurrentRows, RecurrentStep, WantedRows
 from outrider.mixers.paged.backend import Backend
 from outrider.mixers.pool import DevicePool
@@ -98,8 +98,10 @@ class DeviceStep:
         self.ranks = ranks
         self.drafter = drafter  # its layers and sizes; steps call it through `drafting` alone
         self.drafting = drafting
-        self.drafting.bind([state.tokens, state.known, *state.sampling.tensors()], state.limits, state.device)
-        self.adapters: LoadedAdapters | None = None  # of requests that name one
+        self.drafting.bind([state.tokens, state.known, *state.sampling.tensors()], state.limits, state.device,
+                           self._view_of_admitted)
+        self.deltas: DeltaSource = NO_DELTAS
+        self._parts: list[StepPart] = [grammars, drafting]
         self.groups = pool.layout.groups
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
@@ -108,7 +110,8 @@ class DeviceStep:
         self.cached = CachedLayers(model.attention_layers, pool, backend, exact=exact)
         self._folded = recurrent.nothing  # whether each row that the last host writes folded reached its checkpoint
         self.planner = StepPlanner(state, recurrent, model.vocab_size,
-                                   partial(_has_sampler_kernels, model.dtype, state.device), self.reach_of_adapters)
+                                   partial(_has_sampler_kernels, model.dtype, state.device),
+                                   lambda rows: self.deltas.reach if self.deltas.serves(rows) else DeltaReach.NOTHING)
         self.clock: NoClock = NO_CLOCK  # times the parts of the running step
         self.host_turn: Callable[[ScheduledBatch], None] = grammars.turn  # between the halves of a split step
 
@@ -117,18 +120,14 @@ class DeviceStep:
         """Whether kernels sample, with any parameters, by what rows hold."""
         return _has_sampler_kernels(self.model.dtype, self.state.device)
 
-    def reach_of_adapters(self) -> AdapterReach:
-        """The parts of the model that the adapters on the device change now."""
-        return AdapterReach.NOTHING if self.adapters is None else self.adapters.reach
+    def add_part(self, part: StepPart) -> None:
+        """Parts are called in the order in which they are added."""
+        self._parts.append(part)
 
-    def reach_of_any_adapters(self) -> AdapterReach:
-        """The parts of the model that any adapter could change."""
-        return AdapterReach.NOTHING if self.adapters is None else self.adapters.possible_reach
-
-    def reach_of_captures(self) -> AdapterReach:
-        """The parts that adapters may change in a captured step: none, or all that those on the device change now."""
-        is_served = self.adapters is not None and self.adapters.is_capturable
-        return self.reach_of_adapters() if is_served else AdapterReach.NOTHING
+    def take_deltas(self, source: DeltaSource) -> None:
+        """Let a feature give rows their deltas."""
+        self.deltas = source
+        self.add_part(source)
 
     @property
     def fills_drafts(self) -> bool:
@@ -140,32 +139,29 @@ class DeviceStep:
         """Forget all rows, since their content is unknown after a failed step. This function covers all row state."""
         self.state.reset()
         self.recurrent.reset()
-        self.grammars.reset()
-        self.planner.reset()
-        self.drafting.reset()
-        if self.adapters is not None:
-            self.adapters.reset()
+        for part in self._parts:
+            part.reset()
+
+    def close(self) -> None:
+        """Free what parts hold. No step runs any more."""
+        for part in self._parts:
+            part.close()
 
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
         """Everything the host tells the device, before the step begins."""
         self._folded = self.recurrent.fold(scheduled.cache.folds, self.state.computed)  # their rows may be taken below
+        for part in self._parts:
+            part.begin(scheduled)
         self.pool.apply(scheduled.cache.pages)
         self.state.admit(scheduled.admissions)
-        if self.adapters is not None:
-            if (placed := scheduled.part(AdapterPlacements)) is not None:
-                self.adapters.place(placed.placements)
-            self.adapters.admit({own.row: own.request.adapter for own in scheduled.admissions})
         self.recurrent.admit(scheduled.admissions)
-        self.grammars.admit(scheduled.admissions)
-        self.planner.admit(scheduled.admissions)
         self.recurrent.give_pages(scheduled.cache.checkpoints)
-        self.drafting.begin_step(scheduled.drafting.ends)
-        self.drafting.admit(scheduled.admissions)
+        for part in self._parts:
+            part.admit(scheduled.admissions)
         self.state.take_host_drafts(scheduled.drafting.from_host)
-        if scheduled.mode.form is StepForm.SPLIT:
-            self.grammars.begin(scheduled)
         self.state.write_pages(scheduled.cache.pages.table_writes)  # last for the rows: see RowState.admit
-        self.drafting.fill_slots(self._view_of_admitted, is_cold=scheduled.drafting.num_wanted == 0)
+        for part in self._parts:
+            part.prepare(scheduled)
 
     @torch.inference_mode()
     def load_filling(self, count: int) -> None:
@@ -176,11 +172,8 @@ class DeviceStep:
     def _view_of_admitted(self, admissions: Sequence[Admission]) -> BatchView:
         return admitted_view(admissions, self.state, pads=self.state.device.type == "cuda")
 
-    def _adapters_of(self, view: BatchView, reach: AdapterReach) -> RowAdapters | None:
-        if not reach:
-            return None
-        assert self.adapters is not None, "a request names an adapter, and none is loaded"
-        return self.adapters.of_step(view.rows, view.request_of).within(reach)
+    def _deltas_of(self, view: BatchView, reach: DeltaReach) -> RowDeltas | None:
+        return self.deltas.of_step(view.rows, view.request_of).within(reach) if reach else None
 
     def _history_of(self, view: BatchView) -> TokenHistory:
         index = torch.arange(view.num_tokens, device=view.token_ids.device)
@@ -262,7 +255,7 @@ class DeviceStep:
         """Run the model. rows: the token rows that are wanted; all of them by default."""
         bound = None if recurrent is None else recurrent.bind()
         context = StepContext(self.cached.bind(view, bound), view.positions, stand_ins=plan.additions.stand_ins,
-                              adapters=self._adapters_of(view, plan.additions.adapters),
+                              deltas=self._deltas_of(view, plan.additions.deltas),
                               history=self._history_of(view) if self.model.reads_history else None)
         return self.model.forward(view.token_ids, context, self.drafting.aux_layers_for(plan.num_wanted), rows)
 

@@ -126,8 +126,7 @@ class Worker:
         if self._learner is not None:
             self._learner.close()
         self.runner.close()
-        if self.device_step.adapters is not None:
-            self.device_step.adapters.close()
+        self.device_step.close()
         del self.runner, self.device_step, self.residence, self._learner
         if is_on_gpu or held_bytes >= LARGE:
             release_dropped()

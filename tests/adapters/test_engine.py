@@ -22,7 +22,7 @@ from outrider.beam_search import BeamSearchParams
 from outrider.config import EngineConfig
 from outrider.core.adapter_orders import AdapterPlacement, AdapterPlacements
 from outrider.core.params import SamplingParams
-from outrider.core.step_messages import AdapterReach
+from outrider.core.step_messages import DeltaReach
 from outrider.engine.adapter_registry import AdapterHold, AdapterRegistry
 from outrider.engine.start import start_engine
 from outrider.llm import LLM
@@ -111,15 +111,15 @@ def test_captured_steps_read_their_adapters_on_the_device(folders: list[Path]) -
     with served(speculative_config=DRAFTS) as (rig, llm):
         captured = AsCaptured(rig, takes_adapters=True)
         assert generated(llm, [PROMPT] * 3, own) == wanted
-        assert captured.met and all(key.adapters for key in captured.met) and not captured.reasons
+        assert captured.met and all(key.deltas for key in captured.met) and not captured.reasons
         captured.met.clear()
         assert generated(llm, [PROMPT] * 3, own[::-1]) == wanted[::-1]
         assert generated(llm, [PROMPT], [None]) == [wanted[1]]
-        assert any(not key.adapters for key in captured.met)
-        with_adapters = next(key for key in captured.met if key.adapters)
-        without = next(key for key in captured.met if not key.adapters)
-        assert not with_adapters.covers(replace(with_adapters, adapters=AdapterReach.NOTHING))
-        assert captured.keys.wider(without, [replace(without, adapters=AdapterReach.LINEARS)]) is None
+        assert any(not key.deltas for key in captured.met)
+        with_adapters = next(key for key in captured.met if key.deltas)
+        without = next(key for key in captured.met if not key.deltas)
+        assert not with_adapters.covers(replace(with_adapters, deltas=DeltaReach.NOTHING))
+        assert captured.keys.wider(without, [replace(without, deltas=DeltaReach.LINEARS)]) is None
 
 
 @pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("qwen3_moe", marks=pytest.mark.long)])
@@ -134,29 +134,29 @@ def test_captured_steps_take_adapters_of_every_product(family: str, tmp_path: Pa
             captured, llm = AsCaptured(rig, takes_adapters=True) if is_captured else None, LLM.around(rig.engine)
             texts.append(generated(llm, [PROMPT], [linear]) + generated(llm, [PROMPT] * 3, [whole, None, linear]))
             if captured is not None:
-                assert not captured.reasons and {key.adapters for key in captured.met} == {
-                    AdapterReach.LINEARS, rig.step.reach_of_captures()}
-                assert AdapterReach.EXPERTS | AdapterReach.EMBEDDINGS in rig.step.reach_of_captures()
+                assert not captured.reasons and {key.deltas for key in captured.met} == {
+                    DeltaReach.LINEARS, rig.step.deltas.captured_reach}
+                assert DeltaReach.EXPERTS | DeltaReach.EMBEDDINGS in rig.step.deltas.captured_reach
     assert texts[0] == texts[1] and len(set(map(tuple, texts[0]))) == 3
 
 
 def test_the_largest_step_is_measured_with_adapters(tmp_path: Path) -> None:
     """Dead tokens pass through all that an adapter may change: it computes, and changes no row."""
     with Rig(make_model("deepseek_v3", None), **ADAPTERS | {"lora_memory_bytes": 16 << 20}) as rig:
-        reach, changed = rig.step.reach_of_any_adapters(), list[AdapterReach]()
-        assert reach == ~AdapterReach.NOTHING and rig.step.reach_of_adapters() == AdapterReach.LINEARS
+        reach, changed = rig.step.deltas.possible_reach, list[DeltaReach]()
+        assert reach == ~DeltaReach.NOTHING and rig.step.deltas.reach == DeltaReach.LINEARS
         within = StepAdapters.within
 
-        def watched(own: StepAdapters, met: AdapterReach) -> StepAdapters:
+        def watched(own: StepAdapters, met: DeltaReach) -> StepAdapters:
             changed.append(met)
             return within(own, met)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(StepAdapters, "within", watched)
-            run_dead(rig.step, [5, 1], bound=64, adapters=reach)
+            run_dead(rig.step, [5, 1], bound=64, deltas=reach)
         assert changed == [reach] and not rig.step.state.known.any()
     with Rig(model_of("llama")) as rig:
-        assert rig.step.reach_of_any_adapters() == AdapterReach.NOTHING
+        assert rig.step.deltas.possible_reach == DeltaReach.NOTHING
 
 
 @pytest.mark.parametrize("level", [1, 2])
@@ -280,9 +280,9 @@ def test_broken_adapters_are_refused_and_harm_nobody(folders: list[Path], tmp_pa
             with pytest.raises(ValueError, match=words):
                 generated(llm, [PROMPT], [folder])
         assert registry_of(rig).sizes == {} and not rig.engine.has_work
-        store = rig.step.adapters
+        store = rig.step.deltas
         assert isinstance(store, AdapterStore)
-        store.begin(99, "nan", str(nan))
+        store.read(99, "nan", str(nan))
         while (read := store.poll(99)) is None:
             time.sleep(0.01)
         assert read.error is not None and store.poll(99) == read, "the answer stays, for ranks that end later"
@@ -341,8 +341,8 @@ def test_a_reload_that_fails_leaves_the_adapter_as_it_is(max_cpu_loras: int, fol
         (again,) = llm.generate([PROMPT], greedy(12), lora_request=request_for(path), use_tqdm=False)
         assert again.outputs[0].token_ids == text_of("llama", folders[0], tuple(PROMPT))
         assert again.num_cached_tokens, "the load is another one"
-        assert registry_of(rig).sizes == sizes and isinstance(rig.step.adapters, AdapterStore)
-        assert rig.step.adapters.num_loaded == 2
+        assert registry_of(rig).sizes == sizes and isinstance(rig.step.deltas, AdapterStore)
+        assert rig.step.deltas.num_loaded == 2
 
 
 def test_an_adapter_is_served_until_its_reload_has_been_read(folders: list[Path]) -> None:
@@ -412,8 +412,8 @@ def test_adapters_with_requests_are_never_dropped(folders: list[Path]) -> None:
         while engine.has_unfinished_requests():
             engine.step()
         assert generated(llm, [PROMPT], [folders[2]]) == [text_of("llama", folders[2], tuple(PROMPT))]
-        assert len(registry_of(rig).sizes) == 2 and isinstance(rig.step.adapters, AdapterStore)
-        assert rig.step.adapters.num_loaded == 2, "the least recently used one is gone"
+        assert len(registry_of(rig).sizes) == 2 and isinstance(rig.step.deltas, AdapterStore)
+        assert rig.step.deltas.num_loaded == 2, "the least recently used one is gone"
 
 
 @pytest.mark.parametrize("num_actions", [50, pytest.param(500, marks=pytest.mark.long)])
@@ -448,8 +448,8 @@ def test_random_loads_and_aborts_give_no_wrong_token(num_actions: int, folders: 
         assert registry.sizes == {} and rig.scheduler.adapters is not None
         while rig.engine.has_work:
             rig.engine.step()
-        assert isinstance(rig.step.adapters, AdapterStore) and rig.runner.in_order(lambda: 0).result() == 0
-        assert rig.step.adapters.num_loaded == 0 and not rig.scheduler.adapters._placed
+        assert isinstance(rig.step.deltas, AdapterStore) and rig.runner.in_order(lambda: 0).result() == 0
+        assert rig.step.deltas.num_loaded == 0 and not rig.scheduler.adapters._placed
 
 
 def _check(output: Any, wanted: dict[str, list[int]]) -> bool:

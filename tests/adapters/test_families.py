@@ -10,7 +10,7 @@ import torch
 
 from outrider.adapters import LoRARequest
 from outrider.core.params import SamplingParams
-from outrider.layers import Linear, RowAdapters, StepContext
+from outrider.layers import Linear, RowDeltas, StepContext
 from outrider.layers.context import LinearLayer, NothingAttends
 from outrider.llm import LLM
 from tests.adapters.folders import make_adapter, peft_greedy
@@ -118,8 +118,8 @@ def test_a_row_has_the_same_bits_whatever_adapters_its_mates_have(tmp_path: Path
 def test_products_that_are_added_in_place_round_as_others_do() -> None:
     """One token row and many add to the residual stream inside the last product, others behind it."""
 
-    class AddsThird(RowAdapters):
-        def of_rows(self, token_rows: torch.Tensor) -> RowAdapters:
+    class AddsThird(RowDeltas):
+        def of_rows(self, token_rows: torch.Tensor) -> RowDeltas:
             return self
 
         def add_to(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, first: int) -> None:
@@ -127,7 +127,7 @@ def test_products_that_are_added_in_place_round_as_others_do() -> None:
 
     generator = torch.Generator().manual_seed(1)
     weight, x, residual = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((64, 8), (5, 8), (5, 64)))
-    context = StepContext(NothingAttends(), torch.arange(5), adapters=AddsThird())
+    context = StepContext(NothingAttends(), torch.arange(5), deltas=AddsThird())
     linear = Linear.from_weight(weight)
     wanted = residual + linear(x, context)
     linear.add_to(residual, x, context)
@@ -135,19 +135,23 @@ def test_products_that_are_added_in_place_round_as_others_do() -> None:
 
 
 def test_the_reference_writes_no_row_without_an_adapter(tmp_path: Path) -> None:
+    from dataclasses import replace
+
     from outrider.adapters.store import AdapterStore, with_adapters
-    from outrider.core import Limits
-    from outrider.core.adapter_orders import AdapterPlacement
-    from outrider.kernels.adapter_tables import NO_SLOT
+    from outrider.core import Admission, Limits, ScheduledBatch
+    from outrider.core.adapter_orders import AdapterPlacement, AdapterPlacements
+    from outrider.core.checked_request import NO_REQUEST
+    from outrider.kernels.delta_tables import NO_SLOT
     from outrider.layers import Linear, find_modules
 
     folder = oracle.make_folder("llama", tmp_path / "model")
     path, model = make_adapter(folder, tmp_path / "own", 1), oracle.load(folder, torch.float64)
     store = AdapterStore(model, 8, with_adapters(Limits(4, 8, 64, 0, oracle.VOCAB), model, 2, 8, None))
-    store.begin(7, "own", str(path))
+    store.read(7, "own", str(path))
     store._loads[7].result()
-    store.place([AdapterPlacement(7, 1, 0)])
-    store.admit({1: 7, 2: None})
+    placed = AdapterPlacements((AdapterPlacement(7, 1, 0),))
+    store.begin(ScheduledBatch(0, [], [], [], [], [], [], [], parts=(placed,)))
+    store.admit([Admission(row, replace(NO_REQUEST, adapter=number), 0, 8) for row, number in ((1, 7), (2, None))])
     assert store.arena.slot_of_row.tolist() == [NO_SLOT, 1, NO_SLOT, NO_SLOT, NO_SLOT]
     rows = store.of_step(torch.tensor([2, 1]), torch.tensor([0, 1, 1]))
     linear = find_modules([model], Linear)[0]

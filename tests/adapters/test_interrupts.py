@@ -55,7 +55,7 @@ def reloading(asked: LoRARequest) -> LoRARequest:
 
 def assert_nothing_is_held(rig: Rig) -> None:
     """The one load that is served is known alike everywhere, and nothing keeps it."""
-    registry, store = registry_of(rig), rig.step.adapters
+    registry, store = registry_of(rig), rig.step.deltas
     assert isinstance(store, AdapterStore) and rig.runner.in_order(int).result() == 0
     assert len(registry._loads) == len(registry.sizes) == len(registry._names) == store.num_loaded == 1
     assert list(registry._current.values()) == list(registry._loads)

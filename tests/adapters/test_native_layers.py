@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import pytest
 import torch
 
 from outrider.adapters.store import AdapterStore, with_adapters
-from outrider.core import Limits
-from outrider.core.adapter_orders import AdapterPlacement
+from outrider.core import Admission, Limits, ScheduledBatch
+from outrider.core.adapter_orders import AdapterPlacement, AdapterPlacements
+from outrider.core.checked_request import NO_REQUEST
 from outrider.kernels import cpu as native
-from outrider.layers import RowAdapters, StepContext
+from outrider.layers import RowDeltas, StepContext
 from outrider.layers.context import LinearLayer
 from outrider.layers.fuse import prepare
 from outrider.mixers.cached import CachedLayers
@@ -28,6 +30,7 @@ from tests.models.paged import PagedModel, Piece
 pytestmark = pytest.mark.skipif(not native.available(), reason=native.reason())
 RANKS = (3, 20)  # of two adapters: fewer than a thread takes at once, and more
 LAYERS = 3
+EMPTY_BATCH = ScheduledBatch(0, [], [], [], [], [], [], [])
 REQUESTS = ([5, 3, 1], [7] * 2, list(range(20)), [9, 2, 6])  # more rows of one adapter than are computed together
 MODELS: dict[str, tuple[dict[str, Any], dict[str, str], bool]] = {
     "float32": (CONFIG, {}, False), "biases and norms": (QWEN3, {}, False), "Q4_1": (CONFIG, {}, True),
@@ -56,9 +59,10 @@ def two_adapters(model: Model, folder: Path) -> Iterator[AdapterStore]:
     store, offset = AdapterStore(model, max(RANKS), limits), 0
     for number, names in enumerate((("_proj",), changed)):
         path = write_adapter(folder / str(number), model, number, RANKS[number], 0.1, names)
-        store.begin(number, str(number), str(path))
+        store.read(number, str(number), str(path))
         size = store._loads[number].result().size
-        store.place([AdapterPlacement(number, number, offset)])
+        placed = AdapterPlacements((AdapterPlacement(number, number, offset),))
+        store.begin(replace(EMPTY_BATCH, parts=(placed,)))
         offset += size
     yield store
     store.close()
@@ -72,12 +76,12 @@ def hidden_of(model: Model, adapters: AdapterStore | None, pieces: Sequence[tupl
     pages.cached = CachedLayers(model.attention_layers, pages.pool, NativeBackend())
     found: list[list[torch.Tensor]] = [[] for _ in pieces]
     if adapters is not None:
-        adapters.admit({request: number for request, number in pieces})
+        adapters.admit([Admission(request, replace(NO_REQUEST, adapter=number), 0, 96) for request, number in pieces])
     for tokens in (lambda text: text, lambda text: [text[0], 4]):  # a prompt, and a token with a draft behind it
         own = [Piece(request, tokens(REQUESTS[request])) for request, _ in pieces]
         view = pages.view(own)
         rows = None if adapters is None else adapters.of_step(view.rows, view.request_of)
-        context = StepContext(pages.cached.bind(view), view.positions, adapters=rows)
+        context = StepContext(pages.cached.bind(view), view.positions, deltas=rows)
         hidden = model.forward(view.token_ids, context, aux_layers)
         for place, piece in enumerate(own):
             found[place] += [state[view.request_of == place] for state in (*hidden.aux_states, hidden.final)]
@@ -140,10 +144,10 @@ def test_native_layers_add_what_the_factors_say(name: str, tmp_path: Path) -> No
 
 
 def test_adapters_that_are_no_tables_of_factors_are_asked_product_by_product() -> None:
-    class Counts(RowAdapters):
+    class Counts(RowDeltas):
         count = 0
 
-        def of_rows(self, token_rows: torch.Tensor) -> RowAdapters:
+        def of_rows(self, token_rows: torch.Tensor) -> RowDeltas:
             return self
 
         def add_to(self, out: torch.Tensor, linear: LinearLayer, x: torch.Tensor, first: int) -> None:
@@ -153,5 +157,5 @@ def test_adapters_that_are_no_tables_of_factors_are_asked_product_by_product() -
     pages = PagedModel(model)
     pages.cached = CachedLayers(model.attention_layers, pages.pool, NativeBackend())
     view = pages.view([Piece(0, [3, 1])])
-    model.forward(view.token_ids, StepContext(pages.cached.bind(view), view.positions, adapters=own))
+    model.forward(view.token_ids, StepContext(pages.cached.bind(view), view.positions, deltas=own))
     assert own.count == 4 * LAYERS

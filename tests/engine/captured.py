@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from outrider.core import ScheduledBatch, StepForm, StepResult, Uncaptured
-from outrider.core.step_messages import AdapterReach
 from outrider.kernels.buffers import to_device
 from outrider.runner.batch import PackedBatch, pack_captured
 from outrider.runner.graphs.keys import GraphKey, GraphKeys
@@ -27,8 +26,7 @@ class AsCaptured:
         self.keys = GraphKeys(rig.engine.limits, rig.step.drafting, takes_prompts=takes_prompts,
                               takes_parameters=takes_parameters, whole_len=rig.step.cached.whole_len,
                               takes_shared=rig.step.pool.layout.has_full_attention,
-                              reach_of_adapters=rig.step.reach_of_captures if takes_adapters
-                              else lambda: AdapterReach.NOTHING)
+                              deltas=rig.step.deltas, captures_deltas=takes_adapters)
         self._at_start = list(self.keys.at_start()) if stands_in else []
         self.wider: list[GraphKey] = []  # that stood in
         self.met: list[GraphKey] = []

@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import ops
-from outrider.kernels.adapter_tables import NO_SLOT, RowSlots
+from outrider.kernels.delta_tables import NO_SLOT, RowSlots
 from outrider.kernels.gpu import adapter_slots
 
 

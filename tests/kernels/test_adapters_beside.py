@@ -16,7 +16,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels.adapter_tables import AdapterTables, RowSlots
+from outrider.kernels.delta_tables import DeltaTables, RowSlots
 from outrider.kernels.gpu.adapter_slots import sort_slots
 from outrider.kernels.gpu.adapters import reduce_adapters
 from outrider.kernels.gpu.hopper import few_rows
@@ -30,7 +30,7 @@ class Layer(NamedTuple):
     x: torch.Tensor
     weight: torch.Tensor  # more than 16 MB
     rows: RowSlots
-    tables: AdapterTables
+    tables: DeltaTables
 
     def reduce(self, pdl: bool = True) -> torch.Tensor:
         return reduce_adapters(self.x, self.rows, self.tables, range(1, 4), pdl=pdl)

@@ -19,9 +19,9 @@ import outrider.runner.worker  # noqa: F401  so that all packages have declared 
 from outrider.formats.scaled import ScaledFormat
 from outrider.kernels import cpu as native
 from outrider.kernels import moe, ops, scaled
-from outrider.kernels.adapter_tables import ALIGNMENT, AdapterTables, RowSlots, TargetRange
 from outrider.kernels.adapters import ExpertTargets, HeadColumns
 from outrider.kernels.cpu.packed import PackedMatrix
+from outrider.kernels.delta_tables import ALIGNMENT, DeltaTables, RowSlots, TargetRange
 from outrider.kernels.gguf_kinds import KINDS
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
@@ -75,7 +75,7 @@ def add_adapters(rows: torch.Tensor) -> torch.Tensor:
     room = 128 * max(ranks)  # of each factor: a multiple of the alignment, and enough
     assert room % ALIGNMENT == 0 and room >= max(ranks) * max(WIDTH, 66)
     places = [[[2 * place * room, (2 * place + 1) * room, rank]] for place, rank in enumerate(ranks)]
-    tables = AdapterTables(random(4 * room, seed=1), torch.tensor(places, device=DEVICE),
+    tables = DeltaTables(random(4 * room, seed=1), torch.tensor(places, device=DEVICE),
                            torch.full((2, 1), 0.5, device=DEVICE), torch.tensor([[0, 66]], device=DEVICE), max_rank=20)
     slots = RowSlots.from_slots((torch.arange(ROWS, device=DEVICE) % 3 - 1)[rows])
     inner = ops.reduce_adapters(random(ROWS, WIDTH)[rows], slots, tables, range(1))
@@ -84,7 +84,7 @@ def add_adapters(rows: torch.Tensor) -> torch.Tensor:
 
 
 def adapters_of(rows: torch.Tensor, sizes: list[tuple[int, int]],
-                bounds: list[int]) -> tuple[RowSlots, AdapterTables]:
+                bounds: list[int]) -> tuple[RowSlots, DeltaTables]:
     """Token rows of two adapters or none, and their tables. sizes: of both factors of each target, by rank."""
     ranks, places, size = (5, 20), list[list[list[int]]](), 0
     for rank in ranks:
@@ -93,7 +93,7 @@ def adapters_of(rows: torch.Tensor, sizes: list[tuple[int, int]],
             first, second = (-(-rank * count // ALIGNMENT) * ALIGNMENT for count in (a, b))
             places[-1].append([size, size + first, rank])
             size += first + second
-    tables = AdapterTables(random(size, seed=1, scale=0.2), torch.tensor(places, device=DEVICE),
+    tables = DeltaTables(random(size, seed=1, scale=0.2), torch.tensor(places, device=DEVICE),
                            torch.full((2, len(sizes)), 0.5, device=DEVICE),
                            torch.tensor([[0, bound] for bound in bounds], device=DEVICE), max_rank=20)
     return RowSlots.from_slots((torch.arange(ROWS, device=DEVICE) % 3 - 1)[rows]), tables

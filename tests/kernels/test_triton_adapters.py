@@ -17,8 +17,8 @@ from outrider.kernels import (
     moe,
     ops,
 )
-from outrider.kernels.adapter_tables import ALIGNMENT, NO_SLOT, AdapterTables, RowSlots, TargetRange
 from outrider.kernels.adapters import ExpertTargets, HeadColumns
+from outrider.kernels.delta_tables import ALIGNMENT, NO_SLOT, DeltaTables, RowSlots, TargetRange
 
 RANKS = ((16, 5, 16), (8, 0, 40), (0, 0, 0))  # of each slot and target
 ENDS = (40, 72, 100)  # the targets' output features
@@ -28,7 +28,7 @@ NUM_INPUTS = 1100  # several ranges, and a part of a block
 
 
 def make_tables(device: torch.device, num_inputs: int = NUM_INPUTS,
-                dtype: torch.dtype = torch.float32) -> AdapterTables:
+                dtype: torch.dtype = torch.float32) -> DeltaTables:
     generator = torch.Generator().manual_seed(1)
     begins = (0, *ENDS[:-1])
     places, numbers = torch.zeros(len(RANKS), len(ENDS) + 1, 3, dtype=torch.int64), list[torch.Tensor]()
@@ -42,7 +42,7 @@ def make_tables(device: torch.device, num_inputs: int = NUM_INPUTS,
     bounds = torch.tensor([[0, 7], *zip(begins, ENDS, strict=True)])
     scales = torch.rand(len(RANKS), len(ENDS) + 1, generator=generator)
     tensors = torch.cat(numbers).to(dtype), places, scales, bounds
-    return AdapterTables(*(tensor.to(device) for tensor in tensors), max_rank=40)
+    return DeltaTables(*(tensor.to(device) for tensor in tensors), max_rank=40)
 
 
 def added(device: torch.device, kind: str, slots: list[int], first: int = 0, stop: int = ENDS[-1],
@@ -113,7 +113,7 @@ def test_ranges_of_several_blocks_are_summed(device: torch.device, dtype: torch.
             torch.testing.assert_close(own, sums, rtol=1e-3, atol=1e-2)
 
 
-def other_tables(device: torch.device, sizes: list[tuple[int, int]], bounds: list[int]) -> AdapterTables:
+def other_tables(device: torch.device, sizes: list[tuple[int, int]], bounds: list[int]) -> DeltaTables:
     """Tables of one or two targets. sizes: numbers of both factors of a target, for each rank."""
     generator, size = torch.Generator().manual_seed(4), 0
     places = torch.zeros(len(OTHER_RANKS), len(sizes), 3, dtype=torch.int64)
@@ -124,7 +124,7 @@ def other_tables(device: torch.device, sizes: list[tuple[int, int]], bounds: lis
             size += first + second
     tensors = (torch.randn(size, generator=generator) / 4, places, torch.rand(3, len(sizes), generator=generator),
                torch.tensor([[0, bound] for bound in bounds]))
-    return AdapterTables(*(tensor.to(device) for tensor in tensors), max_rank=20)
+    return DeltaTables(*(tensor.to(device) for tensor in tensors), max_rank=20)
 
 
 def drawn(device: torch.device, *shape: int, seed: int = 5) -> torch.Tensor:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
+from outrider.core import Admission
 from outrider.core.outputs import RequestOutput
-from outrider.layers import Linear, LoadedAdapters, RowAdapters, find_modules
+from outrider.layers import DeltaSource, Linear, RowDeltas, find_modules
 from outrider.models.base import Model
 from tests.engine.harness import CONFIGS, VOCAB, Rig, greedy, prompt_of, random_model
 from tests.engine.recurrent_rig import HYBRIDS
@@ -31,8 +32,8 @@ class Change:
     up: torch.Tensor  # [rank, outputs]
 
 
-class LowRankAdapters(LoadedAdapters):
-    """Changes of every linear layer of a model, drawn for each name; `LoadedAdapters` of an engine."""
+class LowRankAdapters(DeltaSource):
+    """Changes of every linear layer of a model, drawn for each name; `DeltaSource` of an engine."""
 
     def __init__(self, linears: Sequence[Linear]) -> None:
         self._of_row = torch.full((NUM_ROWS,), -1)  # index of the adapter's name, by row; -1 for the model itself
@@ -50,16 +51,19 @@ class LowRankAdapters(LoadedAdapters):
         found = self._changes[name, id(linear)]
         return (found.down @ found.up).t()
 
-    def admit(self, numbers: Mapping[int, int | None]) -> None:
-        for row, number in numbers.items():
-            self._of_row[row] = -1 if number is None else number
+    def admit(self, admissions: Sequence[Admission]) -> None:
+        for own in admissions:
+            self._of_row[own.row] = -1 if own.request.adapter is None else own.request.adapter
+
+    def serves(self, rows: Sequence[int]) -> bool:
+        return bool((self._of_row[rows] >= 0).any())
 
     def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> TokenRowAdapters:
         return TokenRowAdapters(self._changes, self._of_row[rows][request_of])
 
 
 @dataclass(frozen=True)
-class TokenRowAdapters(RowAdapters):
+class TokenRowAdapters(RowDeltas):
     changes: dict[tuple[str, int], Change]
     of_token: torch.Tensor  # [tokens] index of the adapter's name, -1 for none
 
@@ -130,7 +134,7 @@ def test_an_adapter_changes_its_own_request_alone(family: str, drafts: int) -> N
             wanted += tokens_of(generate(alone, [prompt], [None]))
     assert wanted[0] != wanted[2], "the adapter changes nothing"
     with Rig(model, **settings) as rig:
-        rig.step.adapters = adapters
+        rig.step.take_deltas(adapters)
         assert tokens_of(generate(rig, prompts, names)) == wanted
         assert tokens_of(generate(rig, prompts[::-1], names[::-1])) == wanted[::-1], "pages of the first run are found"
 
@@ -162,6 +166,6 @@ def test_fused_layers_leave_requests_with_an_adapter_to_the_plain_layers() -> No
     model = random_model(CONFIGS["llama"] | sizes, torch.float32, 7)
     adapters = Watching(linears_of(model))
     with Rig(model, poison=False) as rig:
-        rig.step.adapters = adapters
+        rig.step.take_deltas(adapters)
         generate(rig, [[5]], ["first"])
     assert adapters.asked == {id(linear) for linear in linears_of(model)}

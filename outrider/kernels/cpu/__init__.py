@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from outrider.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from outrider.kernels.cpu.adapters import LayerAdapters, pack_layer_targets
+    from outrider.kernels.cpu.adapters import LayerDeltas, pack_layer_targets
     from outrider.kernels.cpu.attention import (
         Attention,
         Requests,
@@ -42,7 +42,7 @@ __all__ = [
     "PACKED",
     "Attention",
     "BoundLayer",
-    "LayerAdapters",
+    "LayerDeltas",
     "LayerStep",
     "LayerWeights",
     "Matrix",

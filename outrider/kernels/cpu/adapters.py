@@ -7,22 +7,22 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from outrider.kernels.adapter_tables import SEGMENT_ROWS, AdapterTables, RowSlots, TargetRange
 from outrider.kernels.cpu.build import library
 from outrider.kernels.cpu.checks import is_index, is_matrix
 from outrider.kernels.cpu.structures import ADAPTERS, LAYER_TARGETS, TARGETS
+from outrider.kernels.delta_tables import SEGMENT_ROWS, DeltaTables, RowSlots, TargetRange
 
 
-class LayerAdapters:
+class LayerDeltas:
     """The adapters of a step's token rows, for decoder layers that one native call does in turn. Keeps the tensors
     alive. Make it with `build`."""
 
-    def __init__(self, rows: RowSlots, tables: AdapterTables, targets: bytes) -> None:
+    def __init__(self, rows: RowSlots, tables: DeltaTables, targets: bytes) -> None:
         self.num_rows, self.targets, self._owners = len(rows.slots), targets, (rows, tables)
         self.packed = _packed(rows, tables)
 
     @classmethod
-    def build(cls, rows: RowSlots, tables: AdapterTables, targets: bytes) -> LayerAdapters | None:
+    def build(cls, rows: RowSlots, tables: DeltaTables, targets: bytes) -> LayerDeltas | None:
         """Check and pack the adapters of a step. targets: those of each layer by `pack_layer_targets`, one behind the
         other. Returns None if the C code does not take these tensors."""
         return cls(rows, tables, targets) if _are_good(rows, tables) else None
@@ -50,11 +50,11 @@ def sort_slots(slots: Tensor) -> RowSlots:
     return RowSlots(slots, sorted_slots, order, segments.view(rows, 3), num_segments)
 
 
-def takes_reduce(x: Tensor, rows: RowSlots, tables: AdapterTables, targets: range) -> bool:
+def takes_reduce(x: Tensor, rows: RowSlots, tables: DeltaTables, targets: range) -> bool:
     return is_matrix(x) and len(x) == len(rows.slots) and targets.stop <= len(tables.bounds) and _are_good(rows, tables)
 
 
-def reduce_adapters(x: Tensor, rows: RowSlots, tables: AdapterTables, targets: range) -> Tensor:
+def reduce_adapters(x: Tensor, rows: RowSlots, tables: DeltaTables, targets: range) -> Tensor:
     inner = torch.empty(1, len(x), len(targets), tables.max_rank)
     library().reduce_adapters(
         _packed(rows, tables), TARGETS.pack(first=targets.start, count=len(targets)), x.data_ptr(), x.stride(0),
@@ -63,14 +63,14 @@ def reduce_adapters(x: Tensor, rows: RowSlots, tables: AdapterTables, targets: r
     return inner
 
 
-def takes_add(inner: Tensor, out: Tensor, first: int, rows: RowSlots, tables: AdapterTables,
+def takes_add(inner: Tensor, out: Tensor, first: int, rows: RowSlots, tables: DeltaTables,
               targets: TargetRange) -> bool:
     count = len(targets.within(first, first + out.shape[1]))
     return (is_matrix(out) and inner.is_contiguous() and inner.shape == (1, len(rows.slots), count, tables.max_rank)
             and len(out) == len(rows.slots) and _are_good(rows, tables))
 
 
-def add_adapters(inner: Tensor, out: Tensor, first: int, rows: RowSlots, tables: AdapterTables,
+def add_adapters(inner: Tensor, out: Tensor, first: int, rows: RowSlots, tables: DeltaTables,
                  targets: TargetRange) -> None:
     asked = targets.within(first, first + out.shape[1])
     library().add_adapters(
@@ -79,13 +79,13 @@ def add_adapters(inner: Tensor, out: Tensor, first: int, rows: RowSlots, tables:
     )
 
 
-def _are_good(rows: RowSlots, tables: AdapterTables) -> bool:
+def _are_good(rows: RowSlots, tables: DeltaTables) -> bool:
     indices = rows.order, rows.segments, tables.places, tables.bounds
     return (tables.numbers.dtype is torch.float32 and is_matrix(tables.scales) and tables.scales.is_contiguous()
             and all(map(is_index, indices)))
 
 
-def _packed(rows: RowSlots, tables: AdapterTables) -> bytes:
+def _packed(rows: RowSlots, tables: DeltaTables) -> bytes:
     return ADAPTERS.pack(
         numbers=tables.numbers.data_ptr(), places=tables.places.data_ptr(), scales=tables.scales.data_ptr(),
         bounds=tables.bounds.data_ptr(), order=rows.order.data_ptr(), segments=rows.segments.data_ptr(),

@@ -13,7 +13,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from outrider.kernels.cpu.adapters import LayerAdapters
+from outrider.kernels.cpu.adapters import LayerDeltas
 from outrider.kernels.cpu.attention import Requests, check_attention, check_rows, pack_cache
 from outrider.kernels.cpu.build import library
 from outrider.kernels.cpu.checks import is_angles, is_cache, is_index, is_matrix, is_vector, takes_heads
@@ -118,7 +118,7 @@ class LayerStep:
 
 
 def decoder_layer(layer: BoundLayer, step: LayerStep, delta: Tensor | None, residual: Tensor,
-                  adapters: LayerAdapters | None = None,
+                  adapters: LayerDeltas | None = None,
                   aux_states: Mapping[int, Tensor] = MappingProxyType({})) -> Tensor | None:
     """residual += delta, then attention and MLP of it, for each layer of `layer` in turn; returns what the last MLP
     adds, in delta's memory. adapters: those of the token rows, with the targets of as many layers. aux_states[i],

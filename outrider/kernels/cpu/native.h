@@ -378,7 +378,7 @@ typedef struct {
     int64_t cos_stride, sin_stride, max_len, rotary, tokens;
 } LayerStep;
 
-/* The adapters of all slots (AdapterTables in kernels/adapters.py), and the token rows of a step in the order of their
+/* The adapters of all slots (DeltaTables in kernels/delta_tables.py), and the token rows of a step in the order of their
  * slots (RowSlots). */
 typedef struct {
     const float *numbers;

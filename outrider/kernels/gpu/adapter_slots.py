@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import triton.language as tl
 
-from outrider.kernels.adapter_tables import NO_SLOT, SEGMENT_ROWS, RowSlots
+from outrider.kernels.delta_tables import NO_SLOT, SEGMENT_ROWS, RowSlots
 from outrider.kernels.gpu.common import require, require_tensor
 from outrider.kernels.gpu.launch import kernel
 

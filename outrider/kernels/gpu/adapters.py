@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from outrider.kernels.adapter_tables import ALIGNMENT, NUM_PLACES, SEGMENT_ROWS, AdapterTables, RowSlots, TargetRange
+from outrider.kernels.delta_tables import ALIGNMENT, NUM_PLACES, SEGMENT_ROWS, DeltaTables, RowSlots, TargetRange
 from outrider.kernels.gpu.common import (
     FLOATS,
     cdiv,
@@ -298,7 +298,7 @@ def _expand_gated_kernel(
     wait_for_inputs(PDL)
 
 
-def reduce_adapters(x: torch.Tensor, rows: RowSlots, tables: AdapterTables, targets: range, *,
+def reduce_adapters(x: torch.Tensor, rows: RowSlots, tables: DeltaTables, targets: range, *,
                     pdl: bool | None = None) -> torch.Tensor:
     """See `kernels.adapters.reduce_adapters`."""
     pdl = uses_pdl(x.device) if pdl is None else pdl
@@ -309,7 +309,7 @@ def reduce_adapters(x: torch.Tensor, rows: RowSlots, tables: AdapterTables, targ
     return _shrink(x, rows, tables, targets, tables.max_rank, 1, 1, pdl)
 
 
-def add_adapters(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: AdapterTables,
+def add_adapters(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: DeltaTables,
                  targets: TargetRange, *, pdl: bool | None = None) -> None:
     """See `kernels.adapters.add_adapters`."""
     pdl = uses_pdl(out.device) if pdl is None else pdl
@@ -321,13 +321,13 @@ def add_adapters(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSl
         _expand(inner, out, first, rows, tables, targets, asked, 1.0, 1, pdl)
 
 
-def takes_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
+def takes_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, rows: RowSlots, tables: DeltaTables,
                 targets: TargetRange) -> bool:
     """Whether the kernel serves the call: gate and up must be two targets, one behind the other."""
     return activation in _GATED and len(targets.ends) == 2 and 2 * targets.ends[0] == targets.ends[1] == out.shape[1]
 
 
-def add_adapters_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, rows: RowSlots, tables: AdapterTables,
+def add_adapters_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, rows: RowSlots, tables: DeltaTables,
                        targets: TargetRange, *, pdl: bool | None = None) -> torch.Tensor:
     """See `kernels.adapters.add_adapters_gated`."""
     pdl = uses_pdl(out.device) if pdl is None else pdl
@@ -351,7 +351,7 @@ def add_adapters_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, 
     return result
 
 
-def add_adapter_embeddings(out: torch.Tensor, tokens: torch.Tensor, gain: float, rows: RowSlots, tables: AdapterTables,
+def add_adapter_embeddings(out: torch.Tensor, tokens: torch.Tensor, gain: float, rows: RowSlots, tables: DeltaTables,
                            target: int, *, pdl: bool | None = None) -> None:
     """See `kernels.adapters.add_adapter_embeddings`."""
     pdl = uses_pdl(out.device) if pdl is None else pdl
@@ -369,7 +369,7 @@ def add_adapter_embeddings(out: torch.Tensor, tokens: torch.Tensor, gain: float,
         _expand(inner, out, 0, rows, tables, targets, range(target, target + 1), gain, 1, pdl)
 
 
-def add_to_pairs(x: torch.Tensor, out: torch.Tensor, pairs: RowSlots, tables: AdapterTables, target: int,
+def add_to_pairs(x: torch.Tensor, out: torch.Tensor, pairs: RowSlots, tables: DeltaTables, target: int,
                  max_rank: int, num_experts: int, pdl: bool) -> None:
     """Add to out [pairs, features], the products of pairs of token row and expert, what adapters add. pairs: the slot
     of each pair, which is that of its adapter times `num_experts` plus its expert. x: [pairs, inputs], or [tokens,
@@ -383,7 +383,7 @@ def add_to_pairs(x: torch.Tensor, out: torch.Tensor, pairs: RowSlots, tables: Ad
     _expand(inner, out, 0, pairs, tables, targets, asked, 1.0, num_experts, pdl)
 
 
-def _shrink(x: torch.Tensor, rows: RowSlots, tables: AdapterTables, asked: range, max_rank: int, num_experts: int,
+def _shrink(x: torch.Tensor, rows: RowSlots, tables: DeltaTables, asked: range, max_rank: int, num_experts: int,
             per_row: int, pdl: bool) -> torch.Tensor:
     """The products with the first factors: [splits, rows in their order, asked targets, ranks] float32."""
     num_rows, num_inputs = len(rows.slots), x.shape[1]
@@ -409,7 +409,7 @@ def _shrink(x: torch.Tensor, rows: RowSlots, tables: AdapterTables, asked: range
     return inner
 
 
-def _expand(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: AdapterTables,
+def _expand(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: DeltaTables,
             targets: TargetRange, asked: range, gain: float, num_experts: int, pdl: bool) -> None:
     """Add the products of `inner` [splits, rows in their order, asked targets, ranks] with the second factors."""
     splits, num_rows, _, inner_width = inner.shape
@@ -448,19 +448,19 @@ def alignment_of(num_experts: int, num_features: int) -> int:
     return ALIGNMENT if num_experts == 1 else min(ALIGNMENT, num_features & -num_features)
 
 
-def require_tables(name: str, rows: RowSlots, tables: AdapterTables, num_rows: int, x: torch.Tensor) -> None:
+def require_tables(name: str, rows: RowSlots, tables: DeltaTables, num_rows: int, x: torch.Tensor) -> None:
     _require_rows(name, rows, tables, num_rows, x.device)
     require_tensor(name, "numbers", tables.numbers, (None,), x.device, (x.dtype,))
 
 
-def _require_inner(name: str, inner: torch.Tensor, rows: RowSlots, tables: AdapterTables, num_rows: int,
+def _require_inner(name: str, inner: torch.Tensor, rows: RowSlots, tables: DeltaTables, num_rows: int,
                    num_targets: int, device: torch.device) -> None:
     _require_rows(name, rows, tables, num_rows, device)
     width = _whole(tables.max_rank)
     require_tensor(name, "inner", inner, (None, num_rows, num_targets, width), device, (torch.float32,), 4)
 
 
-def _require_rows(name: str, rows: RowSlots, tables: AdapterTables, num_rows: int, device: torch.device) -> None:
+def _require_rows(name: str, rows: RowSlots, tables: DeltaTables, num_rows: int, device: torch.device) -> None:
     for argument, tensor in (("slots", rows.slots), ("sorted_slots", rows.sorted_slots), ("order", rows.order)):
         require_tensor(name, argument, tensor, (num_rows,), device, (torch.int64,))
     require_tensor(name, "segments", rows.segments, (num_rows, 3), device, (torch.int64,), 2)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.adapter_tables import AdapterTables, RowSlots
 from outrider.kernels.adapters import ExpertTargets
+from outrider.kernels.delta_tables import DeltaTables, RowSlots
 from outrider.kernels.gpu.activation import gelu_tanh_mul, limited_silu_mul, relu2, silu_mul
 from outrider.kernels.gpu.adapters import add_to_pairs
 from outrider.kernels.gpu.common import FLOATS, refuse, require_tensor, uses_pdl
@@ -21,7 +21,7 @@ _ACTIVATIONS = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul, "relu2": r
 
 def mix_adapted_experts(out: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor,
                         gate_up: torch.Tensor, down: torch.Tensor, activation: str, added: torch.Tensor | None,
-                        rows: RowSlots, tables: AdapterTables, targets: ExpertTargets, *,
+                        rows: RowSlots, tables: DeltaTables, targets: ExpertTargets, *,
                         pdl: bool | None = None) -> None:
     """See `kernels.adapters.mix_adapted_experts`."""
     pdl = uses_pdl(x.device) if pdl is None else pdl

@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from outrider.kernels.adapter_tables import ALIGNMENT, NUM_PLACES, AdapterTables, RowSlots
 from outrider.kernels.adapters import HeadColumns
+from outrider.kernels.delta_tables import ALIGNMENT, NUM_PLACES, DeltaTables, RowSlots
 from outrider.kernels.gpu.adapters import TILE, require_tables
 from outrider.kernels.gpu.common import (
     FLOATS,
@@ -105,7 +105,7 @@ def _head_kernel(
     wait_for_inputs(PDL)
 
 
-def add_head_adapters(x: torch.Tensor, out: torch.Tensor, rows: RowSlots, tables: AdapterTables, target: int,
+def add_head_adapters(x: torch.Tensor, out: torch.Tensor, rows: RowSlots, tables: DeltaTables, target: int,
                       columns: HeadColumns, into_latents: bool, *, pdl: bool | None = None) -> None:
     """See `kernels.adapters.add_head_adapters`."""
     pdl = uses_pdl(x.device) if pdl is None else pdl

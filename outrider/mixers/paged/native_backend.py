@@ -87,13 +87,13 @@ class NativeBackend(Backend):
                                       softcap=layer.softcap or 0.0)
 
     def decoder_layer(self, bound: native.BoundLayer, plan: Plan, delta: torch.Tensor | None, residual: torch.Tensor,
-                      rope: Rope, adapters: native.LayerAdapters | None = None,
+                      rope: Rope, deltas: native.LayerDeltas | None = None,
                       aux_states: Mapping[int, torch.Tensor] = MappingProxyType({})) -> torch.Tensor | None:
-        """Add delta to residual, then compute attention and MLP, in one native call, with what adapters add to their
+        """Add delta to residual, then compute attention and MLP, in one native call, with the row deltas of their
         products. Returns the MLP's output, perhaps in delta's memory; or None, with nothing done, if the layer must be
         done in parts. aux_states: see `native.decoder_layer`."""
         step = plan.layer_step(rope)
-        return None if step is None else native.decoder_layer(bound, step, delta, residual, adapters, aux_states)
+        return None if step is None else native.decoder_layer(bound, step, delta, residual, deltas, aux_states)
 
     def _attend(self, layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         view = plan.view

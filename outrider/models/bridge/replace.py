@@ -1,7 +1,7 @@
 """Replace modules of a transformers model by layers of this package that compute the same.
 
 Every replaced module becomes a part of the bridged model, under its name in the checkpoint. So formats, the loader and
-adapters see it like a layer of a family.
+features see it like a layer of a family.
 """
 
 from __future__ import annotations

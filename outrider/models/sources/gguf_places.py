@@ -222,7 +222,7 @@ DEEPSEEK_INDEXED = {
 
 NEMOTRON_H = {
     **attention("mixer"),
-    # Nothing rotates them, and scores are the same in every order: adapters need the order of the model's makers.
+    # Nothing rotates them, and scores are the same in every order: deltas need the order of the model's makers.
     **reordered("mixer"),
     **experts("mixer.", "mixer.gate"), **shared_expert("mixer.shared_experts"),
     **weights({"attn_norm": "norm", "ssm_in": "mixer.in_proj", "ssm_out": "mixer.out_proj", "ffn_up": "mixer.up_proj",

@@ -55,7 +55,7 @@ class StepGraphs:
                               takes_checkpoints=step.recurrent.takes_checkpoints,
                               takes_parameters=step.has_sampler_kernels, whole_len=step.cached.whole_len,
                               takes_shared=step.backend.reads_shared_once and step.pool.layout.has_full_attention,
-                              is_sharing_ready=self._is_sharing_ready, reach_of_adapters=step.reach_of_captures)
+                              is_sharing_ready=self._is_sharing_ready, deltas=step.deltas)
         self._compiles_sharing = True  # perhaps
         self.captured: dict[GraphKey, CapturedStep] = {}
         self.loaded: set[GraphKey] = set()  # keys whose kernels have been launched
@@ -123,7 +123,7 @@ class StepGraphs:
         sampled = self.keys.with_parameters()
         rest = self.keys.at_start()
         others = chain(self.keys.behind_long_contexts(), self.keys.beyond_start(), self.keys.prompts(),
-                       self.keys.with_adapters())
+                       self.keys.with_deltas())
         self._run_all(dict.fromkeys(chain(first, sampled, rest, others)))
 
     def run_sharing(self) -> None:

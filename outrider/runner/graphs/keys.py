@@ -19,8 +19,9 @@ from typing import Any
 from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.core.decode_sizes import FEW, size_for
 from outrider.core.spans import MarkedSpans
-from outrider.core.step_messages import AdapterReach
+from outrider.core.step_messages import DeltaReach
 from outrider.drafters.guard import DrafterGuards
+from outrider.layers import NO_DELTAS, DeltaSource
 from outrider.mixers.mixer import EVERY_LENGTH
 from outrider.runner.batch import CapturedShape
 from outrider.runner.graphs.sizes import PROMPTS_AT_START, SHARED_DRAFTS, GraphSizes, next_size
@@ -49,12 +50,12 @@ class GraphKey:
     form: StepForm = StepForm.WHOLE
     sampler: SamplerForm = SamplerForm.DRAW
     longest: int = EVERY_LENGTH  # tokens of the longest context that it serves
-    adapters: AdapterReach = AdapterReach.NOTHING  # what adapters may change; no other steps are padded to the graph
+    deltas: DeltaReach = DeltaReach.NOTHING  # what row deltas may change; no other steps are padded to the graph
     shares_pages: bool = False  # attention reads pages that several requests hold once for several of them
 
     def covers(self, other: GraphKey) -> bool:
         """Whether a graph of this key serves every batch of the other's."""
-        own, others = ((key.has_prompts, key.form, key.sampler, key.shares_pages, key.adapters)
+        own, others = ((key.has_prompts, key.form, key.sampler, key.shares_pages, key.deltas)
                        for key in (self, other))
         return (own == others and self.requests >= other.requests and self.num_wanted >= other.num_wanted
                 and self.tokens >= other.tokens and self.has_drafts >= other.has_drafts
@@ -65,12 +66,12 @@ class GraphKeys:
     def __init__(self, limits: Limits, drafting: DrafterGuards, *, takes_prompts: bool = True,
                  takes_parameters: bool = False, takes_shared: bool = False, takes_checkpoints: bool = False,
                  whole_len: int = EVERY_LENGTH, is_sharing_ready: Callable[[], bool] = lambda: True,
-                 reach_of_adapters: Callable[[], AdapterReach] = lambda: AdapterReach.NOTHING) -> None:
+                 deltas: DeltaSource = NO_DELTAS, captures_deltas: bool = True) -> None:
         """takes_prompts: whether the step can do without the host's counts of tokens. takes_parameters: whether kernels
         sample, which read all parameters from the rows. takes_shared: whether attention can read pages once for several
         requests; is_sharing_ready: whether the kernels for that are compiled. takes_checkpoints: whether requests write
-        states of recurrent layers to pages. reach_of_adapters: what adapters on the device change, or nothing where
-        steps with adapters cannot be captured.
+        states of recurrent layers to pages. captures_deltas: whether steps are captured whose rows have deltas,
+        where the source of the deltas allows it.
         whole_len: the most tokens of contexts behind which steps do less; decode steps have graphs of their own
         there."""
         self.limits = limits
@@ -82,7 +83,7 @@ class GraphKeys:
         self._takes_parameters = takes_parameters
         self._takes_shared = takes_shared
         self._is_sharing_ready = is_sharing_ready
-        self._reach_of_adapters = reach_of_adapters
+        self._deltas, self._captures_deltas = deltas, captures_deltas
         self.takes_checkpoints = takes_checkpoints
         self._max_logprobs = min(limits.max_logprobs, KERNEL_MAX_LOGPROBS)
         # A drafter with layers costs time by its drafts; any other always proposes all it can.
@@ -95,9 +96,9 @@ class GraphKeys:
             return Uncaptured.FOLDS
         if batch.part(MarkedSpans):
             return Uncaptured.SPANS
-        adapters = AdapterReach.NOTHING
-        if state.params.have_adapters(batch.rows) and not (adapters := self._reach_of_adapters()):
-            return Uncaptured.ADAPTERS
+        deltas = DeltaReach.NOTHING
+        if self._deltas.serves(batch.rows) and not (deltas := self._reach_of_deltas()):
+            return Uncaptured.DELTAS
         if state.params.embeds_of(batch):
             return Uncaptured.PROMPT_EMBEDS
         if len(rows) < len(batch.cache.checkpoints):
@@ -108,11 +109,11 @@ class GraphKeys:
         if isinstance(sampler, Uncaptured):
             return sampler
         if not all(batch.samples) or max(batch.num_known) > 1:
-            return self._with_prompts(batch, bool(rows), sampler, adapters)
+            return self._with_prompts(batch, bool(rows), sampler, deltas)
         drafts = max(batch.num_drafts)
         shares = (self._takes_shared and batch.cache.shares_pages and batch.num_requests > FEW
                   and drafts <= SHARED_DRAFTS)
-        shares = shares and not adapters and self._is_sharing_ready()
+        shares = shares and not deltas and self._is_sharing_ready()
         sizes = self.sizes.shared if shares else self.sizes.requests
         requests = next_size(sizes, batch.num_requests)
         num_wanted = batch.drafting.num_wanted
@@ -125,8 +126,11 @@ class GraphKeys:
             drafts = drafts if is_unequal else num_wanted
         tokens = size_for(requests, num_tokens, drafts) if is_unequal else requests * (1 + drafts)
         return GraphKey(requests, tokens, num_wanted, drafts > 0, bool(rows), form=batch.mode.form, sampler=sampler,
-                        shares_pages=shares, adapters=adapters,
+                        shares_pages=shares, deltas=deltas,
                         longest=self._short if max(batch.bounds) <= self._short else EVERY_LENGTH)
+
+    def _reach_of_deltas(self) -> DeltaReach:
+        return self._deltas.captured_reach if self._captures_deltas else DeltaReach.NOTHING
 
     def _sampler_for(self, batch: ScheduledBatch, state: RowState) -> SamplerForm | Uncaptured:
         if state.params.are_plain(batch.rows):
@@ -144,7 +148,7 @@ class GraphKeys:
         return SamplerForm.FULL
 
     def _with_prompts(self, batch: ScheduledBatch, takes_checkpoints: bool,
-                      sampler: SamplerForm, adapters: AdapterReach) -> GraphKey | Uncaptured:
+                      sampler: SamplerForm, deltas: DeltaReach) -> GraphKey | Uncaptured:
         if not self._takes_prompts:
             return Uncaptured.PROMPTS
         if batch.num_tokens > self.limits.max_batched_tokens:
@@ -154,7 +158,7 @@ class GraphKeys:
             next_size(self.sizes.prompt_tokens, batch.num_tokens),
             self.limits.max_drafts if batch.drafting.num_wanted else 0,
             any(batch.num_drafts), takes_checkpoints, has_prompts=True, form=batch.mode.form, sampler=sampler,
-            adapters=adapters,
+            deltas=deltas,
         )
 
     @staticmethod
@@ -172,7 +176,7 @@ class GraphKeys:
         needs = StepNeeds(any_sampled=True)
         if key.sampler is not SamplerForm.DRAW:
             needs = StepNeeds.everything(self._max_logprobs)
-        additions = RowAdditions(adapters=key.adapters) if key.adapters else IDS_ALONE
+        additions = RowAdditions(deltas=key.deltas) if key.deltas else IDS_ALONE
         return StepPlan(needs, StepExtras(), True, key.num_wanted, checkpoints, additions=additions)
 
     def decoding(self) -> Iterator[GraphKey]:
@@ -241,16 +245,16 @@ class GraphKeys:
             yield from self._of_sizes(reversed(self.sizes.full_at_start), dict.fromkeys((self.limits.max_drafts, 0)),
                                       takes_checkpoints=self.takes_checkpoints, sampler=SamplerForm.FULL)
 
-    def with_adapters(self) -> Iterator[GraphKey]:
-        """Some steps of each kind whose requests have adapters. All steps of this kind are captured when a batch needs
+    def with_deltas(self) -> Iterator[GraphKey]:
+        """Some steps of each kind whose rows have deltas. All steps of this kind are captured when a batch needs
         them."""
         sizes = self.sizes.at_start
-        if reach := self._reach_of_adapters():
+        if reach := self._reach_of_deltas():
             for key in self._of_sizes({sizes[0], sizes[-1]}, {0, self.limits.max_drafts}, longest=self._short):
-                yield replace(key, adapters=reach)
+                yield replace(key, deltas=reach)
             largest = self.largest_with_prompts()
             if largest is not None:
-                yield replace(largest, adapters=reach)
+                yield replace(largest, deltas=reach)
 
     def prompts(self) -> Iterator[GraphKey]:
         """Some of each kind of steps with prompts: there are too many sizes for all of them."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from outrider.core import NULL_ROW, Axis, Limits, ScheduledBatch
-from outrider.core.step_messages import AdapterReach, CacheOrders
+from outrider.core.step_messages import CacheOrders, DeltaReach
 from outrider.kernels import compiling
 from outrider.kernels.buffers import to_device
 from outrider.layers.base import find_modules
@@ -48,14 +48,13 @@ def dead_batch(lens: list[int], drafts: int, bound: int, num_pending: int = 0) -
 @torch.inference_mode()
 def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, num_wanted: int = 0, bound: int,
              needs: StepNeeds | None = None, saves: bool = False,
-             adapters: AdapterReach = AdapterReach.NOTHING) -> None:
-    """Run a step of dead tokens. saves: whether it could write checkpoints. adapters: what adapters may change in
-    it."""
+             deltas: DeltaReach = DeltaReach.NOTHING) -> None:
+    """Run a step of dead tokens. saves: whether it could write checkpoints. deltas: what row deltas may change."""
     shape, ints = pack_eager(dead_batch(lens, drafts, bound), PaddedSize(len(lens), sum(lens)))
     needs = needs or StepNeeds()
     checkpoints = RowCheckpoints() if saves else NoCheckpoints()
     plan = StepPlan(needs, StepExtras(), needs.any_sampled, num_wanted, checkpoints,
-                    additions=RowAdditions(adapters=adapters))
+                    additions=RowAdditions(deltas=deltas))
     step.whole(shape, to_device(ints, torch.int64, step.state.device), plan)
 
 
@@ -118,9 +117,9 @@ def run_largest(step: DeviceStep, limits: Limits) -> int:
     needs = _LARGEST_WITHOUT_KERNELS
     if step.has_sampler_kernels:
         needs = StepNeeds.everything(min(limits.max_logprobs, KERNEL_MAX_LOGPROBS))
-    for adapters in {AdapterReach.NOTHING, step.reach_of_any_adapters()}:
+    for deltas in {DeltaReach.NOTHING, step.deltas.possible_reach}:
         run_dead(step, lens, drafts=drafts, num_wanted=limits.max_drafts, bound=limits.max_len, needs=needs,
-                 adapters=adapters)
+                 deltas=deltas)
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_reserved(device)
 

@@ -13,12 +13,12 @@ from torch import Tensor
 
 NO_SLOT = -1  # of token rows without an adapter
 ALIGNMENT = 64  # numbers: every factor begins at a multiple
-NUM_PLACES = 3  # columns of `AdapterTables.places`: where the first and the second factor begin, and their rank
+NUM_PLACES = 3  # columns of `DeltaTables.places`: where the first and the second factor begin, and their rank
 SEGMENT_ROWS = 16  # the most token rows of a segment: the fewest that tensor cores take
 
 
 @dataclass(frozen=True)
-class AdapterTables:
+class DeltaTables:
     """The factors of all adapters on the device. A rank of 0 says that the slot's adapter does not change a target."""
 
     # [numbers]: `a` [rank, inputs] and `b` [rank, outputs] of each slot and target. Experts have one pair behind the
