@@ -26,8 +26,8 @@ from safetensors.torch import save_file
 
 from outrider import LLM, SamplingParams
 from outrider.adapters import LoRARequest
-from outrider.adapters.target import LinearTarget
-from outrider.adapters.targets import Targets
+from outrider.features.adapters.target import LinearTarget
+from outrider.features.adapters.targets import Targets
 from outrider.models.base import Model
 
 PROMPT = "The history of the sea is the history of those who crossed it. In the beginning there were rafts, and then"

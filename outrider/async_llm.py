@@ -13,9 +13,9 @@ from itertools import count
 from threading import Event
 from typing import Any, Never, cast
 
+from outrider.adapter_loading import load, need_adapters, with_adapter
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import Text, check_value, shown
-from outrider.core.lora_request import LoRARequest, one_for_each
 from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import OutputIncrement, RequestOutput
 from outrider.core.params import SamplingParams, need_sampling_params
@@ -23,12 +23,12 @@ from outrider.core.pooling import Output, PoolingRequestOutput, empty_output
 from outrider.core.pooling_params import PoolingParams, RequestParams
 from outrider.core.prompts import Prompt
 from outrider.core.structured import FormClient
-from outrider.engine.adapter_loading import load, need_registry
 from outrider.engine.engine import Engine, EngineError
 from outrider.engine.engine_thread import EngineThread, tell
 from outrider.engine.named_weights import Weights, weights_command
 from outrider.engine.reader_streams import GrowingOutput, Increments, ParamsError, RequestError, Stream
 from outrider.front import Front, refuse_misplaced, refuse_sampling_field
+from outrider.lora_request import LoadedAdapter, LoRARequest, one_for_each
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
 
 __all__ = ["LONG_TEXT", "AsyncLLM", "EngineError", "ParamsError", "RequestError"]
@@ -79,36 +79,37 @@ class AsyncLLM(Front):
         (asked,) = one_for_each(lora_request, 1)
         if asked is None:
             return checked
-        registry = need_registry(self.engine.adapters)
-        hold = await load(registry, self._owner.call, lambda: registry.begin(asked))
-        self._owner.call(lambda: registry.release(hold))
-        return [replace(request, adapter=hold.number) for request in checked]
+        adapters = need_adapters(self.engine)
+        hold = await load(adapters, self._owner.call, lambda: adapters.begin(asked))
+        self._owner.call(lambda: adapters.release(hold))
+        return [with_adapter(request, hold.number) for request in checked]
 
     @asynccontextmanager
     async def holding_adapter(self, request: CheckedRequest) -> AsyncGenerator[CheckedRequest, None]:
         """Keep the adapter of a request loaded while the block runs. Yields the request with the load that it is to
         have: since the check, the adapter may have been read again, or may have made room for others."""
-        if request.adapter is None:
+        checked = request.part(LoadedAdapter)
+        if checked is None:
             yield request
             return
-        registry, checked = need_registry(self.engine.adapters), request.adapter
-        hold = await load(registry, self._owner.call, lambda: registry.hold(checked))
+        adapters = need_adapters(self.engine)
+        hold = await load(adapters, self._owner.call, lambda: adapters.hold(checked.number))
         try:
-            yield replace(request, adapter=hold.number)
+            yield with_adapter(request, hold.number)
         finally:
-            self._owner.call(lambda: registry.release(hold))
+            self._owner.call(lambda: adapters.release(hold))
 
     async def add_lora(self, lora_request: LoRARequest) -> bool:
         """Load an adapter, so that its first request need not wait for it."""
-        registry = need_registry(self.engine.adapters)
-        hold = await load(registry, self._owner.call, lambda: registry.begin(lora_request))
-        await asyncio.wrap_future(self._owner.call(lambda: registry.release(hold)))
+        adapters = need_adapters(self.engine)
+        hold = await load(adapters, self._owner.call, lambda: adapters.begin(lora_request))
+        await asyncio.wrap_future(self._owner.call(lambda: adapters.release(hold)))
         return True
 
     async def remove_lora(self, lora_name: str) -> bool:
         """Forget an adapter; requests that have it end with it. UnknownAdapter if there is none of this name."""
-        registry = need_registry(self.engine.adapters)
-        await asyncio.wrap_future(self._owner.call(lambda: registry.remove(lora_name)))
+        adapters = need_adapters(self.engine)
+        await asyncio.wrap_future(self._owner.call(lambda: adapters.remove(lora_name)))
         return True
 
     async def _check(self, prompts: Sequence[Prompt], params: RequestParams, priority: int,

@@ -13,9 +13,9 @@ from typing import Annotated, Any, TypeAlias
 
 from outrider.core import PAGE_TOKENS, Limits
 from outrider.core.fields import INT32, INT64, Count, NotEmpty, OneOf, Range, Text, check_fields, unknown_name
-from outrider.core.logits_processors import load_processors
 from outrider.core.params import Seed
 from outrider.core.shipped_drafters import SHIPPED, ShippedDrafter
+from outrider.logits_processors import load_processors
 
 __path__: list[str] = []  # vLLM has a package of this name: imports of its modules say what to use (compat/not_here.py)
 DEVICES = ("auto", "cpu", "cuda")

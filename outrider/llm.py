@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Annotated, Any, Never, TypeVar, cast
 
+from outrider.adapter_loading import loaded
 from outrider.beam_search import BeamRound, BeamSearchOutput, BeamSearchParams, beam_search
 from outrider.compat.metrics import Metric, engine_metrics
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import OneOf, check_value, shown
-from outrider.core.lora_request import AdapterChoice, LoRARequest, one_for_each
 from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import RequestOutputKind, SamplingParams
@@ -26,7 +26,6 @@ from outrider.core.pooling import (
 )
 from outrider.core.pooling_params import TASKS, PoolingParams, RequestParams
 from outrider.core.prompts import Prompt
-from outrider.engine.adapter_loading import loaded
 from outrider.engine.engine import Engine
 from outrider.engine.named_weights import Weights, weights_command
 from outrider.engine.pooling import cosine, raise_failed
@@ -34,6 +33,7 @@ from outrider.engine.progress import RequestBar
 from outrider.engine.request_loop import Caller, RequestLoop
 from outrider.front import Front, refuse_misplaced, refuse_sampling_field
 from outrider.llm_engine import LLMEngine
+from outrider.lora_request import AdapterChoice, LoRARequest, one_for_each
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
 
 T = TypeVar("T")
@@ -162,7 +162,7 @@ class LLM(Front):
             def generate(asked: BeamRound) -> list[RequestOutput]:
                 beams = self._check(asked.token_ids, asked.sampling, 0)
                 return cast(list[RequestOutput], self._run_checked(
-                    [replace(beam, adapter=checked[prompt].adapter)
+                    [replace(beam, parts=checked[prompt].parts)
                      for beam, prompt in zip(beams, asked.prompts, strict=True)], use_tqdm=False))
 
             return beam_search([request.token_ids for request in checked], params, generate, self.engine.tokenizer,
@@ -312,9 +312,8 @@ class LLM(Front):
                  priority: int | Sequence[int], adapters: AdapterChoice) -> Generator[list[CheckedRequest], None, None]:
         """Requests for the prompts, with their adapters, which stay loaded while the block runs."""
         checked = self._check(prompts, params, priority)
-        with loaded(self.engine.adapters, self._loop.run, one_for_each(adapters, len(checked))) as numbers:
-            yield [request if number is None else replace(request, adapter=number)
-                   for request, number in zip(checked, numbers, strict=True)]
+        with loaded(self.engine, self._loop.run, checked, one_for_each(adapters, len(checked))) as requests:
+            yield requests
 
     def _check(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],
                priority: int | Sequence[int]) -> list[CheckedRequest]:

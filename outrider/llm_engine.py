@@ -6,19 +6,18 @@ A thin front over the same loop that LLM drives: `llm.llm_engine` shares the eng
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
+from outrider.adapter_loading import loaded
 from outrider.compat.metrics import Metric, engine_metrics
 from outrider.core.fields import Text, check_value
-from outrider.core.lora_request import LoRARequest, one_for_each
 from outrider.core.output_reader import OutputReader
 from outrider.core.pooling import Output
 from outrider.core.pooling_params import RequestParams
 from outrider.core.prompts import Prompt
-from outrider.engine.adapter_loading import loaded
 from outrider.engine.engine import Engine
 from outrider.engine.request_loop import Caller, RequestLoop
 from outrider.front import Front
+from outrider.lora_request import LoRARequest, one_for_each
 
 
 class LLMEngine(Front):
@@ -52,8 +51,8 @@ class LLMEngine(Front):
         if request_id in self._names:
             raise ValueError(f"request id {request_id!r} is in use")
         (request,) = self.engine.checks.check_all([prompt], [params], [priority])
-        with loaded(self.engine.adapters, self._loop.run, one_for_each(lora_request, 1)) as (number,):
-            (own,) = self._loop.add(self._caller, [replace(request, adapter=number)])
+        with loaded(self.engine, self._loop.run, [request], one_for_each(lora_request, 1)) as requests:
+            (own,) = self._loop.add(self._caller, requests)
         self._names[request_id] = own
         self._caller.readers[own] = OutputReader(request.sampling.output_kind)
         return request_id

@@ -13,7 +13,6 @@ from typing import NamedTuple
 from outrider.cache.groups import CacheLayout
 
 DIGEST_BYTES = 16
-ADAPTER = "adapter="  # begins the key of a request with an adapter: the number of the load follows
 STATE_BYTES = DIGEST_BYTES + 8  # first bytes of the keys of a state's pages: digest and checkpoint
 
 
@@ -24,11 +23,6 @@ class PageContent(NamedTuple):
     token_ids: tuple[int, ...]
     keys: tuple[str, ...]  # of its request: what must be equal beside the tokens, as a salt
 
-    @property
-    def adapter(self) -> int | None:
-        """The number of the adapter's load."""
-        return next((int(key.removeprefix(ADAPTER)) for key in self.keys if key.startswith(ADAPTER)), None)
-
 
 class PageStored(NamedTuple):
     """A page that requests can find from now on, or a recurrent state, which has no content of its own."""
@@ -36,7 +30,7 @@ class PageStored(NamedTuple):
     group: int
     digest: bytes
     content: PageContent | None
-    adapter_name: str | None = None
+    labels: tuple[tuple[str, str], ...] = ()  # keys of the content that have a public name, and the names
 
 
 class PageRemoved(NamedTuple):
@@ -54,10 +48,10 @@ CacheEvent = PageStored | PageRemoved | AllRemoved
 class CacheEvents:
     """The events of an engine's caches, in one record for its whole life, whatever caches it has one after another."""
 
-    def __init__(self, layout: CacheLayout, adapter_names: Mapping[int, str] = MappingProxyType({})) -> None:
-        """adapter_names: of loads that requests have, by number."""
+    def __init__(self, layout: CacheLayout, labels: Mapping[str, str] = MappingProxyType({})) -> None:
+        """labels: public names of keys that requests have."""
         self.layout = layout
-        self._adapter_names = adapter_names
+        self._labels = labels
         self.state_group = len(layout.groups)  # the group that the pool knows states by
         self._target_groups = frozenset(group.index for group in layout.groups if group.is_target)
         self._states: set[bytes] = set()  # digest and checkpoint of every state that can be found
@@ -65,9 +59,9 @@ class CacheEvents:
 
     def store_page(self, key: tuple[int, bytes], content: PageContent | None) -> None:
         if key[0] in self._target_groups:
-            adapter = None if content is None else content.adapter
-            name = None if adapter is None else self._adapter_names.get(adapter)
-            self._events.append(PageStored(*key, content, name))
+            keys = () if content is None else content.keys
+            labels = tuple((word, label) for word in keys if (label := self._labels.get(word)) is not None)
+            self._events.append(PageStored(*key, content, labels))
 
     def store_state(self, digest: bytes, page_key: tuple[int, bytes]) -> None:
         """Note a recurrent state that can be found from now on. `page_key`: the key of one of its pages."""

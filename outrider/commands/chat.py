@@ -20,10 +20,10 @@ from outrider.commands.serve_files import chat_template, check_template_name
 from outrider.commands.word_wrap import WordWrap, wrapped
 from outrider.core import RequestOutput, SamplingParams
 from outrider.core.fields import did_you_mean
-from outrider.core.lora_request import LoRARequest
 from outrider.core.status_line import CLEAR, is_terminal, say, write_stderr
 from outrider.engine.stats import EngineStats
 from outrider.llm import LLM
+from outrider.lora_request import LoRARequest
 from outrider.models.sources import DEFAULT_MODEL
 
 COMMANDS = ("/exit", "/help", "/quit", "/reset")

@@ -22,8 +22,8 @@ from outrider.compat.settings import VALUES, VLLM_SETTINGS
 from outrider.config import DTYPES, LOAD_FORMATS, LOGPROBS_MODES, MODEL_IMPLS, EngineConfig
 from outrider.core import SamplingParams
 from outrider.core.fields import did_you_mean
-from outrider.core.lora_request import CONFIG as ADAPTER_CONFIG
-from outrider.core.lora_request import LoRARequest
+from outrider.lora_request import CONFIG as ADAPTER_CONFIG
+from outrider.lora_request import LoRARequest
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from outrider.server.settings import LOG_FORMATS, LOG_LEVELS, ServerConfig
 

@@ -15,12 +15,12 @@ from types import FrameType
 from typing import Any
 
 from outrider.core import RequestOutput, SamplingParams
-from outrider.core.lora_request import LoRARequest
 from outrider.core.params import RequestOutputKind
 from outrider.core.prompts import Prompt
 from outrider.engine.progress import bar
 from outrider.engine.text import Tokenizer
 from outrider.llm import LLM
+from outrider.lora_request import LoRARequest
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import copy
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from outrider.core.feature_parts import Part, RequestPart, find_part
 from outrider.core.params import SamplingParams
 from outrider.core.pooling_params import HiddenReport, PoolingParams, RequestParams
 from outrider.core.spans import NO_SPANS, PromptSpans
@@ -46,7 +47,7 @@ class CheckedRequest:
     spans: PromptSpans = NO_SPANS
     embeds: PromptEmbeds | None = None
     has_ids: bool = True  # False: the prompt is embeddings without ids
-    adapter: int | None = None  # number of the load of the adapter that changes the model's products
+    parts: tuple[RequestPart, ...] = ()  # what it asks of features, at most one of each kind
     tenant: str | None = None  # whose share of rows, pages and steps the request takes; None: that of all without one
 
     @property
@@ -80,9 +81,10 @@ class CheckedRequest:
     def cache_keys(self) -> tuple[str, ...]:
         """Whatever must be equal for requests to share pages, beside their tokens. Requests with embeddings share pages
         if all their embeddings are equal, and none with a request that has ids alone."""
-        keys = {"embeds": None if self.embeds is None else self.embeds.digest, "adapter": self.adapter,
-                "salt": self.cache_salt}
-        return tuple(f"{name}={value}" for name, value in keys.items() if value is not None)
+        parts = [part.cache_key for part in self.parts]
+        embeds = None if self.embeds is None else f"embeds={self.embeds.digest}"
+        salt = None if self.cache_salt is None else f"salt={self.cache_salt}"
+        return tuple(key for key in (embeds, *parts, salt) if key is not None)
 
     @property
     def reads_prefix_cache(self) -> bool:
@@ -90,6 +92,15 @@ class CheckedRequest:
         if self.hidden.covers_prompt:
             return False
         return self.sampling.prompt_logprobs is None and not self.sampling.skip_reading_prefix_cache
+
+    def part(self, kind: type[Part]) -> Part | None:
+        """What the request asks of the feature with parts of this kind."""
+        return find_part(self.parts, kind)
+
+    def with_part(self, part: RequestPart) -> CheckedRequest:
+        """This request with a part, in place of one of its kind."""
+        others = [own for own in self.parts if type(own) is not type(part)]
+        return replace(self, parts=(*others, part))
 
     def with_seed(self, seed: int) -> CheckedRequest:
         """Return this request if it has a seed or samples nothing, else a copy with the given seed."""

@@ -1,4 +1,4 @@
-"""The processor cores that this process may use."""
+"""The CPU cores that this process may use."""
 
 from __future__ import annotations
 

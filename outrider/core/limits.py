@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from outrider.core.draft_confidence import NUM_LEVELS
+from outrider.core.feature_parts import LimitsPart, Part, find_part
 
 PAGE_TOKENS = (16, 32, 64, 128)  # sizes that a page may have
 NULL_PAGE = 0  # never owned by a request; padded and forgotten table entries point here
@@ -27,9 +28,6 @@ class Axis(enum.Enum):
     STOP_IDS = "stop ids"  # token ids that end a request
     MASK_WORDS = "mask words"  # 32 tokens of the vocabulary each
     LIST_INTS = "list integers"  # integers of all rows' logit biases and bad words together
-    ADAPTER_SLOTS = "adapter slots"  # adapters on the device
-    ADAPTER_TARGETS = "adapter targets"  # products that adapters may change
-    ADAPTER_NUMBERS = "adapter numbers"  # numbers of all adapters on the device together
     BATCHES = "batches"  # one: numbers of a whole batch
     CHANCES = "chances"  # levels of confidence of every draft of one request
     SERVED_TOKENS = "served tokens"  # tokens that a drafter learns from, and a place for the states of no such token
@@ -49,10 +47,8 @@ class Limits:
     max_logprobs: int = 20  # most likely tokens that a request may have reported beside its own
     steps_in_flight: int = 2
     hidden_size: int = 1  # size of the hidden states that results may carry
-    max_adapters: int = 0  # adapters on the device at once
-    num_adapter_targets: int = 0
-    num_adapter_numbers: int = 0  # room for all of them together
     num_served_tokens: int = 0  # tokens of served texts that are kept for a drafter to learn from
+    parts: tuple[LimitsPart, ...] = ()  # sizes of features, at most one part of each kind
 
     def extent(self, axis: Axis) -> int:
         return {
@@ -68,13 +64,14 @@ class Limits:
             Axis.STOP_IDS: self.max_stop_ids,
             Axis.MASK_WORDS: -(-self.vocab_size // 32),
             Axis.LIST_INTS: self.max_list_ints,
-            Axis.ADAPTER_SLOTS: self.max_adapters,
-            Axis.ADAPTER_TARGETS: self.num_adapter_targets,
-            Axis.ADAPTER_NUMBERS: self.num_adapter_numbers,
             Axis.BATCHES: 1,
             Axis.CHANCES: self.max_drafts * NUM_LEVELS,
             Axis.SERVED_TOKENS: self.num_served_tokens + 1,
         }[axis]
+
+    def part(self, kind: type[Part]) -> Part | None:
+        """The sizes of the feature with parts of this kind."""
+        return find_part(self.parts, kind)
 
     @property
     def max_lookahead(self) -> int:

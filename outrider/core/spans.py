@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outrider.core.batch_part import BatchPart
+from outrider.core.feature_parts import BatchPart
 
 
 class MarkedSpan(NamedTuple):

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from outrider.core.adaptation import AdaptationReport, RowEnd
-from outrider.core.batch_part import BatchPart
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.draft_confidence import DraftSharing
 from outrider.core.drafter_faults import DrafterFault
+from outrider.core.feature_parts import BatchPart, find_part
 from outrider.core.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ class Uncaptured(enum.Enum):
     PROMPT_LOGPROBS = "log-probabilities of a prompt"
     HIDDEN_STATES = "hidden states of a prompt"
     UNPLACED_LISTS = "a logit_bias or bad_words that found no place on the device"
-    LOGITS_PROCESSORS = "logits processors of the operator"
+    EDITED_LOGITS = "logits that code of the operator edits"
     PROMPTS = "prompts whose lengths the host must know"
     PROMPT_EMBEDS = "embeddings in place of token ids"
     DELTAS = "rows with deltas of their own"
@@ -207,7 +207,7 @@ class ScheduledBatch:
 
     def part(self, kind: type[Part]) -> Part | None:
         """The batch's part of this class; None if it has none."""
-        return next((part for part in self.parts if isinstance(part, kind)), None)
+        return find_part(self.parts, kind)
 
     @property
     def num_requests(self) -> int:

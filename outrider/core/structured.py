@@ -30,7 +30,11 @@ class FormClient:
     is_gone: Callable[[], bool] = lambda: False  # whether the answer is no longer waited for
 
 
-class OwnFailure(str):
+class ExplainedFailure(str):
+    """Error message that says what the request failed by."""
+
+
+class OwnFailure(ExplainedFailure):
     """Error message of a request that failed because of what it asked for."""
 
 

@@ -15,11 +15,10 @@ from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
-from outrider.core import AdaptationReport, Admission, Limits, RowEnd, ScheduledBatch
+from outrider.core import AdaptationReport, Admission, Limits, RowEnd, ScheduledBatch, StepPart
 from outrider.core.drafter_faults import FaultKind, FaultRecord, words_of
 from outrider.core.ranks import RankLost
 from outrider.core.step_messages import DraftingReport
-from outrider.core.step_part import StepPart
 from outrider.drafters.base import Drafter, Drafts, HiddenReads, Step, ViewOf
 from outrider.drafters.choice import ProposalChoice
 from outrider.drafters.combined import CombinedDrafter

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
+from collections import ChainMap
+from collections.abc import Sequence
 
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
 from outrider.config import EngineConfig
 from outrider.core import FaultRecord
+from outrider.core.request_keeper import RequestKeepers
 from outrider.drafters.suffix import SuffixDrafter
-from outrider.engine.adapter_registry import AdapterRegistry
 from outrider.engine.engine import Engine
+from outrider.engine.engine_feature import EngineFeature
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.kv_events import EventSockets, KvEvents
 from outrider.engine.text import Tokenizer
+from outrider.feature_list import engine_features
 from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
-from outrider.sched.adapter_slots import AdapterSlots
 from outrider.sched.prompt_time import PromptTime
 from outrider.sched.scheduler import Scheduler
 from outrider.speculation.auto_drafts import auto_drafts
@@ -32,14 +33,14 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
     has_suffixes = speculative is not None and "suffix" in speculative.methods
     host_faults = FaultRecord.for_drafter(SuffixDrafter()) if has_suffixes else None
 
-    adapter_sizes: dict[int, int] = {}
-    adapter_names: dict[int, str] = {}
-    kv_events = None if event_sockets is None else KvEvents(info.layout, event_sockets, adapter_names)
+    features: list[EngineFeature] = engine_features(config)
+    labels = ChainMap(*(feature.page_labels() for feature in features))
+    kv_events = None if event_sockets is None else KvEvents(info.layout, event_sockets, labels)
 
     def scheduler(generation: int) -> Scheduler:
         made = make_scheduler(info, enable_prefix_caching=config.enable_prefix_caching, generation=generation,
                               host_drafter=SuffixDrafter() if has_suffixes else None, host_faults=host_faults,
-                              adapter_sizes=adapter_sizes)
+                              features=features)
         if kv_events is not None:
             kv_events.follow(made.cache.pool)
         return made
@@ -47,24 +48,23 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
     engine = Engine(scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
                     max_logprobs=info.limits.max_logprobs, submits_early=config.overlap is not False,
                     takes_spans=info.takes_spans, grammars=grammars, host_faults=host_faults, model_name=config.model,
-                    processors=config.logits_processors, device_name=info.device_name, classes=info.classes,
+                    features=features, device_name=info.device_name, classes=info.classes,
                     kv_events=kv_events)
-    if info.limits.max_adapters:
-        max_loaded = config.max_cpu_loras or 4 * config.max_loras
-        engine.adapters = AdapterRegistry(max_loaded, engine.order, engine.forget_adapter, adapter_sizes,
-                                          adapter_names)
+    keepers = [feature.make_keeper(info, engine.order) for feature in features]
+    engine.keepers = RequestKeepers([keeper for keeper in keepers if keeper is not None])
     return engine
 
 
 def make_scheduler(info: WorkerInfo, *, enable_prefix_caching: bool = True, generation: int = 0,
                    host_drafter: HostDrafter | None = None, host_faults: FaultRecord | None = None,
-                   adapter_sizes: Mapping[int, int] = MappingProxyType({})) -> Scheduler:
+                   features: Sequence[EngineFeature] = ()) -> Scheduler:
     """A scheduler with an empty cache, for a worker that describes itself so."""
     cache = CacheManager(info.layout, PagePool(info.num_pages), info.limits, lookahead=info.lookahead,
                          enable_prefix_caching=enable_prefix_caching)
+    resources = [feature.make_resource(info) for feature in features]
     return Scheduler(cache, info.limits, drafts=_draft_counts(info), generation=generation,
                      host_drafter=host_drafter, host_faults=host_faults, prompt_time=_prompt_time(info),
-                     adapters=_adapter_slots(info, adapter_sizes))
+                     resources=[resource for resource in resources if resource is not None])
 
 
 def _draft_counts(info: WorkerInfo) -> DraftCounts | None:
@@ -74,11 +74,6 @@ def _draft_counts(info: WorkerInfo) -> DraftCounts | None:
         case MeasuredDrafting(max_drafts, costs, always_propose):
             return auto_drafts(max_drafts, costs, always_propose=always_propose)
     return None
-
-
-def _adapter_slots(info: WorkerInfo, sizes: Mapping[int, int]) -> AdapterSlots | None:
-    limits = info.limits
-    return AdapterSlots(limits.max_adapters, limits.num_adapter_numbers, sizes) if limits.max_adapters else None
 
 
 def _prompt_time(info: WorkerInfo) -> PromptTime | None:

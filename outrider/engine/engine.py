@@ -12,23 +12,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count
-from typing import Any
 
 from outrider.core import AdaptationReport, ClassHead, FaultRecord, Finish, Limits, StepResult
 from outrider.core.checked_request import CheckedRequest
-from outrider.core.logits_processors import load_processors
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import request_seed
 from outrider.core.pooling_params import PoolingParams
-from outrider.engine.adapter_registry import AdapterRegistry
+from outrider.core.request_keeper import RequestKeepers
 from outrider.engine.collector import unfreeze_heap, working_thresholds
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.kv_events import KvEvents
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.pooling import PooledOutput
-from outrider.engine.request_checks import RequestChecks
+from outrider.engine.request_checks import ParamsChecker, RequestChecks
 from outrider.engine.stats import EngineStats, StatsLog, stamp_admissions
 from outrider.engine.step_trace import StepTrace
 from outrider.engine.text import Tokenizer
@@ -51,10 +49,10 @@ class _Live:
 
     request_id: str
     metrics: RequestMetrics
+    asked: CheckedRequest
     samples: list[tuple[Request, SampleOutput | PooledOutput]]
     prompt_logprobs: PromptLogprobsOutput | None
     num_left: int  # samples that have not ended
-    adapter: int | None = None  # number of its load
 
 
 class Engine:
@@ -64,11 +62,11 @@ class Engine:
                  tokenizer: Tokenizer | None = None, eos_ids: tuple[int, ...] = (), seed: int = 0,
                  max_logprobs: int = 20, submits_early: bool = False, takes_spans: bool = False,
                  grammars: GrammarCompiler | None = None, host_faults: FaultRecord | None = None,
-                 model_name: str = "this model", processors: Sequence[Any] = (), device_name: str = "CPU",
+                 model_name: str = "this model", features: Sequence[ParamsChecker] = (), device_name: str = "CPU",
                  classes: ClassHead | None = None, kv_events: KvEvents | None = None) -> None:
         """make_scheduler: for steps from a generation on. submits_early: with one step in flight, the next one is
         queued before the last one's tokens go out. takes_spans: prompts may mark spans. host_faults: of the schedulers'
-        host drafters. processors: the setting logits_processors."""
+        host drafters. features: check the parameters of requests."""
         self._make_scheduler = make_scheduler
         self.scheduler = make_scheduler(0)
         self.runner = runner
@@ -80,10 +78,10 @@ class Engine:
         self._stats_log = StatsLog(self.stats) if limits.max_drafts else None
         self.eos_ids = eos_ids
         self.checks = RequestChecks(limits, tokenizer, eos_ids, max_logprobs, takes_spans, grammars, model_name,
-                                    load_processors(processors), classes)
+                                    features, classes)
         self._host_faults = host_faults
         self.kv_events = kv_events
-        self.adapters: AdapterRegistry | None = None  # set before the first request, where requests may name adapters
+        self.keepers = RequestKeepers()  # of features; set before the first request
         self._seed = seed
         self._submits_early = submits_early and limits.steps_in_flight == 1
         self._ids = count()
@@ -133,10 +131,7 @@ class Engine:
         for request_id in requests:
             if request_id in self._live:
                 raise ValueError(f"request id {request_id!r} is in use")
-        if self.adapters is not None:
-            requests = {request_id: asked if asked.adapter is None
-                        else replace(asked, adapter=self.adapters.newest(asked.adapter))
-                        for request_id, asked in requests.items()}
+        requests = self.keepers.renew(requests)
         seeded = {request_id: asked.with_seed(request_seed(self._seed, self._num_accepted + index))
                   for index, (request_id, asked) in enumerate(requests.items())}
         self._enter([self._new_live(request_id, asked) for request_id, asked in seeded.items()])
@@ -207,28 +202,22 @@ class Engine:
             self._error = WorkerDied(f"the engine has ended: {error}")
             raise
 
-    def forget_adapter(self, number: int) -> None:
-        """Take the adapter's place on the device away, because it is about to be dropped."""
-        if self.scheduler.adapters is not None:
-            self.scheduler.adapters.forget(number)
-
     def reset(self) -> None:
         """Forget all requests, steps and pages, whatever state they are in: after an interrupt, which may have landed
         on any line. The worker runs steps in their order, so what it may still be computing comes before the first step
-        of the new generation and is forgotten with it. `resume` brings requests back, then `drop_unused_adapters`
-        follows: until then their adapters stay, also those that were read again meanwhile."""
+        of the new generation and is forgotten with it. `resume` brings requests back, then `drop_unused`
+        follows: until then features keep what requests had."""
         scheduler = self._make_scheduler(self.scheduler.generation + 1)
         scheduler.cache.mark_all_unclean()
         self._in_flight, self._live, self._samples, self._held = deque(), {}, {}, []
         self._last_end = None
         self._is_step_missing, self.scheduler = False, scheduler
-        if self.adapters is not None:
-            self.adapters.forget_requests()
+        self.keepers.forget_requests()
         self._publish_events()
 
-    def drop_unused_adapters(self) -> None:
-        if self.adapters is not None:
-            self.adapters.drop_unused()
+    def drop_unused(self) -> None:
+        """After `reset`, and `resume` of the requests that are still wanted."""
+        self.keepers.drop_unused()
 
     # One step
 
@@ -358,7 +347,7 @@ class Engine:
         if isinstance(params, PoolingParams):
             pooled = PooledOutput(SampleKey(request_id, 0, 0, metrics), params, prompt_len, self.checks.classes)
             only = (Request(next(self._ids), asked, prompt_len), pooled)
-            return _Live(request_id, metrics, [only], None, 1, asked.adapter)
+            return _Live(request_id, metrics, asked, [only], None, 1)
         limit = self.limits.max_len if params.max_tokens is None else prompt_len + params.max_tokens
         samples: list[tuple[Request, SampleOutput | PooledOutput]] = []
         for index in range(params.n):
@@ -366,18 +355,16 @@ class Engine:
             key = SampleKey(request_id, index, asked.seed, metrics)
             samples.append((request, SampleOutput(key, params, self.tokenizer)))
         prompt = None if params.prompt_logprobs is None else PromptLogprobsOutput(prompt_len, self.tokenizer)
-        return _Live(request_id, metrics, samples, prompt, params.n, asked.adapter)
+        return _Live(request_id, metrics, asked, samples, prompt, params.n)
 
     def _enter(self, lives: Sequence[_Live]) -> None:
         """Register all requests atomically: if one is refused, none is added."""
-        if self.adapters is not None:  # before the scheduler, which looks their adapters up
-            self.adapters.enter([live.adapter for live in lives])
+        asked = [live.asked for live in lives]
+        self.keepers.enter(asked)  # before the scheduler, which looks up what they keep
         try:
             self.scheduler.add(*(request for live in lives for request, _ in live.samples))
         except Exception:
-            for live in lives:
-                if self.adapters is not None:
-                    self.adapters.leave(live.adapter)
+            self.keepers.leave(*asked)
             raise
         self._live |= {live.request_id: live for live in lives}
         self._samples |= {request.id: (live, sample) for live in lives for request, sample in live.samples}
@@ -424,6 +411,5 @@ class Engine:
         live.num_left -= 1
         if not live.num_left:
             metrics.finished_time = time.perf_counter()
-            if self.adapters is not None:
-                self.adapters.leave(live.adapter)
+            self.keepers.leave(live.asked)
             del self._live[live.request_id]

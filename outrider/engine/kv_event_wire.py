@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from os import urandom
 from typing import Any, assert_never
 
-from outrider.cache.events import ADAPTER, AllRemoved, CacheEvent, PageRemoved, PageStored
+from outrider.cache.events import AllRemoved, CacheEvent, PageRemoved, PageStored
 from outrider.cache.groups import CacheLayout
 from outrider.cache.kinds import ChunkedSpec, FullSpec, LatentSpec, PagedSpec
 
@@ -85,8 +85,8 @@ class EventWriter:
             "parent_block_hash": None if content is None or content.parent is None else self._hash(content.parent),
             "token_ids": list(content.token_ids) if content is not None and self._tells_tokens else [],
             "block_size": self._sizes.get(event.group, self._state_size),
-            "lora_id": None if content is None else content.adapter, "medium": MEDIUM,
-            "lora_name": event.adapter_name}
+            "lora_id": next((int(key.partition("=")[2]) for key, _ in event.labels), None), "medium": MEDIUM,
+            "lora_name": next((label for _, label in event.labels), None)}
         if (keys := self._extra_keys(event)) is not None:
             written["extra_keys"] = [keys]
         written |= {"group_idx": event.group, "kv_cache_spec_kind": kind}
@@ -95,15 +95,15 @@ class EventWriter:
         return written
 
     def _extra_keys(self, event: PageStored) -> list[str] | None:
-        """The keys of a block beside its tokens: the adapter's name in every block, and if tokens are told, salts in
-        the first one."""
+        """The keys of a block beside its tokens: names of keys that have a public one in every block, and if tokens
+        are told, salts in the first one."""
         content = event.content
         if content is None:
             return None
-        name = [] if event.adapter_name is None else [event.adapter_name]
+        labels = dict(event.labels)
         tells_salts = self._tells_tokens and content.parent is None
-        others = [key for key in content.keys if not key.startswith(ADAPTER)] if tells_salts else []
-        return [*name, *(key.removeprefix("salt=") for key in others)] or None  # a salt as it was given
+        others = [key for key in content.keys if key not in labels] if tells_salts else []
+        return [*labels.values(), *(key.removeprefix("salt=") for key in others)] or None  # a salt as it was given
 
     def _hash(self, digest: bytes) -> int:
         return int.from_bytes(hashlib.blake2b(digest, digest_size=HASH_BYTES, key=self._key).digest(), "big")

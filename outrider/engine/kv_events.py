@@ -93,9 +93,9 @@ class KvEvents:
     each step."""
 
     def __init__(self, layout: CacheLayout, sockets: EventSockets,
-                 adapter_names: Mapping[int, str] = MappingProxyType({})) -> None:
-        """adapter_names: of loads of adapters, by number."""
-        self.record = CacheEvents(layout, adapter_names)
+                 labels: Mapping[str, str] = MappingProxyType({})) -> None:
+        """labels: public names of keys that pages are known by."""
+        self.record = CacheEvents(layout, labels)
         self.num_dropped = 0  # batches
         config = sockets.config
         self._writer = EventWriter(layout, tells_tokens=config.token_ids, secret=config.hash_secret)

@@ -6,10 +6,9 @@ Everything here takes runs, never single tokens; what comes out does not depend 
 from __future__ import annotations
 
 from outrider.core import Finish, RequestResult, TokenLogprobs
-from outrider.core.logits_processors import ProcessorFailure
 from outrider.core.outputs import Logprob, OutputIncrement, SampleEnd, SampleKey, name_logprobs
 from outrider.core.params import SamplingParams
-from outrider.core.structured import OwnFailure
+from outrider.core.structured import ExplainedFailure, OwnFailure
 from outrider.engine.detokenize import Detokenizer, StopStrings
 from outrider.engine.text import Tokenizer, TokenTexts
 
@@ -63,7 +62,7 @@ class SampleOutput:
         """The error of a request that had no token to choose. The device does not say why. Parameters that forbid
         tokens are the likely cause if there are any: logits that are not finite fail other requests too."""
         can_be_theirs = any(getattr(self._params, name) for name in FORBID_ALL)
-        if error is None or isinstance(error, (OwnFailure, ProcessorFailure)) or not can_be_theirs:
+        if error is None or isinstance(error, ExplainedFailure) or not can_be_theirs:
             return error
         forbid = [name for name in FORBID_ALL + FORBID_SOME if getattr(self._params, name)]
         return OwnFailure(f"no token is allowed: {', '.join(forbid)} of this request leave none to choose (or the "

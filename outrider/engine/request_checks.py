@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 from outrider.core import Limits
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.class_head import ClassHead
-from outrider.core.drafter_faults import words_of
 from outrider.core.fields import check_value, did_you_mean, shown
-from outrider.core.logits_processors import LogitsProcessor
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params
 from outrider.core.pooling_params import PoolingParams, RequestParams
 from outrider.core.prompts import NEEDED_KEYS, PROMPT_KEYS, Prompt
@@ -29,6 +27,15 @@ from outrider.engine.text import Tokenizer
 ONLY_TEXT = "only text, token ids and embeddings are served"
 
 
+class ParamsChecker(Protocol):
+    """A feature as checks see it (`engine/engine_feature.py`)."""
+
+    @property
+    def reads_extra_args(self) -> bool: ...
+
+    def check_params(self, params: SamplingParams) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class RequestChecks:
     """Checks requests. Every method raises a ValueError that says what to change if the request cannot be served."""
@@ -40,7 +47,7 @@ class RequestChecks:
     takes_spans: bool  # prompts may mark spans
     grammars: GrammarCompiler | None
     model_name: str  # for messages
-    processors: Sequence[type[LogitsProcessor]] = ()
+    features: Sequence[ParamsChecker] = ()
     classes: ClassHead | None = None
 
     def check(self, prompt: Prompt, params: RequestParams, priority: int = 0) -> CheckedRequest:
@@ -131,18 +138,15 @@ class RequestChecks:
             if self.grammars is None:
                 raise ValueError("structured_outputs need a tokenizer, and this engine has none")
             self.grammars.check(params.structured_outputs, caller)
-        self._check_processors(params)
+        self._check_by_features(params)
         return params
 
-    def _check_processors(self, params: SamplingParams) -> None:
-        if params.extra_args is not None and not self.processors:
+    def _check_by_features(self, params: SamplingParams) -> None:
+        if params.extra_args is not None and not any(feature.reads_extra_args for feature in self.features):
             raise ValueError("extra_args are values for logits processors, and this engine has none: start it with "
                              "logits_processors")
-        for processor in self.processors:
-            try:
-                processor.validate_params(params)
-            except Exception as error:  # the operator's code may raise anything
-                raise ValueError(f"extra_args: {processor.__name__} refuses them: {words_of(error)}") from error
+        for feature in self.features:
+            feature.check_params(params)
 
     def _check_tokens(self, token_ids: tuple[Any, ...], max_len: int) -> None:
         if not token_ids:

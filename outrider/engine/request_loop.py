@@ -258,4 +258,4 @@ class RequestLoop:
                 output.fail(f"the output failed: {error!r}")
             if output.finished:
                 self._changed[request_id] = None
-        self._engine.drop_unused_adapters()
+        self._engine.drop_unused()

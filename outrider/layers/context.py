@@ -23,8 +23,8 @@ from typing import Never, Protocol
 
 import torch
 
+from outrider.core import StepPart
 from outrider.core.step_messages import DeltaReach
-from outrider.core.step_part import StepPart
 from outrider.formats import activate
 from outrider.kernels.delta_tables import DeltaTables, RowSlots, TargetRange
 from outrider.kernels.moe import Routed

@@ -229,7 +229,7 @@ def use_activation_bits(model: LayeredModule, bits: int) -> str:
     if bits == 8 and not errors:
         raise ValueError("activation_bits=8 works with weights that stay in the bits of a GGUF file, or in integers or "
                          "4-bit floats whose groups are whole blocks of 32 inputs (on the CPU, in float32, with "
-                         "keep_quantized, a C compiler and a processor that is as fast with them as with float32), and "
+                         "keep_quantized, a C compiler and a CPU that is as fast with them as with float32), and "
                          "this model has none")
     error = max(errors, default=0)
     return (f"activation_bits={bits}: {len(errors)} of {len(held)} weights multiply activations rounded to {digits} "

@@ -224,5 +224,5 @@ class TrafficRing:
 
 def _may_record(admission: Admission) -> bool:
     asked = admission.request
-    return (asked.generates and asked.cache_salt is None and asked.embeds is None and asked.adapter is None
+    return (asked.generates and asked.cache_salt is None and asked.embeds is None and not asked.parts
             and not asked.spans)

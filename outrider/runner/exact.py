@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from outrider.config import EngineConfig
@@ -14,12 +16,13 @@ from outrider.models.base import Model
 from outrider.runner.cache_plan import cache_type_of
 
 
-def refuse_inexact(config: EngineConfig, model: Model) -> None:
-    """Raise ValueError if a token's logits could depend on more than its request."""
+def refuse_inexact(config: EngineConfig, model: Model, editors: Sequence[str] = ()) -> None:
+    """Raise ValueError if a token's logits could depend on more than its request. editors: features that edit
+    logits."""
     if config.speculative is not None and config.speculative.is_synthetic:
         raise ValueError("exact=True: synthetic acceptance changes the text on purpose")
-    if config.logits_processors:
-        raise ValueError("exact=True: the arithmetic of logits_processors is not known to be exact")
+    if editors:
+        raise ValueError(f"exact=True: the arithmetic of {' and '.join(editors)} is not known to be exact")
     if not codec_of(cache_type_of(config, model.dtype)).is_exact:
         raise ValueError(f"exact=True: kv_cache_dtype={config.kv_cache_dtype!r} has no exact form: use "
                          "kv_cache_dtype='auto'")

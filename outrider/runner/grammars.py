@@ -24,20 +24,17 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from outrider.core import Admission, Axis, Finish, HostDraft, Limits, ScheduledBatch, StepForm, StepResult
+from outrider.core import Admission, Axis, Finish, HostDraft, Limits, ScheduledBatch, StepForm, StepPart, StepResult
 from outrider.core.params import SamplingParams
-from outrider.core.step_part import StepPart
 from outrider.core.structured import FormFailure
 from outrider.core.token_ids import stop_ids_of
-from outrider.kernels.buffers import to_device
 from outrider.runner.interface import Grammars, Matcher
 from outrider.runner.rank_link import ONE_RANK_LINK, RankLink
 from outrider.runner.row_state import RowState
+from outrider.runner.row_texts import RowText, read_later
 
 log = logging.getLogger("outrider")
 
@@ -85,15 +82,6 @@ class RowGrammar:
     def forbids_end_at(self, length: int) -> bool:
         """Whether the text should not end after so many tokens, prompt included, if it can go on."""
         return self.params.ignore_eos or length - self.prompt_len < self.params.min_tokens
-
-
-class RowText(NamedTuple):
-    """A row's tokens as the device has them."""
-
-    is_alive: bool
-    known: int  # tokens
-    last: list[int]  # the last known tokens, as many as a run can have
-    drafts: list[int]
 
 
 class GrammarRows(StepPart):
@@ -216,30 +204,6 @@ class GrammarRows(StepPart):
                 grammar.failure = FormFailure.from_matcher(grammar.matcher.error)
                 log.warning("a request ends: %s", grammar.failure)
         self._state.sampling.masks.write(cells, masks)
-
-
-def read_later(state: RowState, rows: list[int], run: int) -> Callable[[], list[RowText]]:
-    """Begin to copy the rows' texts, as they are when the device gets here. Returns a function that waits for the
-    copies."""
-    index = to_device(rows, torch.int64, state.device)
-    known = state.known[index]
-    columns = (known[:, None] - run + torch.arange(run, device=state.device)).clamp_min(0)
-    packed = torch.cat([state.alive[index, None].to(torch.int64), known[:, None], state.num_drafts[index, None],
-                        state.tokens[index[:, None], columns], state.drafts[index]], dim=1)
-    done = None
-    if state.device.type == "cuda":
-        host = torch.empty(packed.shape, dtype=torch.int64, pin_memory=True)
-        packed = host.copy_(packed, non_blocking=True)
-        done = torch.cuda.Event()
-        done.record()
-
-    def read() -> list[RowText]:
-        if done is not None:
-            done.synchronize()
-        return [RowText(bool(alive), known, rest[:run], rest[run : run + num_drafts])
-                for alive, known, num_drafts, *rest in packed.tolist()]
-
-    return read
 
 
 def _leave_out(mask: np.ndarray, ids: list[int]) -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 
@@ -76,7 +77,7 @@ class MemoryPlan:
     max_drafts: int
     step: StepMemory = StepMemory()
     stored_as: str = ""  # words for the types of the layers' caches
-    adapter_bytes: int = 0  # room for adapters
+    feature_bytes: Mapping[str, int] = field(default_factory=dict)  # room for features, by name
 
     def report(self) -> str:
         pool = self.num_pages * self.page_bytes
@@ -96,8 +97,7 @@ class MemoryPlan:
             step = self.step
             lines.append(f"steps {step.activation_bytes / MIB:.0f} MiB, their graphs about "
                          f"{step.graph_bytes / MIB:.0f} MiB, rows {step.state_bytes / MIB:.0f} MiB")
-        if self.adapter_bytes:
-            lines.append(f"adapters {self.adapter_bytes / MIB:.0f} MiB")
+        lines += [f"{name} {room / MIB:.0f} MiB" for name, room in self.feature_bytes.items() if room]
         if self.padding > MAX_PADDING:
             lines.append(f"page padding of {self.padding:.1%} is above {MAX_PADDING:.0%}: please report this model")
         return "; ".join(lines)
@@ -105,7 +105,7 @@ class MemoryPlan:
 
 def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, device: torch.device, *, weight_bytes: int,
                 packed_bytes: int = 0, step: StepMemory | None = None, ranks: WorkerRanks = ONE_RANK,
-                adapter_bytes: int = 0, trainer_bytes: int = 0) -> MemoryPlan:
+                feature_bytes: Mapping[str, int] = MappingProxyType({}), trainer_bytes: int = 0) -> MemoryPlan:
     """All ranks get the number of pages that the rank with the least memory has room for. trainer_bytes: what a
     drafter's trainer will take beside what it holds already."""
     step = step or StepMemory()
@@ -119,7 +119,7 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
     else:
         other_bytes = step.total + num_rows * rows.row_bytes + trainer_bytes
         if device.type != "cuda":  # there they are measured with the rows
-            other_bytes += adapter_bytes
+            other_bytes += sum(feature_bytes.values())
         budget = config.kv_cache_memory_bytes or _free_bytes(config, device, ranks) - other_bytes
         least = 2  # the null page and another
         num_pages = budget // layout.page_bytes
@@ -131,7 +131,7 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
     num_pages = min(ranks.link.gather(num_pages))
     tokens = (num_pages - 1) * limits.max_len // max(1, per_request)
     return MemoryPlan(num_pages, layout.page_bytes, weight_bytes, packed_bytes, layout.padding, tokens, rows, num_rows,
-                      limits.max_drafts, step, _stored_as(layout), adapter_bytes)
+                      limits.max_drafts, step, _stored_as(layout), feature_bytes)
 
 
 def _stored_as(layout: CacheLayout) -> str:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from outrider import adapters
 from outrider.cache.groups import CacheLayout
 from outrider.core import Limits
 from outrider.core.lazy_exports import import_attribute
@@ -21,10 +20,10 @@ from outrider.models.base import Model
 from outrider.runner.device import name_device
 from outrider.runner.grammars import GrammarRows
 from outrider.runner.interface import Grammars
-from outrider.runner.processors import EngineProcessor, ProcessorRows
 from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 from outrider.runner.row_state import RowState
 from outrider.runner.step import DeviceStep
+from outrider.runner.worker_feature import WorkerFeature
 from outrider.sample.sampler import LogprobsMode
 
 if TYPE_CHECKING:
@@ -48,14 +47,23 @@ class StepParts:
     enable_prefix_caching: bool
     exact: bool
     grammars: Grammars | None
-    processors: list[EngineProcessor]
-    max_adapter_rank: int | None = None  # None: no request may name an adapter
     ranks: WorkerRanks = ONE_RANK
     learner: DrafterLearner | None = None  # trains the drafter while it serves
+    features: Sequence[WorkerFeature] = ()
 
     @property
     def _takes_checkpoints(self) -> bool:
         return self.enable_prefix_caching and bool(self.layout.recurrent.layers)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether a feature edits the logits of every step, so that none is captured."""
+        return any(feature.edits_logits for feature in self.features)
+
+    @property
+    def feature_bytes(self) -> dict[str, int]:
+        """Device memory of features' buffers, by the name of the feature."""
+        return {feature.name: feature.num_bytes(self.limits, self.model) for feature in self.features}
 
     @property
     def device_name(self) -> str:
@@ -80,9 +88,6 @@ class StepParts:
                                                  takes_checkpoints=self._takes_checkpoints),
                          grammars=GrammarRows(state, limits, self.grammars, self.ranks.link), drafter=drafter,
                          drafting=self.drafting, logprobs_mode=self.logprobs_mode, exact=self.exact, ranks=self.ranks)
-        if self.processors:
-            step.planner.processors = ProcessorRows(self.processors, state, limits)
-            step.add_part(step.planner.processors)
-        if self.max_adapter_rank is not None:
-            step.take_deltas(adapters.AdapterStore(model, self.max_adapter_rank, limits))
+        for feature in self.features:
+            feature.attach(step, model, limits)
         return step

@@ -16,7 +16,7 @@ from outrider.layers import StandIns
 from outrider.mixers.batch import NO_SPANS, Spans
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows
 from outrider.runner.batch import EagerShape, find_stand_ins, token_spans
-from outrider.runner.processors import ProcessorRows
+from outrider.runner.logits_part import LogitsPart
 from outrider.runner.row_state import RowState
 from outrider.sample import StepExtras, StepNeeds
 from outrider.sample.sampler import kernels_serve
@@ -67,8 +67,8 @@ class StepPlan:
 
     @property
     def failures(self) -> Mapping[int, str]:
-        """Failures of logits processors, by the scheduled request's index. Complete when the step has sampled."""
-        return {} if self.extras.processors is None else self.extras.processors.failures
+        """Failures of requests whose logits could not be edited, by index. Complete when the step has sampled."""
+        return {} if self.extras.editor is None else self.extras.editor.failures
 
     @property
     def has_spans(self) -> bool:
@@ -85,16 +85,16 @@ class StepPlanner:
         # What the last step asked of the sampler, which most steps ask again.
         self._asked: tuple[list[SamplingParams], list[int], bool] = [], [], True
         self._needs, self._extras = StepNeeds(), StepExtras()
-        self.processors: ProcessorRows | None = None  # the operator's logits processors; no step is captured with them
+        self.editing: LogitsPart | None = None  # of a feature that edits logits; no step is captured with it
 
     def plan(self, scheduled: ScheduledBatch, shape: EagerShape) -> StepPlan:
         state, counts = self._state, list(shape.logit_counts)
-        processors = None if self.processors is None else self.processors.of_step(scheduled, counts)
+        editor = None if self.editing is None else self.editing.of_step(scheduled, counts)
         asked = state.params.of_rows(scheduled.rows)
         are_placed = state.sampling.lists.are_placed(scheduled.rows)
         if self._asked != (asked, counts, are_placed):
             self._needs = StepNeeds.from_params(asked, counts, are_lists_placed=are_placed,
-                                                any_processors=processors is not None)
+                                                is_edited=editor is not None)
             self._extras = StepExtras()
             if not (self._has_sampler_kernels() and kernels_serve(self._needs)):
                 self._extras = StepExtras.from_params(asked, counts, self._vocab_size, state.device)
@@ -102,7 +102,7 @@ class StepPlanner:
         marked = scheduled.part(MarkedSpans)
         any_sampled = any(not params.is_greedy for params in asked)
         targets = self._recurrent.targets(scheduled, shape.requests)
-        extras = self._extras if processors is None else replace(self._extras, processors=processors)
+        extras = self._extras if editor is None else replace(self._extras, editor=editor)
         return StepPlan(self._needs, extras, any_sampled, scheduled.drafting.num_wanted,
                         NoCheckpoints() if targets is None else ListedCheckpoints(targets),
                         NO_SPANS if marked is None else token_spans(scheduled, marked, shape, state.device),

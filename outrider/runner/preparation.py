@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from outrider import adapters, drafters, learning
+from outrider import drafters, learning
 from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.drafters.base import DraftBuild, Drafter
 from outrider.drafters.guard import DrafterGuards
+from outrider.feature_list import worker_features
 from outrider.layers.fuse import prepare
 from outrider.models.base import Model
 from outrider.models.head import DraftHead
@@ -18,8 +19,8 @@ from outrider.runner.device import gpu_bytes
 from outrider.runner.exact import refuse_inexact
 from outrider.runner.interface import Grammars
 from outrider.runner.parts import StepParts
-from outrider.runner.processors import make_processors
 from outrider.runner.rank_group import ONE_RANK, WorkerRanks
+from outrider.runner.worker_feature import WorkerFeature
 
 if TYPE_CHECKING:
     from outrider.learning import DrafterLearner
@@ -36,12 +37,13 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
     limits = config.limits(gpu_bytes=gpu_bytes(model.device), max_positions=model.max_positions,
                            vocab_size=model.vocab_size, max_drafts=max_drafts)
     limits = replace(limits, hidden_size=model.hidden_size)
-    if config.enable_lora:
-        limits = adapters.with_adapters(limits, model, config.max_loras, config.max_lora_rank, config.lora_memory_bytes)
+    features: list[WorkerFeature] = worker_features(config)
+    for feature in features:
+        limits = feature.limit(limits, model)
     if speculative is not None and drafter is None:
         drafter = drafters.make_drafter(speculative, draft_build(config, model, limits))
     if config.exact:
-        refuse_inexact(config, model)
+        refuse_inexact(config, model, [feature.name for feature in features if feature.edits_logits])
     backend = choose_backend(config, model, max_drafts)
     layout = plan_cache(config, model, drafter, whole_parts=backend.needs_whole_parts)
     weight_bytes = sum(slot.nbytes for slot in model.weights().values())
@@ -53,8 +55,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
     return StepParts(model, drafter, guards, rates, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
                      config.enable_prefix_caching, config.exact, grammars,
-                     make_processors(config, limits, model.device),
-                     config.max_lora_rank if config.enable_lora else None, ranks, learner)
+                     ranks, learner, features)
 
 
 def _make_learner(config: EngineConfig, drafter: Drafter | None,

@@ -139,7 +139,7 @@ def join_ranks(link: RankLink, status: RankStatus, device_name: str) -> WorkerRa
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // link.count))  # ranks share the processors
+        torch.set_num_threads(max(1, torch.get_num_threads() // link.count))  # ranks share the cores
     is_shared = device.type != "cuda" or _shares_device()
     uses_memory = link.count <= MAX_DEVICE_RANKS and all(link.gather(_reaches_all(device, link)))
     if sys.platform == "linux":

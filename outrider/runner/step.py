@@ -12,9 +12,8 @@ from functools import partial
 
 import torch
 
-from outrider.core import NULL_ROW, Admission, DeltaReach, SamplingParams, ScheduledBatch, StepForm
+from outrider.core import NULL_ROW, Admission, DeltaReach, SamplingParams, ScheduledBatch, StepForm, StepPart
 from outrider.core.checked_request import NO_REQUEST
-from outrider.core.step_part import StepPart
 from outrider.drafters.base import Drafter, HiddenReads, Step
 from outrider.drafters.guard import DrafterGuards
 from outrider.kernels import ops
@@ -41,6 +40,7 @@ from outrider.runner.batch import (
 )
 from outrider.runner.clock import NO_CLOCK, NoClock
 from outrider.runner.grammars import GrammarRows
+from outrider.runner.logits_part import LogitsPart
 from outrider.runner.plan import (
     CheckpointPlan,
     ListedCheckpoints,
@@ -71,7 +71,7 @@ class DeviceResult:
     hidden: HiddenRows | None = None
     drafting: DrafterGuards | None = None  # the drafters whose faults the counts report
     shares_drafts: bool = False  # counts of drafts may be the device's: those of a batch that has a `DraftSharing`
-    failures: Mapping[int, str] = field(default_factory=dict)  # of logits processors, by the scheduled request's index
+    failures: Mapping[int, str] = field(default_factory=dict)  # of edited logits, by the scheduled request's index
 
 
 @dataclass(frozen=True)
@@ -123,6 +123,11 @@ class DeviceStep:
     def add_part(self, part: StepPart) -> None:
         """Parts are called in the order in which they are added."""
         self._parts.append(part)
+
+    def edit_logits(self, part: LogitsPart) -> None:
+        """Let a feature edit the logits of every step."""
+        self.planner.editing = part
+        self.add_part(part)
 
     def take_deltas(self, source: DeltaSource) -> None:
         """Let a feature give rows their deltas."""
@@ -270,8 +275,8 @@ class DeviceStep:
         sampled = sample(logits, logit_rows, state.sampling, history, plan.needs, plan.extras,
                          logprobs=self._logprobs_mode, row_by_row=self._samples_row_by_row)
         tokens, bad = sampled.tokens, sampled.bad
-        if plan.extras.processors is not None and self.ranks.count > 1:
-            # The operator's processors may differ from rank to rank, or fail on one alone: rank 0's tokens count.
+        if plan.extras.editor is not None and self.ranks.count > 1:
+            # An editor may differ from rank to rank, or fail on one alone: rank 0's tokens count.
             packed = torch.stack([tokens, bad.to(tokens.dtype)], 1)
             tokens, bad = self.ranks.integers_of_rank_0(packed).unbind(1)
             bad = bad.bool()

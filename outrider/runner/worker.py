@@ -199,13 +199,13 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, St
     limits: kernels are being compiled then)"""
     limits, device, step_memory = parts.limits, parts.model.device, None
     if device.type == "cuda" and config.num_pages is None and config.kv_cache_memory_bytes is None:
-        use_graphs = not config.enforce_eager and not parts.processors and can_capture(parts.layout, parts.backend)
+        use_graphs = not config.enforce_eager and not parts.edits_logits and can_capture(parts.layout, parts.backend)
         with status_line("measuring the largest step"):
             step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
                                               use_graphs=use_graphs)
     plan = plan_memory(config, parts.layout, limits, device, weight_bytes=parts.weight_bytes,
                        packed_bytes=parts.packed_bytes, step=step_memory, ranks=parts.ranks,
-                       adapter_bytes=limits.num_adapter_numbers * parts.model.dtype.itemsize,
+                       feature_bytes=parts.feature_bytes,
                        trainer_bytes=0 if parts.learner is None else parts.learner.measure_memory())
     log.info("%s", plan.report())
     fitting = fit_max_len(config, parts.layout, limits, plan)

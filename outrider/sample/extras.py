@@ -29,7 +29,7 @@ class StepNeeds:
     any_repetition: bool = False
     any_output_counts: bool = False  # presence or frequency penalties
     any_grammar: bool = False
-    any_processors: bool = False  # the engine has logits processors
+    is_edited: bool = False  # a feature edits the logits
     any_min_p: bool = False
     any_top_p: bool = False
     max_top_k: int = 0  # 0: no request has a top-k
@@ -39,7 +39,7 @@ class StepNeeds:
 
     @classmethod
     def from_params(cls, params: list[SamplingParams], logit_counts: list[int], *,
-                    are_lists_placed: bool = True, any_processors: bool = False) -> StepNeeds:
+                    are_lists_placed: bool = True, is_edited: bool = False) -> StepNeeds:
         asked = [p for p, count in zip(params, logit_counts, strict=True) if count > 0]
         sampled = [p for p in asked if not p.is_greedy]  # filters cannot change a greedy choice
         logprobs = [p.logprobs for p in asked if p.logprobs is not None]
@@ -58,7 +58,7 @@ class StepNeeds:
             any_top_p_alone=any(p.top_p < 1 and p.top_k <= 0 for p in sampled),
             max_logprobs=MAX_LOGPROBS_ALL if MAX_LOGPROBS_ALL in logprobs else max(logprobs, default=None),
             are_lists_placed=are_lists_placed,
-            any_processors=any_processors,
+            is_edited=is_edited,
         )
 
     @classmethod
@@ -76,7 +76,7 @@ class StepNeeds:
     def any_edits(self) -> bool:
         """Whether any request changes single logits."""
         listed = self.any_allowed or self.any_bad_words or self.any_logit_bias
-        return listed or self.any_min_tokens or self.any_penalties or self.any_grammar or self.any_processors
+        return listed or self.any_min_tokens or self.any_penalties or self.any_grammar or self.is_edited
 
     @property
     def any_top_k(self) -> bool:
@@ -121,8 +121,8 @@ class BadWords:
     num_before: torch.Tensor  # [E] int64
 
 
-class LogitRowProcessors(Protocol):
-    """An operator's code, which changes the logit rows [L, V] of one step in place."""
+class LogitEditor(Protocol):
+    """A feature's code, which changes the logit rows [L, V] of one step in place."""
 
     failed_rows: list[int]  # logit rows from which no token may be chosen
 
@@ -146,7 +146,7 @@ class StepExtras:
     bias_rows: tuple[int, ...] = ()
     allowed_rows: tuple[int, ...] = ()
     bad_word_rows: tuple[int, ...] = ()
-    processors: LogitRowProcessors | None = None
+    editor: LogitEditor | None = None
 
     @classmethod
     def from_params(
@@ -160,13 +160,13 @@ class StepExtras:
 
     def check(self, needs: StepNeeds) -> None:
         """Assert that needs and extras come from the same batch; otherwise a list would be silently ignored."""
-        asked = (needs.any_logit_bias, needs.any_allowed, needs.any_bad_words, needs.any_processors)
-        given = tuple(own is not None for own in (self.bias, self.allowed, self.bad_words, self.processors))
-        assert asked == given, f"logit bias, allowed tokens, bad words, processors: asked {asked}, given {given}"
+        asked = (needs.any_logit_bias, needs.any_allowed, needs.any_bad_words, needs.is_edited)
+        given = tuple(own is not None for own in (self.bias, self.allowed, self.bad_words, self.editor))
+        assert asked == given, f"logit bias, allowed tokens, bad words, editor: asked {asked}, given {given}"
 
     def between(self, start: int, stop: int) -> StepExtras:
         """The entries of logit rows start to stop, counted from start."""
-        assert self.processors is None, "processors see all logit rows of a step together"
+        assert self.editor is None, "an editor sees all logit rows of a step together"
         bias, allowed, bad_words = self.bias, self.allowed, self.bad_words
         if bias is not None:
             at = _span(self.bias_rows, start, stop)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels.sampling_keys import SamplingKeys
-from outrider.sample.extras import LogitRowProcessors, StepNeeds
+from outrider.sample.extras import LogitEditor, StepNeeds
 from outrider.sample.sampling_rows import SamplingRows
 
 _MASS_BITS = 40  # the likeliest token weighs 2^40: sums over 2^22 tokens fit in int64
@@ -32,12 +32,12 @@ def _below_greatest(logits: torch.Tensor) -> torch.Tensor:
 
 
 def keep_likely(scaled: torch.Tensor, row: torch.Tensor, rows: SamplingRows, needs: StepNeeds,
-                processors: LogitRowProcessors | None = None) -> None:
-    """min-p, then the processors, top-k, and top-p over what they left, in place."""
+                editor: LogitEditor | None = None) -> None:
+    """min-p, then the editor, top-k, and top-p over what it left, in place."""
     if needs.any_min_p:
         scaled.masked_fill_(scaled < rows.min_p_floor[row].to(scaled.dtype)[:, None], -torch.inf)
-    if processors is not None:
-        processors.shape(scaled)
+    if editor is not None:
+        editor.shape(scaled)
         scaled.copy_(_below_greatest(scaled))
     if needs.any_top_k or needs.any_top_p:
         greatest = _greatest(scaled, needs)

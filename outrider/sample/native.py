@@ -28,7 +28,7 @@ _FIELDS = ("temperature", "seed", "sample_index", "flags", "top_k", "min_tokens"
 def takes_sample(logits: torch.Tensor, asked: Asked) -> bool:
     at, history = asked.logit_rows, asked.history
     return (
-        not asked.needs.any_processors
+        not asked.needs.is_edited
         and is_matrix(logits) and is_index(at.row) and is_index(at.position) and is_index(at.draft_index)
         and is_index(history.known) and history.tokens.dtype is history.drafts.dtype is torch.int64
         and history.tokens.is_cpu and history.tokens.stride(1) == 1

@@ -81,7 +81,7 @@ def sample(
     if needs.is_draw and (draw := draw_tokens.choose(*drawn)) is not draw_tokens.reference:
         return Sampled(*draw(*drawn), None)  # in one go: there is no scratch
     asked = Asked(logit_rows, rows, history, needs, extras, logprobs)
-    if needs.any_processors:
+    if needs.is_edited:
         chunk_elements = logits.numel()
     elif row_by_row and (needs.any_sampled or needs.max_logprobs is not None):
         chunk_elements = 1
@@ -103,21 +103,21 @@ def sample(
 
 def _sample_chunk(logits: torch.Tensor, asked: Asked) -> Sampled:
     """The steps of sampling, in order, over logit rows that are worked on together."""
-    at, rows, needs, processors = asked.logit_rows, asked.rows, asked.needs, asked.extras.processors
+    at, rows, needs, editor = asked.logit_rows, asked.rows, asked.needs, asked.extras.editor
     asked.extras.check(needs)
     num_logprobs, is_raw = needs.max_logprobs, asked.logprobs == "raw"
     edited = edit_logits(logits, asked) if needs.any_edits else logits
     shaped = edited
-    if needs.any_sampled or processors is not None or (num_logprobs is not None and not is_raw):
+    if needs.any_sampled or editor is not None or (num_logprobs is not None and not is_raw):
         shaped = scale(edited, at.row, rows)
-        keep_likely(shaped, at.row, rows, needs, processors)
+        keep_likely(shaped, at.row, rows, needs, editor)
     best = choose_scaled(shaped, at.row, at.position, rows.keys, needs.any_sampled)
     # A NaN or +inf is always the choice, so one look at the chosen logit finds it; -inf means nothing was left.
     bad = ~shaped.gather(1, best[:, None]).squeeze(1).isfinite()
     if edited is not logits:
         bad |= ~logits.amax(dim=1).isfinite()
-    if processors is not None and processors.failed_rows:
-        bad.index_fill_(0, to_device(processors.failed_rows, torch.int64, bad.device), True)
+    if editor is not None and editor.failed_rows:
+        bad.index_fill_(0, to_device(editor.failed_rows, torch.int64, bad.device), True)
     tokens = best.masked_fill(bad, 0)  # the same in every batch
     if num_logprobs is None:
         return Sampled(tokens, bad, None)
@@ -135,8 +135,8 @@ def edit_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
         forbid_early_stops(own, at, asked.rows)
     if extras.bias is not None:
         add_bias(own, extras.bias)
-    if extras.processors is not None:
-        extras.processors.edit(own)
+    if extras.editor is not None:
+        extras.editor.edit(own)
     if asked.needs.any_penalties:
         penalise(own, at, asked.rows, asked.history, asked.needs)
     if asked.needs.any_grammar:
@@ -146,9 +146,9 @@ def edit_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
 
 def kernels_serve(needs: StepNeeds) -> bool:
     """Whether kernels can sample a step with these needs. They cannot report a whole vocabulary's log-probabilities,
-    nor read lists that found no place on the device, nor run logits processors."""
+    nor read lists that found no place on the device, nor call an editor."""
     num = needs.max_logprobs
-    return needs.are_lists_placed and not needs.any_processors and (num is None or 0 <= num <= KERNEL_MAX_LOGPROBS)
+    return needs.are_lists_placed and not needs.is_edited and (num is None or 0 <= num <= KERNEL_MAX_LOGPROBS)
 
 
 sample_chunk = Operation(

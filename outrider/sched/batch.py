@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 from outrider.cache.checkpoints import StateProgress
 from outrider.core import Admission, ScheduledBatch, StepForm
-from outrider.core.batch_part import BatchPart
+from outrider.core.feature_parts import BatchPart
 from outrider.core.spans import MarkedSpan, MarkedSpans
 from outrider.core.step_messages import CacheOrders, DraftOrders, StepMode
 from outrider.sched.request import Request

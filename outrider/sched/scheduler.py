@@ -25,29 +25,25 @@ from outrider.core import (
     StepForm,
     StepResult,
 )
-from outrider.core.adapter_orders import AdapterPlacements
 from outrider.core.draft_confidence import DraftSharing
-from outrider.sched.adapter_slots import AdapterSlots
 from outrider.sched.batch import BatchBuilder
 from outrider.sched.faults import Suspects
 from outrider.sched.giving_way import Tenure, held_tokens, least_important
 from outrider.sched.prompt_time import FullStep, PromptLine, PromptTime
 from outrider.sched.request import Request, State
+from outrider.sched.row_resources import MAX_WITHOUT_ROOM, PATIENCE, Room, RowResource, RowResources
 from outrider.sched.shares import NO_TENANT, Tenant, TenantShares
 from outrider.sched.updates import SchedulerStats, Update
 from outrider.sched.waiting import WaitingRequests
 from outrider.speculation.draft_counts import DraftCounts, DraftPlan, FixedDrafts, SettledDrafts
 from outrider.speculation.host_drafts import HostDrafter, HostDrafts
 
-MAX_WITHOUT_ADAPTER = 128  # requests that wait for room for their adapters and are passed over in a step
-ADAPTER_PATIENCE = 256  # steps for which others with adapters may overtake a request that waits for room for its own
-
 
 class Scheduler:
     def __init__(self, cache: CacheManager, limits: Limits, *, drafts: DraftCounts | None = None,
                  host_drafter: HostDrafter | None = None, host_faults: FaultRecord | None = None,
                  prompt_time: PromptTime | None = None, generation: int = 0,
-                 adapters: AdapterSlots | None = None) -> None:
+                 resources: Sequence[RowResource] = ()) -> None:
         """prompt_time: bounds the time that prompts take in steps with requests that decode. host_faults: of the host
         drafters of earlier schedulers."""
         if limits.max_batched_tokens < limits.max_requests:
@@ -55,7 +51,7 @@ class Scheduler:
                              f"({limits.max_requests})")
         self.cache = cache
         self.limits = limits
-        self.adapters = adapters
+        self._resources = RowResources(resources)
         self.stats = SchedulerStats()
         self._drafts = drafts
         self._host_drafts = None
@@ -65,7 +61,7 @@ class Scheduler:
         self._waiting = WaitingRequests()
         self._shares = TenantShares(limits.max_requests, limits.max_batched_tokens)
         self._tenure = Tenure()
-        self._overdue: Request | None = None  # has waited long for room for its adapter, among several tenants
+        self._overdue: Request | None = None  # has waited long for room for a resource, among several tenants
         self._running: list[Request] = []
         self._num_with_form = 0  # running requests that ask for structured output
         self._requests: dict[int, Request] = {}
@@ -82,11 +78,6 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
-
-    @property
-    def running_adapters(self) -> set[int]:
-        """Numbers of the loads that running requests have."""
-        return {number for request in list(self._running) if (number := request.input.adapter) is not None}
 
     @property
     def num_waiting(self) -> int:
@@ -201,8 +192,7 @@ class Scheduler:
         points = {request_id: bound for request_id, epoch, bound in failed
                   if request_id in self._requests and self._requests[request_id].epoch == epoch}
         self.preempt_all()
-        if self.adapters is not None:
-            self.adapters.forget_all()
+        self._resources.forget_all()
         self.cache.forget_unsettled([batch.cache.pages for batch in batches])
         for request_id in self._suspects.fail(points):
             self.end(request_id, Finish.ERROR, error)
@@ -220,8 +210,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         self.cache.check_integrity()
-        if self.adapters is not None:
-            self.adapters.check_integrity()
+        self._resources.check_integrity()
         rows = [r.row for r in self._running]
         assert len(set(rows)) == len(rows) and 0 not in rows, "a row has two owners"
         assert sorted(rows + self._free_rows) == list(range(1, self.limits.max_requests + 1)), "a row is lost"
@@ -316,30 +305,29 @@ class Scheduler:
                without_pages: list[Tenant]) -> list[Request]:
         """Give rows to requests of a tenant that wait; returns these requests. A request whose beginning others are
         computing, or whose long prompt gets no room beside short ones, waits for a later step, and holds up none of
-        those behind it. So does a request for whose adapter the device has no room, which needs no row meanwhile; once
-        it has waited for long, no other adapter starts before it, of whatever tenant."""
+        those behind it. So does a request for which a resource of rows has no room, which needs no row meanwhile; once
+        it has waited for long, no other that needs a resource starts before it, of whatever tenant."""
         waiting = self._waiting
         passed_over: list[Request] = []
-        without_adapter: list[Request] = []
+        without_room: list[Request] = []
         started: list[Request] = []
-        is_full = False  # for requests with adapters
+        is_full = False  # for requests that need a resource
         if without_pages:  # else the pages that they wait for would go to others for ever
             held = held_tokens(self._running)
             if any(held[other] < held[tenant] for other in without_pages):
                 return []
         while (waiting.has_next_of(tenant) and self._num_free_rows(tenant) > len(passed_over)
-               and step.most_tokens(0) > 0 and len(without_adapter) < MAX_WITHOUT_ADAPTER):
+               and step.most_tokens(0) > 0 and len(without_room) < MAX_WITHOUT_ROOM):
             request = waiting.next_of(tenant)
             if self._is_kept_out(request):
                 break
             if step.room_for(request) == 0:
                 passed_over.append(waiting.pop(tenant))
                 continue
-            number = request.input.adapter
-            if number is not None and self.adapters is not None and (
-                    is_full or self._lets_pass(request) or not self.adapters.may_start(number)):
+            room = self._resources.room_for(request.input)
+            if room is not Room.NOT_NEEDED and (is_full or self._lets_pass(request) or room is Room.TAKEN):
                 is_full |= self._is_overdue(request, batch.step)
-                without_adapter.append(waiting.pop(tenant))
+                without_room.append(waiting.pop(tenant))
                 continue
             start = self._find_start(request, batch.step)
             if start.must_wait and (self._in_flight or self.cache.has_folds or not batch.is_empty):
@@ -350,28 +338,28 @@ class Scheduler:
                 if request is self._tenure.holder:
                     self._tenure.lack()
                 break
-            if number is not None and self.adapters is not None and not self.adapters.start(number):
+            if room is not Room.NOT_NEEDED and not self._resources.take(request.input):
                 is_full |= self._is_overdue(request, batch.step)
-                without_adapter.append(waiting.pop(tenant))
+                without_room.append(waiting.pop(tenant))
                 continue
             self._start(waiting.pop(tenant), start)
             started.append(request)
             if step.room_for(request) == 0 or self._schedule_known(request, step, batch) == 0:
                 break
-        for request in (*passed_over, *without_adapter):
+        for request in (*passed_over, *without_room):
             waiting.push(request)
         return started
 
     def _is_overdue(self, request: Request, step: int) -> bool:
-        """Whether a request that finds no room for its adapter has waited for long."""
-        is_overdue = step - request.arrived_at >= ADAPTER_PATIENCE
+        """Whether a request that finds no room for a resource has waited for long."""
+        is_overdue = step - request.arrived_at >= PATIENCE
         if is_overdue and self._overdue is None and self._waiting.tenants.keys() | self._shares.rows.keys() != {
                 request.input.tenant}:
             self._overdue = request
         return is_overdue
 
     def _lets_pass(self, request: Request) -> bool:
-        """Whether a request with an adapter must wait, because one of another tenant has waited for long."""
+        """Whether a request that needs a resource must wait, because one of another tenant has waited for long."""
         return self._overdue not in (None, request) and request is not self._tenure.holder
 
     def _is_kept_out(self, request: Request) -> bool:
@@ -504,9 +492,7 @@ class Scheduler:
         from_host = [] if self._host_drafts is None else self._host_drafts.take()
         drafting = DraftOrders(plan.num_wanted, from_host, self._sharing_of(batch, plan), self._ends)
         form = batch.form if self._num_with_form else StepForm.WHOLE
-        placements = () if self.adapters is None else tuple(self.adapters.take_changes())
-        parts = (AdapterPlacements(placements),) if placements else ()
-        scheduled = batch.build(self._admissions, cache, drafting, form, parts)
+        scheduled = batch.build(self._admissions, cache, drafting, form, self._resources.take_orders())
         self._admissions, self._ends = [], []
         self._in_flight[scheduled.step] = scheduled
         self.stats.num_steps += 1
@@ -562,8 +548,7 @@ class Scheduler:
         self._running.remove(request)
         self._shares.give_row(request.input.tenant)
         self._num_with_form -= request.input.has_form
-        if self.adapters is not None and request.input.adapter is not None:
-            self.adapters.end(request.input.adapter)
+        self._resources.give(request.input)
         self._free_rows.append(request.row)
         # A preempted request may still be aborted, and nothing of it must be learned then.
         is_served = request.finish not in (Finish.NO, Finish.ABORT, Finish.ERROR)

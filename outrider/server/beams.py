@@ -75,7 +75,7 @@ async def _search(llm: AsyncLLM, params: BeamSearchParams, requests: Sequence[Ch
             prompts = [{"prompt_token_ids": beam, "cache_salt": first.cache_salt} for beam in asked.token_ids]
             checked = await llm.check(prompts, asked.sampling, first.priority, tenant=first.tenant)
             async with asyncio.TaskGroup() as group:  # if one fails, the others are aborted
-                tasks = [group.create_task(_followed(llm, replace(request, adapter=first.adapter), next(names)))
+                tasks = [group.create_task(_followed(llm, replace(request, parts=first.parts), next(names)))
                          for request in checked]
             asked = rounds.send([task.result() for task in tasks])
     except StopIteration as end:

@@ -11,9 +11,8 @@ from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import Any
 
-from outrider.core.lora_request import AdaptersInUse, UnreadableAdapter
 from outrider.core.structured import FormsBusy
-from outrider.engine.adapter_registry import UnknownAdapter
+from outrider.lora_request import AdaptersInUse, UnknownAdapter, UnreadableAdapter
 
 TYPES = {
     400: "BadRequestError", 401: "AuthenticationError", 403: "PermissionDeniedError", 404: "NotFoundError",

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 from outrider.async_llm import AsyncLLM
 from outrider.core.checked_request import CheckedRequest
-from outrider.core.lora_request import LoRARequest
 from outrider.core.outputs import Logprob, OutputIncrement, RequestMetrics, RequestOutput, SampleEnd, name_logprobs
 from outrider.core.params import MAX_LOGPROBS_ALL, SamplingParams
 from outrider.core.pooling import empty_output
 from outrider.core.pooling_params import RequestParams
 from outrider.core.prompts import Prompt
 from outrider.core.step_messages import TokenLogprobs
+from outrider.lora_request import LoRARequest
 from outrider.server.metrics import ServerMetrics
 from outrider.server.protocol import SamplingFields
 from outrider.server.work import compact, while_client_waits

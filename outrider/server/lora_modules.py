@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.core.fields import shown
-from outrider.core.lora_request import CONFIG, TENSORS, LoRARequest
+from outrider.lora_request import CONFIG, TENSORS, LoRARequest
 
 NAMED = 'write name=folder, or a JSON object as {"name": "sql", "path": "adapters/sql"}'
 

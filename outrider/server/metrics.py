@@ -16,6 +16,7 @@ from outrider.core.outputs import OutputIncrement, RequestMetrics
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
 from outrider.engine.stats import STEP_TOKENS, EngineStats
+from outrider.lora_request import AdapterLoads
 from outrider.server.logs import REQUEST_ID, log_request
 from outrider.server.tracing import Tracing
 
@@ -121,9 +122,10 @@ class ServerMetrics:
                                 {",".join(f'{name}="{value}"' for name, value in info.items()): 1})
         yield from self._gauges("cache_config_info", "Settings of the cache: tokens of the smallest page, pages.",
                                 {",".join(f'{name}="{value}"' for name, value in settings.items()): 1})
-        if engine.adapters is not None:
-            running, waiting = engine.adapters.names_in_use(scheduler.running_adapters)
-            labels = {"max_lora": str(engine.limits.max_adapters), "running_lora_adapters": ",".join(running),
+        adapters = engine.keepers.find(AdapterLoads)  # type: ignore[type-abstract]
+        if adapters is not None:
+            running, waiting = adapters.names_in_use()
+            labels = {"max_lora": str(adapters.max_slots), "running_lora_adapters": ",".join(running),
                       "waiting_lora_adapters": ",".join(waiting)}
             yield from self._gauges("lora_requests_info", "Adapters of requests; the value is the time.",
                                     {",".join(f'{name}="{_escaped(value)}"' for name, value in labels.items()):

@@ -8,8 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from outrider.async_llm import AsyncLLM
-from outrider.core.lora_request import AdaptersInUse, LoRARequest, UnreadableAdapter
-from outrider.engine.adapter_registry import UnknownAdapter
+from outrider.lora_request import AdaptersInUse, LoRARequest, UnknownAdapter, UnreadableAdapter
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.lora_modules import NamedAdapter, path_below, read_modules
 

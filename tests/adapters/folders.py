@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from outrider.adapters.experts_target import ExpertsTarget
-from outrider.adapters.target import EmbeddingTarget, ExpansionTarget, LinearTarget
-from outrider.adapters.targets import Targets
+from outrider.features.adapters.experts_target import ExpertsTarget
+from outrider.features.adapters.target import EmbeddingTarget, ExpansionTarget, LinearTarget
+from outrider.features.adapters.targets import Targets
 from outrider.models.base import Model
 from tests.models import oracle
 

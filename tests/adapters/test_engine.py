@@ -16,16 +16,17 @@ import pytest
 import torch
 
 from outrider.adapters import LoRARequest
-from outrider.adapters.step_adapters import StepAdapters
-from outrider.adapters.store import AdapterStore
 from outrider.beam_search import BeamSearchParams
 from outrider.config import EngineConfig
-from outrider.core.adapter_orders import AdapterPlacement, AdapterPlacements
 from outrider.core.params import SamplingParams
 from outrider.core.step_messages import DeltaReach
-from outrider.engine.adapter_registry import AdapterHold, AdapterRegistry
 from outrider.engine.start import start_engine
+from outrider.features.adapters.loads import AdapterRegistry
+from outrider.features.adapters.placements import AdapterPlacement, AdapterPlacements
+from outrider.features.adapters.step_adapters import StepAdapters
+from outrider.features.adapters.store import AdapterStore
 from outrider.llm import LLM
+from outrider.lora_request import AdapterHold
 from outrider.models.base import Model
 from outrider.runner.graphs.warm_up import run_dead
 from tests.adapters.folders import merged, write_adapter, write_adapter_of_all
@@ -71,8 +72,9 @@ def request_for(folder: Path | None, **fields: Any) -> LoRARequest | None:
 
 
 def registry_of(rig: Rig) -> AdapterRegistry:
-    assert rig.engine.adapters is not None
-    return rig.engine.adapters
+    found = rig.engine.keepers.find(AdapterRegistry)
+    assert found is not None
+    return found
 
 
 @contextmanager
@@ -445,11 +447,11 @@ def test_random_loads_and_aborts_give_no_wrong_token(num_actions: int, folders: 
         assert done > num_actions / 3
         for name in list(registry._current):
             llm._loop.run(functools.partial(registry.remove, name))
-        assert registry.sizes == {} and rig.scheduler.adapters is not None
+        assert registry.sizes == {}
         while rig.engine.has_work:
             rig.engine.step()
         assert isinstance(rig.step.deltas, AdapterStore) and rig.runner.in_order(lambda: 0).result() == 0
-        assert rig.step.deltas.num_loaded == 0 and not rig.scheduler.adapters._placed
+        assert rig.step.deltas.num_loaded == 0 and not registry._slots()._placed
 
 
 def _check(output: Any, wanted: dict[str, list[int]]) -> bool:

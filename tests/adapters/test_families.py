@@ -135,12 +135,12 @@ def test_products_that_are_added_in_place_round_as_others_do() -> None:
 
 
 def test_the_reference_writes_no_row_without_an_adapter(tmp_path: Path) -> None:
-    from dataclasses import replace
-
-    from outrider.adapters.store import AdapterStore, with_adapters
+    from outrider.adapter_loading import with_adapter
     from outrider.core import Admission, Limits, ScheduledBatch
-    from outrider.core.adapter_orders import AdapterPlacement, AdapterPlacements
     from outrider.core.checked_request import NO_REQUEST
+    from outrider.features.adapters.on_device import with_adapters
+    from outrider.features.adapters.placements import AdapterPlacement, AdapterPlacements
+    from outrider.features.adapters.store import AdapterStore
     from outrider.kernels.delta_tables import NO_SLOT
     from outrider.layers import Linear, find_modules
 
@@ -151,7 +151,7 @@ def test_the_reference_writes_no_row_without_an_adapter(tmp_path: Path) -> None:
     store._loads[7].result()
     placed = AdapterPlacements((AdapterPlacement(7, 1, 0),))
     store.begin(ScheduledBatch(0, [], [], [], [], [], [], [], parts=(placed,)))
-    store.admit([Admission(row, replace(NO_REQUEST, adapter=number), 0, 8) for row, number in ((1, 7), (2, None))])
+    store.admit([Admission(row, with_adapter(NO_REQUEST, number), 0, 8) for row, number in ((1, 7), (2, None))])
     assert store.arena.slot_of_row.tolist() == [NO_SLOT, 1, NO_SLOT, NO_SLOT, NO_SLOT]
     rows = store.of_step(torch.tensor([2, 1]), torch.tensor([0, 1, 1]))
     linear = find_modules([model], Linear)[0]

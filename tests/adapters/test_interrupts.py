@@ -12,11 +12,11 @@ from random import Random
 
 import pytest
 
-from outrider.adapters.store import AdapterStore
+from outrider.adapter_loading import load
 from outrider.async_llm import AsyncLLM
-from outrider.core.lora_request import LoRARequest
-from outrider.engine.adapter_loading import load
+from outrider.features.adapters.store import AdapterStore
 from outrider.llm import LLM
+from outrider.lora_request import LoRARequest
 from tests.adapters.folders import write_adapter
 from tests.adapters.test_engine import ADAPTERS, model_of, registry_of, text_of
 from tests.engine.harness import Rig, greedy, prompt_of
@@ -57,7 +57,7 @@ def assert_nothing_is_held(rig: Rig) -> None:
     """The one load that is served is known alike everywhere, and nothing keeps it."""
     registry, store = registry_of(rig), rig.step.deltas
     assert isinstance(store, AdapterStore) and rig.runner.in_order(int).result() == 0
-    assert len(registry._loads) == len(registry.sizes) == len(registry._names) == store.num_loaded == 1
+    assert len(registry._loads) == len(registry.sizes) == len(registry._labels) == store.num_loaded == 1
     assert list(registry._current.values()) == list(registry._loads)
     assert all(each.is_idle and not each.is_replaced for each in registry._loads.values())
     assert not rig.engine.has_work and rig.engine.scheduler.cache.usage() == 0

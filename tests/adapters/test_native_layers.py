@@ -12,10 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.adapters.store import AdapterStore, with_adapters
+from outrider.adapter_loading import with_adapter
 from outrider.core import Admission, Limits, ScheduledBatch
-from outrider.core.adapter_orders import AdapterPlacement, AdapterPlacements
 from outrider.core.checked_request import NO_REQUEST
+from outrider.features.adapters.on_device import with_adapters
+from outrider.features.adapters.placements import AdapterPlacement, AdapterPlacements
+from outrider.features.adapters.store import AdapterStore
 from outrider.kernels import cpu as native
 from outrider.layers import RowDeltas, StepContext
 from outrider.layers.context import LinearLayer
@@ -76,7 +78,7 @@ def hidden_of(model: Model, adapters: AdapterStore | None, pieces: Sequence[tupl
     pages.cached = CachedLayers(model.attention_layers, pages.pool, NativeBackend())
     found: list[list[torch.Tensor]] = [[] for _ in pieces]
     if adapters is not None:
-        adapters.admit([Admission(request, replace(NO_REQUEST, adapter=number), 0, 96) for request, number in pieces])
+        adapters.admit([Admission(request, with_adapter(NO_REQUEST, number), 0, 96) for request, number in pieces])
     for tokens in (lambda text: text, lambda text: [text[0], 4]):  # a prompt, and a token with a draft behind it
         own = [Piece(request, tokens(REQUESTS[request])) for request, _ in pieces]
         view = pages.view(own)

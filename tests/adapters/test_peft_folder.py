@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from outrider.adapters.experts_target import ExpertsTarget
-from outrider.adapters.host_adapter import HostAdapter, read_adapter
-from outrider.adapters.peft_folder import AdapterError, PeftFolder
-from outrider.adapters.targets import Targets
+from outrider.features.adapters.experts_target import ExpertsTarget
+from outrider.features.adapters.host_adapter import HostAdapter, read_adapter
+from outrider.features.adapters.peft_folder import AdapterError, PeftFolder
+from outrider.features.adapters.targets import Targets
 from outrider.models.registry import build_model
 from tests.engine.harness import CONFIGS, random_model
 from tests.engine.recurrent_rig import HYBRIDS

@@ -8,16 +8,20 @@ from typing import Any
 
 import pytest
 
-from outrider.core.lora_request import AdapterRead, AdaptersInUse, LoRARequest
-from outrider.engine import adapter_registry
-from outrider.engine.adapter_registry import AdapterHold, AdapterRegistry, UnknownAdapter
-from outrider.runner.adapter_commands import BeginAdapter, DropAdapter, PollAdapter
+from outrider.core.checked_request import NO_REQUEST
+from outrider.features.adapters import loads
+from outrider.features.adapters.commands import AdapterRead, BeginAdapter, DropAdapter, PollAdapter
+from outrider.features.adapters.loads import AdapterRegistry
+from outrider.features.adapters.slots import AdapterSlots
+from outrider.lora_request import AdapterHold, AdaptersInUse, LoadedAdapter, LoRARequest, UnknownAdapter
 
 
 class Registry(AdapterRegistry):
     def __init__(self, max_loaded: int = 2) -> None:
         self.folders: dict[int, str] = {}  # of the loads that the worker holds
-        super().__init__(max_loaded, self._carry_out, lambda number: None, {}, {})
+        sizes: dict[int, int] = {}
+        slots = AdapterSlots(1, 10, sizes)
+        super().__init__(max_loaded, 1, self._carry_out, lambda: slots, sizes, {})
 
     def _carry_out(self, command: Any) -> Future[Any]:
         done: Future[Any] = Future()
@@ -93,14 +97,15 @@ def test_an_older_reload_that_is_read_later_is_not_served() -> None:
 def test_the_load_whose_requests_are_longest_gone_makes_room() -> None:
     registry = Registry(max_loaded=2)
     first, second = (registry.load_and_release(name) for name in "ab")
-    registry.enter([first, None])
-    registry.leave(first)
+    request = NO_REQUEST.with_part(LoadedAdapter(first))
+    registry.enter([request, NO_REQUEST])
+    registry.leave(request)
     registry.load_and_release("c")
     assert first in registry.folders and second not in registry.folders
 
 
 def test_dropped_loads_are_remembered_up_to_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(adapter_registry, "MAX_DROPPED", 3)
+    monkeypatch.setattr(loads, "MAX_DROPPED", 3)
     registry = Registry(max_loaded=1)
     numbers = [registry.load_and_release(f"a{index}") for index in range(9)]
     assert list(registry._dropped) == numbers[-4:-1]

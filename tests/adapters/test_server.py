@@ -16,9 +16,9 @@ from outrider.async_llm import AsyncLLM
 from outrider.beam_search import BeamSearchParams
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.params import SamplingParams
-from outrider.engine.adapter_loading import need_registry
-from outrider.engine.adapter_registry import UnknownAdapter
+from outrider.features.adapters.loads import AdapterRegistry
 from outrider.llm import LLM
+from outrider.lora_request import LoadedAdapter, UnknownAdapter
 from outrider.server.errors import bad_value
 from outrider.server.lora_modules import NamedAdapter, path_below, read_modules
 from outrider.server.settings import ServerConfig
@@ -29,6 +29,18 @@ from tests.server.rig import Served, serving, tiny_engine
 KEY = {"Authorization": "Bearer secret"}
 PROMPT = list(range(40, 60))
 ADAPTERS: dict[str, Any] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+
+
+def registry_of(llm: AsyncLLM) -> AdapterRegistry:
+    found = llm.engine.keepers.find(AdapterRegistry)
+    assert found is not None
+    return found
+
+
+def number_of(request: CheckedRequest) -> int:
+    part = request.part(LoadedAdapter)
+    assert part is not None
+    return part.number
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +208,7 @@ def test_a_request_that_was_checked_before_a_reload_has_the_newer_adapter(root: 
                 *_, wanted = [output async for output in llm.generate(
                     PROMPT, params, f"{name} again", lora_request=LoRARequest("own", 1, str(root / name)))]
                 assert last.outputs[0].token_ids == wanted.outputs[0].token_ids
-                assert request.adapter not in need_registry(llm.engine.adapters).sizes
+                assert number_of(request) not in registry_of(llm).sizes
             (request,) = await llm.check([PROMPT], params, 0, LoRARequest("own", 1, str(root / "law")))
             await llm.remove_lora("own")
             with pytest.raises(UnknownAdapter, match="has been removed: ask for it again"):
@@ -212,7 +224,7 @@ def test_a_checked_request_whose_adapter_had_to_make_room_reads_it_again(root: P
 
     async def run() -> None:
         async with AsyncLLM.around(tiny_engine(**ADAPTERS | {"max_loras": 1, "max_cpu_loras": 1}).engine) as llm:
-            registry = need_registry(llm.engine.adapters)
+            registry = registry_of(llm)
 
             async def tokens_of(request: CheckedRequest, request_id: str) -> list[int]:
                 *_, last = [output async for output in llm.follow(request, request_id)]
@@ -221,7 +233,7 @@ def test_a_checked_request_whose_adapter_had_to_make_room_reads_it_again(root: P
             (first,) = await llm.check([PROMPT], params, 0, own)
             wanted = await tokens_of(first, "at once")
             (second,) = await llm.check([PROMPT], params, 0, other)
-            assert list(registry.sizes) == [second.adapter] and await tokens_of(second, "other") != wanted
+            assert list(registry.sizes) == [number_of(second)] and await tokens_of(second, "other") != wanted
             assert await tokens_of(first, "again") == wanted
             assert all(load.is_idle for load in registry._loads.values())
             await llm.add_lora(other)
@@ -241,7 +253,7 @@ def test_a_request_whose_adapter_is_removed_before_it_starts_names_no_model() ->
 def test_clients_may_try_again_when_all_adapters_have_requests(root: Path) -> None:
     """One adapter fits into the host's memory, and requests are about to be added with it."""
     llm = AsyncLLM.around(tiny_engine(**ADAPTERS | {"max_loras": 1, "max_cpu_loras": 1}).engine)
-    registry = need_registry(llm.engine.adapters)
+    registry = registry_of(llm)
     with serving(lambda: llm, api_key=("secret",), admin=True, lora_root=str(root),
                  lora_modules=(f"law={root / 'law'}",)) as made:
         made.http.headers.update(KEY)

@@ -45,7 +45,7 @@ RUN_BY: dict[tuple[str, str], str | tuple[str, int]] = {
     ("docs/extending.md", "A fused layer"): EXTENDING,
     ("docs/extending.md", "A cache kind and its mixer"): ("tests/unit/test_extending_cache.py", 3),
     ("docs/extending.md", "A cache type"): EXTENDING,
-    ("docs/extending.md", "Adapters"): "tests/unit/test_extending_adapters.py",
+    ("docs/extending.md", "A feature"): "tests/unit/test_extending_feature.py",
     ("docs/extending.md", "An attention backend"): EXTENDING,
     ("docs/extending.md", "A mask"): EXTENDING,
     ("docs/extending.md", "A model family"): (HERE, 2),

@@ -19,7 +19,7 @@ STARTS = """
 import sys
 from outrider.engine.script_import import end_if_importing_script
 from outrider.engine.spawned import check_sent, spawn_process
-from outrider.core.logits_processors import LogitsProcessor
+from outrider.logits_processors import LogitsProcessor
 
 class Own(LogitsProcessor):
     pass

@@ -29,6 +29,7 @@ from outrider.engine.assembly import engine_around
 from outrider.engine.kv_event_wire import EventWriter
 from outrider.engine.kv_events import EventSockets, KvEvents, with_rank
 from outrider.engine.maintenance import Maintenance
+from outrider.features.adapters.loads import AdapterRegistry
 from outrider.models.base import Model
 from outrider.runner.worker import Worker
 from tests.adapters.folders import write_adapter
@@ -187,9 +188,9 @@ def test_pages_of_an_adapter_are_told_with_its_name(tmp_path: Path) -> None:
     model = tiny_model("llama", torch.float32)
     write_adapter(tmp_path / "sql", model, 1)
     with Rig(model, enable_lora=True, max_loras=2, max_lora_rank=8) as rig:
-        registry, cache = rig.engine.adapters, rig.scheduler.cache
+        registry, cache = rig.engine.keepers.find(AdapterRegistry), rig.scheduler.cache
         assert registry is not None
-        record = cache.pool.events = CacheEvents(cache.layout, registry._names)
+        record = cache.pool.events = CacheEvents(cache.layout, registry._labels)
         llm, writer = LLM.around(rig.engine), writer_of_all(cache.layout)
 
         def stored(prompt: list[int], adapter: LoRARequest | None, **more: Any) -> list[dict[str, Any]]:
@@ -259,7 +260,7 @@ def test_events_are_off_unless_they_are_asked_for() -> None:
 def test_events_tell_no_prompts_unless_they_are_asked_to() -> None:
     """Neither tokens, nor salts, nor hashes that a subscriber could compute for a prompt which it guesses."""
     digest = PageHashes(2, ("salt=pepper",)).upto([1, 2], 1)[0]
-    stored = PageStored(0, digest, PageContent(None, (1, 2), ("salt=pepper", "adapter=7")), "sql")
+    stored = PageStored(0, digest, PageContent(None, (1, 2), ("salt=pepper", "adapter=7")), (("adapter=7", "sql"),))
     first, second = ([EventWriter(layout_of_two()).write([stored, stored])] for _ in range(2))
     for event in (*first[0], *second[0]):
         assert event["token_ids"] == [] and event["extra_keys"] == [["sql"]] and event["lora_name"] == "sql"

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from outrider.config import EngineConfig
-from outrider.core.logits_processors import (
+from outrider.core.params import SamplingParams
+from outrider.logits_processors import (
     AdapterLogitsProcessor,
     BatchUpdate,
     LogitsProcessor,
     RequestLogitsProcessor,
     process_dict_updates,
 )
-from outrider.core.params import SamplingParams
 from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
 

@@ -17,6 +17,7 @@ from outrider.core.spans import PromptSpans
 from outrider.drafters.base import Step
 from outrider.learning import learner as learner_module
 from outrider.learning.traffic import RingSegment, ServedText, TrafficRing
+from outrider.lora_request import LoadedAdapter
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import Ask, Rig, greedy
 from tests.engine.test_no_host_reads import MODES, PlansMayRead, guard_steps
@@ -145,7 +146,7 @@ def test_nothing_is_kept_of_aborted_requests_and_of_those_with_a_salt(is_preempt
 
 
 @pytest.mark.parametrize("fields", [
-    {"adapter": 1}, {"cache_salt": "tenant"}, {"spans": PromptSpans(((0, 2),))}, {"embeds": object()},
+    {"parts": (LoadedAdapter(1),)}, {"cache_salt": "tenant"}, {"spans": PromptSpans(((0, 2),))}, {"embeds": object()},
     {"is_pooled": True}, {}], ids=lambda fields: next(iter(fields), "plain"))
 def test_what_is_not_the_models_own_answer_is_never_recorded(fields: dict[str, Any],
                                                              monkeypatch: pytest.MonkeyPatch) -> None:

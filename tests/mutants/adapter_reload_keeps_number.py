@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import repeat
 
-from outrider.engine.adapter_registry import AdapterRegistry
+from outrider.features.adapters.loads import AdapterRegistry
 
 NAME = "adapter reload keeps number"
 TESTS = ["tests/adapters/test_engine.py", "-k", "read_again"]

@@ -15,6 +15,6 @@ def apply() -> None:
     may_record = traffic._may_record
 
     def may_record_adapters(admission: Admission) -> bool:
-        return may_record(replace(admission, request=replace(admission.request, adapter=None)))
+        return may_record(replace(admission, request=replace(admission.request, parts=())))
 
     traffic._may_record = may_record_adapters

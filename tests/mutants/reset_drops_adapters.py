@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.engine.adapter_registry import AdapterRegistry
+from outrider.features.adapters.loads import AdapterRegistry
 
 NAME = "reset drops adapters"
 TESTS = ["tests/adapters/test_interrupts.py", "-k", "its_adapter_that"]

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from outrider.core.logits_processors import AdapterLogitsProcessor, RequestLogitsProcessor
 from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafter, Drafts, Step
+from outrider.logits_processors import AdapterLogitsProcessor, RequestLogitsProcessor
 
 NAME = multiprocessing.current_process().name
 RANK = int(NAME.removeprefix("outrider-worker-")) if NAME.startswith("outrider-worker-") else 0

@@ -10,11 +10,10 @@ import torch
 
 from outrider.adapters import LoRARequest
 from outrider.config import EngineConfig
-from outrider.core.lora_request import AdapterRead
 from outrider.engine.start import start_engine
+from outrider.features.adapters.commands import AdapterRead, PollAdapter
 from outrider.formats import RankGroup
 from outrider.llm import LLM
-from outrider.runner.adapter_commands import PollAdapter
 from tests.adapters.folders import write_adapter, write_adapter_of_all
 from tests.engine.harness import CONFIGS, Rig, greedy, prompt_of, random_model, save_folder
 from tests.models import oracle

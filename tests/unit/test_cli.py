@@ -35,8 +35,8 @@ from outrider.commands.parser import (
 from outrider.commands.vllm_flags import own_flags
 from outrider.config import EngineConfig
 from outrider.core import status_line
-from outrider.core.lora_request import LoRARequest
 from outrider.core.status_line import is_terminal
+from outrider.lora_request import LoRARequest
 from tests.adapters.folders import write_adapter
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
 

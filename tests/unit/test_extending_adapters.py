@@ -13,6 +13,8 @@ import pytest
 import torch
 
 from outrider.core import Admission
+from outrider.core.checked_request import CheckedRequest
+from outrider.core.feature_parts import RequestPart
 from outrider.core.outputs import RequestOutput
 from outrider.layers import DeltaSource, Linear, RowDeltas, find_modules
 from outrider.models.base import Model
@@ -22,6 +24,17 @@ from tests.engine.recurrent_rig import HYBRIDS
 NAMES = ("first", "second")
 NUM_ROWS = 8  # of the engines here, and more
 HYBRID = "mamba2"
+
+
+@dataclass(frozen=True)
+class NamedChange(RequestPart):
+    """A request names its adapter."""
+
+    name: str
+
+    @property
+    def cache_key(self) -> str:
+        return f"change={self.name}"
 
 
 @dataclass(frozen=True)
@@ -53,7 +66,8 @@ class LowRankAdapters(DeltaSource):
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         for own in admissions:
-            self._of_row[own.row] = -1 if own.request.adapter is None else own.request.adapter
+            named = own.request.part(NamedChange)
+            self._of_row[own.row] = -1 if named is None else NAMES.index(named.name)
 
     def serves(self, rows: Sequence[int]) -> bool:
         return bool((self._of_row[rows] >= 0).any())
@@ -104,7 +118,9 @@ def generate(rig: Rig, prompts: Sequence[list[int]], names: Sequence[str | None]
     check: Callable[..., Any] = rig.engine.checks.check
     done: dict[str, RequestOutput] = {}
     for index, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
-        request = replace(check(prompt, greedy(14)), adapter=None if name is None else NAMES.index(name))
+        request: CheckedRequest = check(prompt, greedy(14))
+        if name is not None:
+            request = request.with_part(NamedChange(name))
         rig.engine.add({str(index): request})
         outputs._outputs[str(index)] = RequestOutput.empty(str(index), None, prompt, greedy(14))
     while rig.engine.has_work:

@@ -19,29 +19,32 @@ from pathlib import Path
 import pytest
 
 from outrider.core.lazy_exports import exported_names
+from outrider.feature_list import FEATURES
 
 PACKAGE = Path(__file__).parents[2] / "outrider"
 
 # Left to right. Neighbours in one column may use each other, but only in one direction.
 COLUMNS = [
-    {"core", "config"},
+    {"core", "config", "feature_list", "logits_processors", "lora_request"},
     {"kernels"},
     {"cache"},
     {"formats"},
     {"mixers"},
     {"layers"},
     {"models", "sample"},
-    {"adapters", "drafters"},
+    {"drafters"},
     {"learning"},
     {"runner"},
     {"engine", "sched", "speculation"},
     {"simulation"},
-    {"compat", "front", "llm", "llm_engine", "async_llm", "beam_search", "server", "replicas", "commands",
-     "benchmarks", "training", "ray", "cli", "__main__"},
+    {"features"},
+    {"adapters", "adapter_loading", "compat", "front", "llm", "llm_engine", "async_llm", "beam_search", "server",
+     "replicas", "commands", "benchmarks", "training", "ray", "cli", "__main__"},
 ]
 COLUMN_OF = {part: i for i, parts in enumerate(COLUMNS) for part in parts}
-TORCH_FREE = ("core", "config", "cache", "sched", "speculation", "engine", "simulation", "compat", "front", "llm",
-              "llm_engine", "async_llm", "server", "replicas", "cli")
+TORCH_FREE = ("core", "config", "feature_list", "logits_processors", "lora_request", "adapter_loading", "cache",
+              "sched", "speculation", "engine", "simulation", "compat", "front", "llm", "llm_engine", "async_llm",
+              "server", "replicas", "cli")
 MAY_USE_TORCH: tuple[str, ...] = ()
 PLACE = re.compile(r"outrider(\.\w+)+:\w+")  # an entry of a registry
 MOST_IMPORTS = 20  # modules of the package that one of its modules may import
@@ -146,7 +149,10 @@ def imports(module: str, at_import_time: bool) -> frozenset[str]:
 
 @cache
 def registered(module: str) -> frozenset[str]:
-    """What a module's registries name: every string "outrider.module:attribute"."""
+    """What a module's registries name: every string "outrider.module:attribute". The list of features names what lies
+    above it; only its functions for workers and engines reach there."""
+    if module == "outrider.feature_list":
+        return frozenset()
     return frozenset(node.value for node in ast.walk(source(module)) if isinstance(node, ast.Constant)
                      and isinstance(node.value, str) and PLACE.fullmatch(node.value))
 
@@ -219,6 +225,24 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     assert not left, "\n".join(f"{module} imports {', '.join(sorted(names))}" for module, names in left.items())
 
 
+def test_a_feature_imports_no_other_feature() -> None:
+    def folder(name: str) -> str | None:
+        pieces = name.split(".")
+        return pieces[2] if len(pieces) > 2 and pieces[:2] == ["outrider", "features"] else None
+
+    for module in modules():
+        others = {folder(name) for name in imports(module, at_import_time=False)} - {None, folder(module)}
+        assert not others or folder(module) is None, f"{module} imports another feature"
+
+
+def test_both_halves_of_every_feature_are_there() -> None:
+    for entry in FEATURES:
+        for half in (entry.worker, entry.engine):
+            assert isinstance(half, str)
+            module, _, name = half.partition(":")
+            assert f"class {name}(" in modules()[module].read_text(), half
+
+
 @pytest.mark.parametrize("part", TORCH_FREE)
 def test_torch_free_parts_do_not_import_torch(part: str) -> None:
     for module in modules():
@@ -236,7 +260,7 @@ def test_the_server_does_not_import_the_runner() -> None:
             behind = {name for name in pulled_in(module) if part_of(name) == "runner"}
             # To the engine: interfaces and commands, which are plain data.
             known = {"outrider.runner", "outrider.runner.interface", "outrider.runner.commands",
-                     "outrider.runner.adapter_commands", "outrider.runner.profiling"}
+                     "outrider.runner.profiling"}
             assert behind <= known, module
 
 

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 
+from outrider.adapter_loading import with_adapter
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
-from outrider.sched.adapter_slots import AdapterSlots
+from outrider.features.adapters.slots import AdapterSlots
 from outrider.sched.request import Request, State
-from outrider.sched.scheduler import ADAPTER_PATIENCE, Scheduler
+from outrider.sched.row_resources import PATIENCE
+from outrider.sched.scheduler import Scheduler
 from outrider.sched.shares import NO_TENANT, TenantShares
 from tests.unit.hash_mixer import make_layout
 from tests.unit.made_requests import made_request
@@ -27,14 +28,14 @@ def scheduler(max_rows: int = 4, budget: int = 16, num_pages: int = 2000, num_sl
     """num_slots: for adapters 1 and 2."""
     limits = Limits(max_rows, budget, MAX_LEN, 0, 99, steps_in_flight=2)
     cache = CacheManager(make_layout((4, 0)), PagePool(num_pages), limits, enable_prefix_caching=False)
-    return Scheduler(cache, limits, adapters=AdapterSlots(num_slots, 9, {1: 1, 2: 1}) if num_slots else None)
+    return Scheduler(cache, limits, resources=[AdapterSlots(num_slots, 9, {1: 1, 2: 1})] if num_slots else ())
 
 
 def asked(index: int, tenant: str | None, prompt: int = 3, new: int = 200, priority: int = 0,
           adapter: int | None = None) -> Request:
     tokens = [(index * 7 + i) % 99 for i in range(prompt)]
     made = made_request(tokens, ENDLESS, priority=priority, tenant=tenant)
-    return Request(index, replace(made, adapter=adapter), prompt + new)
+    return Request(index, with_adapter(made, adapter), prompt + new)
 
 
 def end_of(request: Request) -> Finish:
@@ -198,7 +199,7 @@ def test_an_adapter_waits_for_those_of_another_tenant_for_a_while_only(lasts: in
     for _ in range(3):
         step(sched)
     sched.add(asked(10**6, "two", new=3, adapter=2))
-    for _ in range(ADAPTER_PATIENCE + 3 * lasts):
+    for _ in range(PATIENCE + 3 * lasts):
         while len(sched._requests) < 5:
             sched.add(asked(index := index + 1, "one", new=lasts, adapter=1))
         step(sched)

@@ -1,7 +1,7 @@
 """The program of the compile process. Run as a file; imports the standard library and llguidance, nothing of Outrider.
 
 It reads the tokenizer once, then jobs: grammars to be compiled. Each job runs in a forked child, whose memory and
-processor time have limits that the kernel holds, and which is ended when its time is over: nothing less stops
+CPU time have limits that the kernel holds, and which is ended when its time is over: nothing less stops
 llguidance in the middle of a grammar. What a job finds out goes back as JSON; the compiled grammar does not.
 
 Frames on stdin and stdout are four bytes of length and JSON. The end of stdin ends the process and its children.
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 STACK_BYTES = 512 << 20  # address space of the stack: a grammar of thousands of nested rules needs a deep one
-KIND_SECONDS = 0.1  # of a job at ordinary priority: one that takes longer leaves the processor to others
+KIND_SECONDS = 0.1  # of a job at ordinary priority: one that takes longer leaves the cores to others
 LOW_PRIORITY = 15
 WALK_TOKENS = 4  # of a text that is tried, so that limits which are met at its beginning are found here
 WALK_SECONDS = 0.1

@@ -50,9 +50,9 @@ prompts: kernels read that from the batch.
 Every reason for which a step runs uncaptured is a `core.Uncaptured`, with words for each; it travels in the
 `StepResult`, `EngineStats` counts it and `outrider bench -v` shows it.
 
-- the runner, for all steps: no graphs here, `can_capture` (`mixers/cached.py`) says no, or the operator has logits
-  processors
-- `GraphKeys.key_for`, for a batch: folds, spans, adapters in a dtype that their kernels do not serve, embeddings in a
+- the runner, for all steps: no graphs here, `can_capture` (`mixers/cached.py`) says no, or a feature edits
+  logits
+- `GraphKeys.key_for`, for a batch: folds, spans, row deltas that no captured step computes, embeddings in a
   prompt, several checkpoints of one request, hidden states, log-probabilities of a prompt or too many of them, lists
   that found no place on the device, prompts whose lengths the host must know, parameters that no kernel samples, more
   requests or tokens than any graph

@@ -31,7 +31,7 @@ from outrider.sample.extras import StepExtras, StepNeeds
 
 log = logging.getLogger("outrider")
 REPEATS = 3
-SWEEPS, SWEEP_REPEATS = 2, 2  # of steps that are not captured: others may use the processor for a part of a second
+SWEEPS, SWEEP_REPEATS = 2, 2  # of steps that are not captured: others may use the cores for a part of a second
 MOST_SWEEPS = 12  # over small steps, by which drafts are decided
 SMALL_STEP = 9  # tokens
 SETTLED = 0.97  # a sweep that brings no time below so many times the known one is the last

@@ -114,9 +114,9 @@ class CudaRunner:
         self._eager_reason = Uncaptured.NO_GRAPHS if is_capturable else Uncaptured.NO_CAPTURED_KERNELS
         if step.model.reads_device:
             self._eager_reason, is_capturable = Uncaptured.MODEL_READS, False
-        if step.planner.processors is not None:
-            self._eager_reason = Uncaptured.LOGITS_PROCESSORS
-        can_replay = use_graphs and is_capturable and step.planner.processors is None
+        if step.planner.editing is not None:
+            self._eager_reason = Uncaptured.EDITED_LOGITS
+        can_replay = use_graphs and is_capturable and step.planner.editing is None
         self.graphs = StepGraphs(step, limits) if can_replay else None
         if self.graphs is not None:
             self.chooser = CaptureChooser(self.graphs.keys, self.graphs.captured, self.graphs.loaded)

@@ -1,5 +1,5 @@
 """outrider.lora.request: the place of LoRARequest in vLLM."""
 
-from outrider.core.lora_request import LoRARequest
+from outrider.lora_request import LoRARequest
 
 __all__ = ["LoRARequest"]

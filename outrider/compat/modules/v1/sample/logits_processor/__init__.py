@@ -1,6 +1,6 @@
 """outrider.v1.sample.logits_processor: the place of LogitsProcessor in vLLM."""
 
-from outrider.core.logits_processors import (
+from outrider.logits_processors import (
     AdapterLogitsProcessor,
     BatchUpdate,
     LogitsProcessor,

@@ -1,5 +1,5 @@
 """outrider.v1.sample.logits_processor.interface: names at the place where vLLM has them."""
 
-from outrider.core.logits_processors import BatchUpdate, LogitsProcessor, MoveDirectionality
+from outrider.logits_processors import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 __all__ = ["BatchUpdate", "LogitsProcessor", "MoveDirectionality"]

@@ -9,10 +9,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 
-from outrider.core.adapter_orders import AdapterPlacement
+from outrider.core.checked_request import CheckedRequest
+from outrider.features.adapters.placements import AdapterPlacement, AdapterPlacements
+from outrider.lora_request import LoadedAdapter
+from outrider.sched.row_resources import Room, RowResource
 
 
-class AdapterSlots:
+class AdapterSlots(RowResource):
     def __init__(self, num_slots: int, capacity: int, sizes: Mapping[int, int]) -> None:
         """sizes: of all loaded adapters, by the number of their load; the owner changes it."""
         self._capacity, self._sizes = capacity, sizes
@@ -21,25 +24,30 @@ class AdapterSlots:
         self._users: dict[int, int] = {}  # running requests of each placed adapter
         self._changes: list[AdapterPlacement] = []
 
-    def start(self, number: int) -> bool:
-        """Count a request with this adapter that takes a row. Returns False, and counts nothing, if there is no room
-        for the adapter yet."""
+    def room_for(self, asked: CheckedRequest) -> Room:
+        """TAKEN if running requests have the adapters of all slots, and not this one."""
+        part = asked.part(LoadedAdapter)
+        if part is None:
+            return Room.NOT_NEEDED
+        may_start = part.number in self._placed or bool(self._free) or len(self._users) < len(self._placed)
+        return Room.FREE if may_start else Room.TAKEN
+
+    def take(self, asked: CheckedRequest) -> bool:
+        part = asked.part(LoadedAdapter)
+        assert part is not None
+        number = part.number
         if number not in self._placed and not self._place(number):
             return False
         self._placed.move_to_end(number)
         self._users[number] = self._users.get(number, 0) + 1
         return True
 
-    def may_start(self, number: int) -> bool:
-        """Whether a slot is free for this adapter: False if running requests hold every slot with other adapters.
-        Changes nothing."""
-        return number in self._placed or bool(self._free) or len(self._users) < len(self._placed)
-
-    def end(self, number: int) -> None:
-        """Note that a running request with this adapter has ended, or was preempted."""
-        self._users[number] -= 1
-        if not self._users[number]:
-            del self._users[number]
+    def give(self, asked: CheckedRequest) -> None:
+        part = asked.part(LoadedAdapter)
+        assert part is not None
+        self._users[part.number] -= 1
+        if not self._users[part.number]:
+            del self._users[part.number]
 
     def forget(self, number: int) -> None:
         """Remove an adapter that is no longer loaded."""
@@ -47,17 +55,20 @@ class AdapterSlots:
         if number in self._placed:
             self._evict(number)
 
+    @property
+    def running(self) -> list[int]:
+        """The adapters of running requests."""
+        return list(self._users)
+
     def forget_all(self) -> None:
-        """Forget all placements, because the device's content is unknown. No request runs."""
         assert not self._users
         for number in list(self._placed):
             self._evict(number)
         self._changes = []
 
-    def take_changes(self) -> list[AdapterPlacement]:
-        """The adapters that the device must copy before the next step."""
+    def take_orders(self) -> AdapterPlacements | None:
         changes, self._changes = self._changes, []
-        return changes
+        return AdapterPlacements(tuple(changes)) if changes else None
 
     def check_integrity(self) -> None:
         ends = 0

@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from outrider.adapters.peft_folder import AdapterError, FactorPair
-from outrider.adapters.target import HeldFactors, NamedPair, Target
 from outrider.core.step_messages import DeltaReach
+from outrider.features.adapters.peft_folder import AdapterError, FactorPair
+from outrider.features.adapters.target import HeldFactors, NamedPair, Target
 from outrider.formats import join_names
 from outrider.layers.moe import Experts
 

@@ -13,8 +13,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from outrider.adapters.peft_folder import AdapterError, FactorPair
 from outrider.core.step_messages import DeltaReach
+from outrider.features.adapters.peft_folder import AdapterError, FactorPair
 from outrider.formats import HeadLayout
 from outrider.formats.declared import Segment, VocabularyShard
 from outrider.kernels.delta_tables import ALIGNMENT

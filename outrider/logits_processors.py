@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 from outrider.core.drafter_faults import words_of
 from outrider.core.fields import shown
 from outrider.core.params import SamplingParams
+from outrider.core.structured import ExplainedFailure
 
 State = TypeVar("State")
 Tensor: TypeAlias = Any  # a torch.Tensor
@@ -26,7 +27,7 @@ Device: TypeAlias = Any  # a torch.device
 RequestLogitsProcessor: TypeAlias = Callable[..., Tensor]
 
 
-class ProcessorFailure(str):
+class ProcessorFailure(ExplainedFailure):
     """Error message of a request for which a logits processor raised an exception."""
 
 

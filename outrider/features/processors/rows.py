@@ -1,6 +1,6 @@
 """ProcessorRows: runs an engine's logits processors over the logit rows of a step.
 
-An operator's `LogitsProcessor` classes (`core/logits_processors.py`, vLLM's interface) get their logits only here,
+An operator's `LogitsProcessor` classes (`logits_processors.py`, vLLM's interface) get their logits only here,
 between the stages of the torch sampler: no kernel samples then, and no step is captured. A processor sees a batch of
 requests with the outputs of each in a list. A step shows it one position after the other: first the logits behind the
 known tokens of every request, then the list grows by the first draft and the logits behind that draft follow, and so
@@ -18,29 +18,26 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from itertools import accumulate
 from typing import Any
 
 import torch
 
-from outrider.config import EngineConfig
 from outrider.core import Admission, Axis, Limits, ScheduledBatch
 from outrider.core.drafter_faults import words_of
-from outrider.core.logits_processors import (
+from outrider.core.params import SamplingParams
+from outrider.kernels.buffers import to_device
+from outrider.logits_processors import (
     AddedRequest,
     BatchUpdate,
     LogitsProcessor,
     MoveDirectionality,
     MovedRequest,
     ProcessorFailure,
-    load_processors,
 )
-from outrider.core.params import SamplingParams
-from outrider.core.step_part import StepPart
-from outrider.kernels.buffers import to_device
-from outrider.runner.grammars import RowText, read_later
+from outrider.runner.logits_part import LogitsPart
 from outrider.runner.row_state import RowState
+from outrider.runner.row_texts import RowText, read_later
 
 log = logging.getLogger("outrider")
 
@@ -181,7 +178,7 @@ class StepProcessors:
                 log.warning("a request ends: %s", failure)
 
 
-class ProcessorRows(StepPart):
+class ProcessorRows(LogitsPart):
     def __init__(self, processors: Sequence[EngineProcessor], state: RowState, limits: Limits) -> None:
         self._processors, self._state, self._run = processors, state, limits.extent(Axis.RUN)
         self._rows: dict[int, ProcessedRequest] = {}
@@ -240,13 +237,3 @@ class ProcessorRows(StepPart):
             request.is_new = False
         update = BatchUpdate(len(batch), free, entries, moved) if free or entries else None
         return [by_request[request] for request in batch], update
-
-
-def make_processors(config: EngineConfig, limits: Limits, device: torch.device) -> list[EngineProcessor]:
-    """The processors that the operator named, with the settings in vLLM's groups, as they expect them."""
-    kinds = load_processors(config.logits_processors)
-    if not kinds:
-        return []
-    groups = import_module("outrider.compat.vllm_config")  # by name: the package lies above this one
-    settings = groups.VllmConfig.from_engine_config(config, limits)
-    return [EngineProcessor(kind, settings, device) for kind in kinds]

@@ -1,4 +1,4 @@
-"""How fronts get from the adapters that a caller names to the numbers of their loads. No torch.
+"""How fronts load the adapters that a caller names. No torch.
 
 An adapter is read beside the steps. A front asks now and then whether it is there, and meanwhile the engine goes on.
 """
@@ -12,8 +12,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, Protocol, TypeVar
 
-from outrider.core.lora_request import LoRARequest
-from outrider.engine.adapter_registry import AdapterHold, AdapterRegistry
+from outrider.core.checked_request import CheckedRequest
+from outrider.engine.engine import Engine
+from outrider.lora_request import AdapterHold, AdapterLoads, LoadedAdapter, LoRARequest
 
 POLL_SECONDS = 0.005
 Made = TypeVar("Made")
@@ -25,48 +26,54 @@ class Run(Protocol):
     def __call__(self, action: Callable[[], Made], /) -> Made: ...
 
 
-def need_registry(registry: AdapterRegistry | None) -> AdapterRegistry:
-    if registry is None:
+def need_adapters(engine: Engine) -> AdapterLoads:
+    found = engine.keepers.find(AdapterLoads)  # type: ignore[type-abstract]
+    if found is None:
         raise ValueError("lora_request: this engine serves no adapters: start it with enable_lora=True")
-    return registry
+    return found
+
+
+def with_adapter(request: CheckedRequest, number: int | None) -> CheckedRequest:
+    """The request with the adapter of a load; None: as it is."""
+    return request if number is None else request.with_part(LoadedAdapter(number))
 
 
 @contextmanager
-def loaded(registry: AdapterRegistry | None, run: Run,
-           asked: Sequence[LoRARequest | None]) -> Generator[list[int | None], None, None]:
-    """The numbers of the loads of these adapters, which stay loaded while the block runs."""
+def loaded(engine: Engine, run: Run, requests: Sequence[CheckedRequest],
+           asked: Sequence[LoRARequest | None]) -> Generator[list[CheckedRequest], None, None]:
+    """The requests with the adapters that their callers ask for, which stay loaded while the block runs."""
     if not any(asked):
-        yield [None] * len(asked)
+        yield list(requests)
         return
-    own, holds = need_registry(registry), dict[LoRARequest, AdapterHold]()
+    own, holds = need_adapters(engine), dict[LoRARequest, AdapterHold]()
     try:
         for each in dict.fromkeys(one for one in asked if one is not None):
             holds[each] = run(lambda each=each: own.begin(each))  # type: ignore[misc]
         for hold in holds.values():
             while not run(lambda hold=hold: own.is_ready(hold.number)):  # type: ignore[misc]
                 time.sleep(POLL_SECONDS)
-        yield [None if one is None else holds[one].number for one in asked]
+        yield [with_adapter(request, None if one is None else holds[one].number)
+               for request, one in zip(requests, asked, strict=True)]
     finally:
         for hold in holds.values():
             run(lambda hold=hold: own.release(hold))  # type: ignore[misc]
 
 
-async def load(registry: AdapterRegistry, call: Callable[[Callable[[], Any]], Future[Any]],
+async def load(adapters: AdapterLoads, call: Callable[[Callable[[], Any]], Future[Any]],
                begin: Callable[[], AdapterHold]) -> AdapterHold:
-    """Wait until an adapter is loaded, and return the hold that keeps it. `begin`: the registry's method `begin` or
-    `hold`."""
+    """Wait until an adapter is loaded, and return the hold that keeps it. `begin` calls `begin` or `hold`."""
 
     def begin_and_look() -> tuple[AdapterHold, bool]:
         hold = begin()
-        return hold, hold.number in registry.sizes
+        return hold, adapters.is_loaded(hold.number)
 
     hold, is_there = await asyncio.wrap_future(call(begin_and_look))
     try:
         while not is_there:
-            is_there = await asyncio.wrap_future(call(lambda: registry.is_ready(hold.number)))
+            is_there = await asyncio.wrap_future(call(lambda: adapters.is_ready(hold.number)))
             if not is_there:
                 await asyncio.sleep(POLL_SECONDS)
     except BaseException:
-        call(lambda: registry.release(hold))
+        call(lambda: adapters.release(hold))
         raise
     return hold

@@ -11,9 +11,9 @@ from functools import cached_property
 
 import torch
 
-from outrider.adapters.arena import AdapterArena
-from outrider.adapters.target import EmbeddingTarget, ExpansionTarget
 from outrider.core.step_messages import DeltaReach
+from outrider.features.adapters.arena import AdapterArena
+from outrider.features.adapters.target import EmbeddingTarget, ExpansionTarget
 from outrider.kernels import moe, ops
 from outrider.kernels.adapters import ExpertTargets, HeadColumns
 from outrider.kernels.delta_tables import DeltaTables, RowSlots, TargetRange

@@ -1,5 +1,5 @@
 """AdapterArena: the device memory of adapters. Each takes its real size in one flat tensor, at an offset that the
-scheduler has chosen (`sched/adapter_slots.py`); tables say where the factors of each slot and target begin.
+scheduler has chosen (`slots.py`); tables say where the factors of each slot and target begin.
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ from functools import reduce
 
 import torch
 
-from outrider.adapters.host_adapter import HostAdapter
-from outrider.adapters.targets import Targets
 from outrider.core import Axis, Limits
 from outrider.core.step_messages import DeltaReach
+from outrider.features.adapters.host_adapter import HostAdapter
+from outrider.features.adapters.limits import AdapterLimits
+from outrider.features.adapters.targets import Targets
 from outrider.kernels.buffers import buffer, lazy_zeros, send, to_device
 from outrider.kernels.delta_tables import NO_SLOT, NUM_PLACES, DeltaTables
 
@@ -22,11 +23,12 @@ class AdapterArena:
                  device: torch.device) -> None:
         wide = torch.float64 if dtype == torch.float64 else torch.float32
         self.targets, self.device = targets, device
-        axes = limits, Axis.ADAPTER_SLOTS, Axis.ADAPTER_TARGETS
+        room = AdapterLimits.of(limits)
+        sizes = room.slots, room.targets
         self.tables = DeltaTables(
-            numbers=lazy_zeros(limits.extent(Axis.ADAPTER_NUMBERS), dtype=dtype, device=device),
-            places=torch.stack([buffer(*axes, dtype=torch.int64, device=device)] * NUM_PLACES, dim=-1),
-            scales=buffer(*axes, dtype=wide, device=device),
+            numbers=lazy_zeros(room.numbers, dtype=dtype, device=device),
+            places=torch.zeros(*sizes, NUM_PLACES, dtype=torch.int64, device=device),
+            scales=torch.zeros(*sizes, dtype=wide, device=device),
             bounds=to_device(targets.bounds, torch.int64, device).view(-1, 2), max_rank=max_rank)
         self.slot_of_row = buffer(limits, Axis.ROWS, dtype=torch.int64, device=device, fill=NO_SLOT)
         self._reach: dict[int, DeltaReach] = {}  # what the adapter in each slot changes

@@ -6,8 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.core.lora_request import AdapterRead
 from outrider.runner.commands import Command
+
+
+@dataclass(frozen=True)
+class AdapterRead:
+    """A reading of an adapter that is over. Errors are data, since ranks read at their own pace, and a command that
+    fails on some ranks alone would end all of them."""
+
+    size: int = 0  # numbers that it takes on the device
+    error: str | None = None  # what is wrong with the adapter
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, reduce
 
-from outrider.adapters.experts_target import ExpertsTarget
-from outrider.adapters.peft_folder import AdapterError, FactorPair
-from outrider.adapters.target import EmbeddingTarget, ExpansionTarget, JointModule, LinearTarget, Target, TargetPart
 from outrider.core.step_messages import DeltaReach
+from outrider.features.adapters.experts_target import ExpertsTarget
+from outrider.features.adapters.peft_folder import AdapterError, FactorPair
+from outrider.features.adapters.target import (
+    EmbeddingTarget,
+    ExpansionTarget,
+    JointModule,
+    LinearTarget,
+    Target,
+    TargetPart,
+)
 from outrider.formats import join_names
 from outrider.kernels.delta_tables import TargetRange
 from outrider.layers.base import Module

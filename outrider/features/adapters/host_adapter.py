@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.adapters.peft_folder import AdapterError, FactorPair, PeftFolder
-from outrider.adapters.target import NamedPair, Target, TargetPart, aligned
-from outrider.adapters.targets import Targets
+from outrider.features.adapters.peft_folder import AdapterError, FactorPair, PeftFolder
+from outrider.features.adapters.target import NamedPair, Target, TargetPart, aligned
+from outrider.features.adapters.targets import Targets
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of factors in files
 MAX_SCALE = torch.finfo(torch.float32).max

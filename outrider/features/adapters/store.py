@@ -7,24 +7,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import torch
 
-from outrider.adapters.arena import AdapterArena
-from outrider.adapters.host_adapter import HostAdapter, read_adapter
-from outrider.adapters.peft_folder import AdapterError
-from outrider.adapters.step_adapters import StepAdapters
-from outrider.adapters.targets import Targets
 from outrider.core import Admission, Limits, ScheduledBatch
-from outrider.core.adapter_orders import AdapterPlacements
-from outrider.core.lora_request import AdapterRead
 from outrider.core.step_messages import DeltaReach
+from outrider.features.adapters.arena import AdapterArena
+from outrider.features.adapters.commands import AdapterRead
+from outrider.features.adapters.host_adapter import HostAdapter, read_adapter
+from outrider.features.adapters.peft_folder import AdapterError
+from outrider.features.adapters.placements import AdapterPlacements
+from outrider.features.adapters.step_adapters import StepAdapters
+from outrider.features.adapters.targets import Targets
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.delta_tables import NO_SLOT
 from outrider.layers.context import DeltaSource
+from outrider.lora_request import LoadedAdapter
 from outrider.models.base import Model
 
 log = logging.getLogger("outrider")
@@ -93,7 +93,8 @@ class AdapterStore(DeltaSource):
     def admit(self, admissions: Sequence[Admission]) -> None:
         if not admissions:
             return
-        numbers = {admission.row: admission.request.adapter for admission in admissions}
+        parts = {admission.row: admission.request.part(LoadedAdapter) for admission in admissions}
+        numbers = {row: None if part is None else part.number for row, part in parts.items()}
         self._served = {row for row in self._served if row not in numbers}
         self._served |= {row for row, number in numbers.items() if number is not None}
         slots = [NO_SLOT if number is None else self._slots[number] for number in numbers.values()]
@@ -124,12 +125,3 @@ class AdapterStore(DeltaSource):
 
     def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> StepAdapters:
         return StepAdapters(self.arena, self.arena.slot_of_row[rows][request_of], self.reach)
-
-
-def with_adapters(limits: Limits, model: Model, max_loras: int, max_rank: int, memory_bytes: int | None) -> Limits:
-    """Limits with room for adapters: by default `max_loras` of the largest rank on all planned targets."""
-    targets = Targets.from_model(model)
-    numbers = max_loras * targets.planned_room(max_rank)
-    if memory_bytes is not None:
-        numbers = memory_bytes // model.dtype.itemsize
-    return replace(limits, max_adapters=max_loras, num_adapter_targets=len(targets.all), num_adapter_numbers=numbers)

@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from outrider.core.fields import shown
-from outrider.core.lora_request import CONFIG, TENSORS
+from outrider.lora_request import CONFIG, TENSORS
 
 MAX_CONFIG_BYTES = 1 << 20
 # Keys of patterns are regular expressions. Matching one takes time by a name's length to the power of its repeats, and

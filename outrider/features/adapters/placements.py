@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from outrider.core.batch_part import BatchPart
+from outrider.core.feature_parts import BatchPart
 
 
 class AdapterPlacement(NamedTuple):

@@ -8,32 +8,28 @@ the new one cannot be read. Called where `Engine.step` is.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import count
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import WeakSet
 
-from outrider.core.lora_request import AdapterRead, AdaptersInUse, LoRARequest, UnreadableAdapter
-from outrider.runner.adapter_commands import BeginAdapter, DropAdapter, PollAdapter
-from outrider.runner.commands import Answer, Command
+from outrider.core.checked_request import CheckedRequest
+from outrider.engine.engine_feature import Order
+from outrider.features.adapters.commands import AdapterRead, BeginAdapter, DropAdapter, PollAdapter
+from outrider.features.adapters.slots import AdapterSlots
+from outrider.lora_request import (
+    AdapterHold,
+    AdapterLoads,
+    AdaptersInUse,
+    LoadedAdapter,
+    LoRARequest,
+    UnknownAdapter,
+    UnreadableAdapter,
+)
 
 MAX_DROPPED = 1024  # dropped loads that are remembered, for requests that were checked before
-
-
-class Order(Protocol):
-    """A function that gives a command to the worker, and does not wait for its answer."""
-
-    def __call__(self, command: Command[Answer], /) -> Future[Answer]: ...
-
-
-class AdapterHold:
-    """Keeps a load for a front that is about to add requests, or will add more: until `release`, or until the front
-    has lost the hold, as after an interrupt or the end of a task."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number  # of the load
 
 
 @dataclass
@@ -61,17 +57,13 @@ class DroppedLoad(NamedTuple):
     path: str | None  # None: the adapter was removed
 
 
-class UnknownAdapter(ValueError):
-    """Raised if no adapter has the given name."""
-
-
-class AdapterRegistry:
-    def __init__(self, max_loaded: int, order: Order, forget: Callable[[int], None],
-                 sizes: dict[int, int], names: dict[int, str]) -> None:
-        """max_loaded: adapters in the host's memory. forget: tells the scheduler that a load is dropped. sizes: of
-        loads that are there, by number; the scheduler reads it. names: of all loads, by number, for events."""
-        self.sizes, self._names = sizes, names
-        self._max_loaded, self._order, self._forget = max_loaded, order, forget
+class AdapterRegistry(AdapterLoads):
+    def __init__(self, max_loaded: int, max_slots: int, order: Order, slots: Callable[[], AdapterSlots],
+                 sizes: dict[int, int], labels: dict[str, str]) -> None:
+        """max_loaded: adapters in the host's memory. slots: those of the scheduler. sizes: of loads that are there, by
+        number; the slots read it. labels: names of all loads, by the cache key of their requests."""
+        self.max_slots, self.sizes, self._labels = max_slots, sizes, labels
+        self._max_loaded, self._order, self._slots = max_loaded, order, slots
         self._numbers = count(1)
         self._loads: OrderedDict[int, AdapterLoad] = OrderedDict()  # least recently used first
         self._current: dict[str, int] = {}  # number of the newest load by name, among those that have been read
@@ -82,13 +74,10 @@ class AdapterRegistry:
 
     @property
     def names(self) -> Mapping[str, str]:
-        """Folders of the adapters that can be asked for by name alone."""
         return self._paths
 
-    def names_in_use(self, running: Iterable[int]) -> tuple[list[str], list[str]]:
-        """Names of the adapters of running requests, whose numbers are given, and of those that only wait. May be
-        called from any thread."""
-        numbers = set(running)
+    def names_in_use(self) -> tuple[list[str], list[str]]:
+        numbers = set(self._slots().running)
         used = [load for load in list(self._loads.values()) if load.num_requests]
         return (sorted({load.name for load in used if load.number in numbers}),
                 sorted({load.name for load in used if load.number not in numbers}))
@@ -104,7 +93,6 @@ class AdapterRegistry:
         self._paths[name] = path
 
     def remove(self, name: str) -> None:
-        """Remove an adapter. No new request may ask for it; those that run end with it."""
         for number, dropped in self._dropped.items():
             if dropped.name == name:
                 self._dropped[number] = DroppedLoad(name, None)
@@ -119,21 +107,18 @@ class AdapterRegistry:
     # Loads
 
     def begin(self, asked: LoRARequest) -> AdapterHold:
-        """Begin to load an adapter unless it is there. The load is kept as long as the hold, or until `release`."""
         number = None if asked.load_inplace else self._find(asked)
         if number is None:
             self._make_room(asked.lora_name)
             number = next(self._numbers)
             # The order comes last: a load that an interrupt leaves behind is known here, and `drop_unused` drops it.
             self._loads[number] = AdapterLoad(number, asked.lora_name, asked.lora_path)
-            self._names[number] = asked.lora_name
+            self._labels[LoadedAdapter(number).cache_key] = asked.lora_name
             self._order(BeginAdapter(number, asked.lora_name, asked.lora_path))
         self._loads.move_to_end(number)
         return self._hold(number)
 
     def hold(self, number: int) -> AdapterHold:
-        """Keep the load for requests that were checked with this one and are about to be added: itself, the one that
-        has replaced it since or, if it had to make room for others, a new reading of its folder."""
         again = self._dropped.get(number)
         if again is not None and again.name not in self._current:
             paths = {each: own.path for each, own in self._dropped.items() if own.name == again.name}
@@ -141,8 +126,10 @@ class AdapterRegistry:
                 return self.begin(LoRARequest(again.name, 1, path))
         return self._hold(self.newest(number))
 
+    def is_loaded(self, number: int) -> bool:
+        return number in self.sizes
+
     def is_ready(self, number: int) -> bool:
-        """Whether an adapter has been read. Raises ValueError, and forgets the load, if it cannot be."""
         if number in self.sizes:
             return True
         load = self._loads.get(number)
@@ -164,7 +151,6 @@ class AdapterRegistry:
         return True
 
     def release(self, hold: AdapterHold) -> None:
-        """Release the hold of a front that has added its requests, or given up."""
         load = self._loads.get(hold.number)
         if load is not None and hold in load.holds:
             load.holds.remove(hold)
@@ -185,30 +171,33 @@ class AdapterRegistry:
             raise UnknownAdapter("the request's adapter has been removed: ask for it again")
         return newer
 
-    def enter(self, numbers: Sequence[int | None]) -> None:
-        """Count requests that are about to be added with these loads. Refuses all of them if a load is gone."""
-        entering = [number for number in numbers if number is not None]
+    def renew(self, asked: CheckedRequest) -> CheckedRequest:
+        part = asked.part(LoadedAdapter)
+        return asked if part is None else asked.with_part(LoadedAdapter(self.newest(part.number)))
+
+    def enter(self, requests: Sequence[CheckedRequest]) -> None:
+        """Refuses all of the requests if the load of one is not there."""
+        entering = [part.number for asked in requests if (part := asked.part(LoadedAdapter)) is not None]
         if not self.sizes.keys() >= set(entering):
             raise UnknownAdapter("the request's adapter is not loaded any more: ask for it again")
         for number in entering:
             self._loads[number].num_requests += 1
             self._loads.move_to_end(number)
 
-    def leave(self, number: int | None) -> None:
-        load = None if number is None else self._loads.get(number)
+    def leave(self, asked: CheckedRequest) -> None:
+        part = asked.part(LoadedAdapter)
+        load = None if part is None else self._loads.get(part.number)
         if load is not None and load.num_requests:
             load.num_requests -= 1
             self._drop_replaced(load)
 
     def forget_requests(self) -> None:
-        """Forget the users of all loads, because the engine has forgotten all requests, whatever state an interrupt has
-        left here. The loads stay, for requests that enter again; `drop_unused` follows."""
+        """Forget the users of all loads. The loads stay, for requests that enter again."""
         for load in self._loads.values():
             load.num_requests = 0
 
     def drop_unused(self) -> None:
-        """Finish what an interrupt may have cut off: drop loads that were replaced, or that no front waits for, and
-        serve those that have been read."""
+        """Drop loads that were replaced, or that no front waits for, and serve those that have been read."""
         for load in list(self._loads.values()):
             if load.number not in self.sizes and load.is_idle:
                 self._drop(load)
@@ -275,10 +264,10 @@ class AdapterRegistry:
             self._dropped[load.number] = DroppedLoad(load.name, None if load.is_removed else load.path)
         if len(self._dropped) > MAX_DROPPED:
             self._dropped.popitem(last=False)
-        self._forget(load.number)
+        self._slots().forget(load.number)
         self._order(DropAdapter(load.number))
         if self._current.get(load.name) == load.number:
             del self._current[load.name]
         self.sizes.pop(load.number, None)
-        self._names.pop(load.number, None)
+        self._labels.pop(LoadedAdapter(load.number).cache_key, None)
         del self._loads[load.number]

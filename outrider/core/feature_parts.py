@@ -1,0 +1,41 @@
+"""What features add to the core's data: parts of a request, of a batch and of the limits. No torch.
+
+A part is plain data, lies with its feature, and can be pickled. Its owner has at most one part of each type, and none
+of a feature that it has nothing to do with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TypeVar
+
+
+class BatchPart:
+    """What a feature tells its other half on the device in one step."""
+
+    __slots__ = ()
+
+
+class RequestPart:
+    """What a request asks of a feature."""
+
+    __slots__ = ()
+
+    @property
+    def cache_key(self) -> str | None:
+        """A word that must be equal for requests to share pages. None: the feature changes no keys and no values."""
+        return None
+
+
+class LimitsPart:
+    """Sizes of a feature's buffers."""
+
+    __slots__ = ()
+
+
+Part = TypeVar("Part")
+
+
+def find_part(parts: Iterable[object], kind: type[Part]) -> Part | None:
+    """The part of this type, if there is one."""
+    return next((part for part in parts if isinstance(part, kind)), None)

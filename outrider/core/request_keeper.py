@@ -1,0 +1,76 @@
+"""RequestKeeper: what a feature keeps for requests as long as they live. The engine calls every keeper. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from outrider.core.checked_request import CheckedRequest
+from outrider.core.feature_parts import find_part
+
+
+class RequestKeeper:
+    """Methods do nothing unless a keeper defines them. They are called where `Engine.step` is."""
+
+    def renew(self, asked: CheckedRequest) -> CheckedRequest:
+        """A request is about to be added: bring it up to date with what happened since it was checked. Raises
+        ValueError if it cannot be served any more."""
+        return asked
+
+    def enter(self, requests: Sequence[CheckedRequest]) -> None:
+        """These requests are added now. Raises ValueError, and keeps nothing, if one of them cannot be served."""
+
+    def leave(self, asked: CheckedRequest) -> None:
+        """A request has ended."""
+
+    def forget_requests(self) -> None:
+        """The engine has forgotten all requests, in whatever state an interrupt has left this keeper. Those that are
+        still wanted enter again; `drop_unused` follows."""
+
+    def drop_unused(self) -> None:
+        """Finish what an interrupt may have cut off."""
+
+
+Keeper = TypeVar("Keeper", bound=RequestKeeper)
+
+
+class RequestKeepers:
+    """All keepers of an engine."""
+
+    def __init__(self, keepers: Sequence[RequestKeeper] = ()) -> None:
+        self._all = tuple(keepers)
+
+    def find(self, kind: type[Keeper]) -> Keeper | None:
+        """The keeper of this kind, if a feature has one here."""
+        return find_part(self._all, kind)
+
+    def renew(self, requests: Mapping[str, CheckedRequest]) -> Mapping[str, CheckedRequest]:
+        for keeper in self._all:
+            requests = {request_id: keeper.renew(asked) for request_id, asked in requests.items()}
+        return requests
+
+    def enter(self, requests: Sequence[CheckedRequest]) -> None:
+        """Enter all requests everywhere, or, with a ValueError, nowhere."""
+        entered: list[RequestKeeper] = []
+        try:
+            for keeper in self._all:
+                keeper.enter(requests)
+                entered.append(keeper)
+        except Exception:
+            for keeper in entered:
+                for asked in requests:
+                    keeper.leave(asked)
+            raise
+
+    def leave(self, *requests: CheckedRequest) -> None:
+        for keeper in self._all:
+            for asked in requests:
+                keeper.leave(asked)
+
+    def forget_requests(self) -> None:
+        for keeper in self._all:
+            keeper.forget_requests()
+
+    def drop_unused(self) -> None:
+        for keeper in self._all:
+            keeper.drop_unused()

@@ -1,0 +1,41 @@
+"""EngineFeature: what a feature adds to an engine, which holds requests. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Protocol
+
+from outrider.core.params import SamplingParams
+from outrider.core.request_keeper import RequestKeeper
+from outrider.runner.commands import Answer, Command
+from outrider.runner.interface import WorkerInfo
+from outrider.sched.row_resources import RowResource
+
+
+class Order(Protocol):
+    """Gives a command to the worker, and does not wait for its answer."""
+
+    def __call__(self, command: Command[Answer], /) -> Future[Answer]: ...
+
+class EngineFeature:
+    """Methods do nothing unless a feature defines them."""
+
+    reads_extra_args = False  # whether requests pass it values in `SamplingParams.extra_args`
+
+    def check_params(self, params: SamplingParams) -> None:
+        """Raise ValueError for parameters of a request that the feature cannot serve. Called before it is accepted."""
+
+    def make_resource(self, info: WorkerInfo) -> RowResource | None:
+        """What requests of the feature need on the device to run. Made anew with every scheduler: nothing is taken."""
+        return None
+
+    def make_keeper(self, info: WorkerInfo, order: Order) -> RequestKeeper | None:
+        """What the feature keeps for requests. Made once."""
+        return None
+
+    def page_labels(self) -> dict[str, str]:
+        """Public names of cache keys (`RequestPart.cache_key`), for events of the cache. The feature changes it."""
+        return {}
+
+MakeFeature = Callable[[], EngineFeature]

@@ -1,0 +1,82 @@
+"""The features of the engine, in their order: the one file that names them. No torch.
+
+A feature lies in a folder of its own under `outrider/features/`. The core calls features through contracts and imports
+none: a feature's halves are found here by name, and only if the settings ask for the feature. `register_feature` adds
+one from outside the package.
+
+| contract | who calls it |
+|---|---|
+| `core/feature_parts.py` RequestPart, BatchPart, LimitsPart | data that travels with requests, batches and limits |
+| `runner/worker_feature.py` WorkerFeature | a worker, when it is made: sizes, memory, the part of its steps |
+| `core/step_part.py` StepPart | every step on the device |
+| `layers/context.py` DeltaSource, RowDeltas | layers, whose products a feature changes row by row |
+| `runner/logits_part.py` LogitsPart | every step whose logits a feature edits, on the device |
+| `engine/engine_feature.py` EngineFeature | an engine, when it is made: its resource and its keeper |
+| `sched/row_resources.py` RowResource | the scheduler, when a request takes or leaves a row |
+| `core/request_keeper.py` RequestKeeper | the engine, when a request comes or ends |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.config import EngineConfig
+from outrider.core.lazy_exports import import_attribute
+
+Half = Callable[[EngineConfig], Any] | str  # a class, or `module:class`
+
+
+@dataclass(frozen=True)
+class FeatureEntry:
+    """A feature and its two halves, each made with the config of an engine that asks for the feature."""
+
+    name: str
+    worker: Half  # a WorkerFeature
+    engine: Half  # an EngineFeature
+    is_on: Callable[[EngineConfig], bool] = lambda config: True
+
+
+FEATURES = (
+    FeatureEntry("adapters", worker="outrider.features.adapters.on_device:AdaptersOnDevice",
+                 engine="outrider.features.adapters.in_engine:AdaptersInEngine",
+                 is_on=lambda config: config.enable_lora),
+    FeatureEntry("logits processors", worker="outrider.features.processors.on_device:ProcessorsOnDevice",
+                 engine="outrider.features.processors.in_engine:ProcessorsInEngine",
+                 is_on=lambda config: bool(config.logits_processors)),
+)
+_registered: dict[str, FeatureEntry] = {}  # from outside the package
+
+
+def register_feature(entry: FeatureEntry) -> None:
+    """Add a feature to all engines that start from now on in this process, and in the processes of their workers."""
+    if entry.name in {own.name for own in FEATURES}:
+        raise ValueError(f"a feature of the package has the name {entry.name!r}: choose another")
+    _registered[entry.name] = entry
+
+
+def worker_features(config: EngineConfig) -> list[Any]:
+    """The WorkerFeature of every feature that the settings ask for."""
+    return [_make(entry.name, entry.worker, config) for entry in _asked_for(config)]
+
+
+def engine_features(config: EngineConfig) -> list[Any]:
+    """The EngineFeature of every feature that the settings ask for."""
+    return [_make(entry.name, entry.engine, config) for entry in _asked_for(config)]
+
+
+def _asked_for(config: EngineConfig) -> list[FeatureEntry]:
+    return [entry for entry in (*FEATURES, *_registered.values()) if entry.is_on(config)]
+
+
+def _make(name: str, half: Half, config: EngineConfig) -> Any:
+    if not isinstance(half, str):
+        return half(config)
+    try:
+        found = import_attribute(half)
+    except ModuleNotFoundError as error:
+        if error.name is None or not half.startswith(error.name):
+            raise
+        raise ValueError(f"this installation of outrider has no {name}: {error.name} is missing") from None
+    return found(config)

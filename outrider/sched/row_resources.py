@@ -1,0 +1,89 @@
+"""RowResource: something that a request must have on the device to run, beside a row and pages. No torch.
+
+A feature gives the scheduler its resources. A request without room waits and is passed over, and once it has waited
+for long, no other request that needs the resource starts before it, of whatever tenant.
+"""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from outrider.core.checked_request import CheckedRequest
+from outrider.core.feature_parts import BatchPart
+
+MAX_WITHOUT_ROOM = 128  # requests that wait for room and are passed over in a step
+PATIENCE = 256  # steps for which others may overtake a request that waits for room
+
+
+class Room(enum.Enum):
+    NOT_NEEDED = "the request needs none"
+    FREE = "there may be room"
+    TAKEN = "running requests have all of it"
+
+
+class RowResource(ABC):
+    @abstractmethod
+    def room_for(self, asked: CheckedRequest) -> Room:
+        """Changes nothing. Called often: `take` decides."""
+
+    @abstractmethod
+    def take(self, asked: CheckedRequest) -> bool:
+        """A request that needs the resource takes a row. False if there is no room for it yet."""
+
+    @abstractmethod
+    def give(self, asked: CheckedRequest) -> None:
+        """A request that has taken the resource ends, or is preempted."""
+
+    @abstractmethod
+    def forget_all(self) -> None:
+        """What lies on the device is not known any more. No request runs."""
+
+    @abstractmethod
+    def take_orders(self) -> BatchPart | None:
+        """What the device must do before the next step."""
+
+    @abstractmethod
+    def check_integrity(self) -> None:
+        """Assert that nothing is lost and nothing has two owners."""
+
+
+class RowResources:
+    """All resources of a scheduler."""
+
+    def __init__(self, resources: Sequence[RowResource] = ()) -> None:
+        self.all = tuple(resources)
+
+    def room_for(self, asked: CheckedRequest) -> Room:
+        rooms = [resource.room_for(asked) for resource in self.all]
+        return next((room for room in (Room.TAKEN, Room.FREE) if room in rooms), Room.NOT_NEEDED)
+
+    def take(self, asked: CheckedRequest) -> bool:
+        """Take all that the request needs, or nothing."""
+        taken: list[RowResource] = []
+        for resource in self._needed(asked):
+            if not resource.take(asked):
+                for other in taken:
+                    other.give(asked)
+                return False
+            taken.append(resource)
+        return True
+
+    def give(self, asked: CheckedRequest) -> None:
+        for resource in self._needed(asked):
+            resource.give(asked)
+
+    def forget_all(self) -> None:
+        for resource in self.all:
+            resource.forget_all()
+
+    def take_orders(self) -> tuple[BatchPart, ...]:
+        return tuple(orders for resource in self.all if (orders := resource.take_orders()) is not None)
+
+    def check_integrity(self) -> None:
+        for resource in self.all:
+            resource.check_integrity()
+
+    def _needed(self, asked: CheckedRequest) -> list[RowResource]:
+        return [resource for resource in self.all if resource.room_for(asked) is not Room.NOT_NEEDED]
