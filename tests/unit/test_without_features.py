@@ -1,0 +1,74 @@
+"""The core without its features: a copy of the package that lacks a feature's folder imports, serves the same tokens,
+and refuses by name what only the feature can do."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider import LLM, SamplingParams
+from outrider.feature_list import FEATURES
+
+PACKAGE = Path(__file__).parents[2] / "outrider"
+FOLDERS = {"adapters": "adapters", "logits processors": "processors"}  # of FEATURES, by their names
+ASKS: dict[str, dict[str, Any]] = {
+    "adapters": {"enable_lora": True},
+    "logits processors": {"logits_processors": ["outrider.logits_processors:LogitsProcessor"]},
+}
+
+PROGRAM = """
+import importlib, json, pkgutil, sys
+import outrider
+for module in pkgutil.walk_packages(outrider.__path__, "outrider."):
+    if not module.name.endswith("__main__") and ".compat.modules" not in module.name:
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            assert not str(error.name).startswith("outrider"), (module.name, error)  # an extra that is not installed
+from outrider import LLM, SamplingParams
+from outrider.config import EngineConfig
+from outrider.feature_list import worker_features
+asked = json.loads(sys.argv[1])
+try:
+    worker_features(EngineConfig("tiny", **asked))
+except ValueError as error:
+    refusal = str(error)
+with LLM("smollm2", max_model_len=256) as llm:
+    (output,) = llm.generate("The sea is", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+print(json.dumps([outrider.__file__, refusal, output.outputs[0].token_ids]))
+"""
+
+
+
+
+@pytest.fixture(scope="module")
+def wanted() -> list[int]:
+    """The tokens of the whole package."""
+    with LLM("smollm2", max_model_len=256) as llm:
+        (output,) = llm.generate("The sea is", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
+    return output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("feature", [entry.name for entry in FEATURES])
+def test_the_core_serves_without_the_folder_of_a_feature(feature: str, wanted: list[int], tmp_path: Path) -> None:
+    ignored = shutil.ignore_patterns("__pycache__", FOLDERS[feature])
+
+    def leaves_out(folder: str, names: list[str]) -> set[str]:
+        return ignored(folder, names) if folder.endswith("features") else {"__pycache__"}
+
+    shutil.copytree(PACKAGE, tmp_path / "outrider", ignore=leaves_out)
+    assert not (tmp_path / "outrider" / "features" / FOLDERS[feature]).exists()
+    done = subprocess.run([sys.executable, "-c", PROGRAM, json.dumps(ASKS[feature])], cwd=tmp_path,
+                          env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    place, refusal, tokens = json.loads(done.stdout.splitlines()[-1])
+    assert place == str(tmp_path / "outrider" / "__init__.py"), "the copy is what ran"
+    assert f"this installation of outrider has no {feature}" in refusal
+    assert tokens == wanted
