@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from outrider import __version__
 from outrider.server import admin
-from outrider.server.bodies import BodyRoute, beside_loop
+from outrider.server.bodies import READERS, BodyRoute, beside_loop
 from outrider.server.body_errors import bad_body
 from outrider.server.chat import chat_completions
 from outrider.server.classification import ClassifyRequest, create_classes
@@ -60,11 +60,14 @@ def build_app(service: Service) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         asyncio.get_running_loop().set_default_executor(FairThreads())
+        readers = FairThreads(1)
+        setattr(app.state, READERS, readers)
         task = asyncio.create_task(service.host.run())
         try:
             yield
         finally:
             task.cancel()
+            readers.shutdown(wait=False)
 
     config = service.config
     app = FastAPI(title="Outrider", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None,

@@ -27,6 +27,27 @@ def count_values(body: bytes, most: int) -> int:
     return total
 
 
+def count_byte(body: bytes, byte: int, first: int, last: int) -> int:
+    """Count a byte in a part of the body. `bytes.count` would let no other thread run for as long as it takes."""
+    total = 0
+    for start in range(first, last, SLICE):
+        total += int(np.count_nonzero(np.frombuffer(body, np.uint8, min(SLICE, last - start), start) == byte))
+    return total
+
+
+def long_texts(body: bytes, least: int) -> list[tuple[int, int]]:
+    """Find the texts of more bytes than `least`: the places behind their first and of their last quotes."""
+    found: list[tuple[int, int]] = []
+    before, num_before = -1, 0  # the place of the last quote, and the number of quotes
+    for start, _, quotes in _slices(body):
+        places = np.concatenate(([before], start + quotes))
+        for index in np.flatnonzero(np.diff(places) > least + 1):
+            if (num_before + index) % 2 == 1:  # it is behind a quote that begins a text
+                found.append((int(places[index]) + 1, int(places[index + 1])))
+        before, num_before = int(places[-1]), num_before + len(quotes)
+    return found
+
+
 def are_in_texts(body: bytes, places: Sequence[int]) -> list[bool]:
     """Whether each of some places, in ascending order, is inside a text."""
     found: list[bool] = []

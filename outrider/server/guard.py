@@ -39,6 +39,7 @@ BODILESS_METHODS = ("GET", "HEAD", "OPTIONS", "DELETE")  # their bodies are not 
 BODY_SECONDS = 60.0  # for a client to send its body
 # What is read of a body that is refused: a client that is still sending when the connection closes gets no answer.
 UNREAD_BYTES = 1 << 28
+JOINED_IN_LOOP = 1 << 18  # bytes
 UNREAD_IDLE_SECONDS = 1.0  # without a further piece
 IS_READ = "outrider.body_is_read"  # in the scope: nothing of the body is left to be read
 TENANT = "outrider.tenant"  # in the scope: a digest of the key that was used, or None
@@ -156,7 +157,8 @@ class Guard:
             if size > self._max_body_bytes:
                 raise self._too_large()
             if not message.get("more_body", False):
-                return b"".join(chunks)
+                # Joining the pieces of 16 MB takes 10 ms.
+                return b"".join(chunks) if size < JOINED_IN_LOOP else await asyncio.to_thread(b"".join, chunks)
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the request's body exceeds {self._max_body_bytes} bytes")

@@ -103,7 +103,7 @@ class Service:
 
         def work() -> list[list[int]]:
             return [self._encoded(each, param, add_special_tokens, truncation) if isinstance(each, str)
-                    else list(each) if truncation is None else truncation.cut(each) for each in prompts]
+                    else each if truncation is None else truncation.cut(each) for each in prompts]
 
         num_characters = sum(len(each) for each in prompts if isinstance(each, str))
         return await asyncio.to_thread(work) if num_characters > LONG_TEXT else work()

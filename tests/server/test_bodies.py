@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from fastapi.exceptions import RequestValidationError
 
-from outrider.server import bodies
-from outrider.server.bodies import LARGE, SLICE, parse_bounded, parse_large
+from outrider.server import bodies, body_json
+from outrider.server.bodies import LARGE, parse_bounded
 from outrider.server.body_errors import MAX_PROBLEMS, bad_body
+from outrider.server.body_json import LONG, SLICE, parse_large
 from outrider.server.errors import ApiError
 from outrider.server.protocol import CompletionRequest
 from tests.server.rig import PATIENCE, serving
@@ -36,6 +37,35 @@ def ids(count: int) -> list[int]:
 ], ids=lambda value: str(value)[:16])
 def test_a_large_body_is_read_as_json_is(value: Any, separators: tuple[str, str]) -> None:
     assert parse_large(json.dumps(value, separators=separators).encode()) == value
+
+
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_long_texts_are_read_in_pieces_as_json_reads_them(ascii_only: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No piece ends in an escape, in a character of several bytes, or between the two halves of one."""
+    monkeypatch.setattr(body_json, "LONG", 20)
+    parts = ["a", "\\", "\n", '"', "é", "€", "😀", "\ud83d", "\ude00", "\x01", "u", "d8", ",", "[1,2]"]
+    for _ in range(3000):
+        own = [parts[SOURCE.randrange(len(parts))] for _ in range(SOURCE.randrange(1, 4))]
+        texts = ["".join(SOURCE.choices(own, k=SOURCE.randrange(80))) for _ in range(3)]
+        text = json.dumps({texts[0]: [texts[1], 1.5, None, {}], "b": {"c": texts[2], "d": [True, [texts[1]]]}},
+                          ensure_ascii=ascii_only)
+        body = text.encode("utf-8", "surrogatepass")
+        assert parse_large(body) == json.loads(body), text
+        with pytest.raises(ValueError):
+            parse_large(body[:-1])
+
+
+@pytest.mark.parametrize("body", [
+    json.dumps({"prompt": "a\n" * 1_000_000}).encode(), json.dumps({"stop": ["\"\\" * 500] * 1000}).encode(),
+    json.dumps({"messages": [{"role": "user", "content": "é" * 20}] * 20_000}).encode(),
+], ids=["text", "texts", "objects"])
+def test_no_call_into_the_parser_takes_more_than_a_part_of_a_large_body(body: bytes,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parser in C keeps the interpreter to itself: 10 MB of line breaks held up all for a third of a second."""
+    expected, sizes, loads = json.loads(body), list[int](), json.loads
+    monkeypatch.setattr(json, "loads", lambda text: [sizes.append(len(text)), loads(text)][1])
+    assert parse_bounded(body) == expected
+    assert max(sizes, default=0) <= LONG + 2
 
 
 @pytest.mark.parametrize("body", [
@@ -93,14 +123,14 @@ def test_blank_lists_are_read() -> None:
 def test_others_are_answered_while_a_large_body_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """The large body waits, half read, until another request has been answered."""
     is_reading, may_go_on = threading.Event(), threading.Event()
-    read_numbers = bodies._parse_numbers
+    read_numbers = body_json._parse_numbers
 
-    def slow(text: bytes) -> list[int]:
+    def slow(body: bytes, first: int, last: int) -> list[int]:
         is_reading.set()
         assert may_go_on.wait(PATIENCE)
-        return read_numbers(text)
+        return read_numbers(body, first, last)
 
-    monkeypatch.setattr(bodies, "_parse_numbers", slow)
+    monkeypatch.setattr(body_json, "_parse_numbers", slow)
     answers: list[Any] = []
     with serving() as served:
         client = threading.Thread(target=lambda: answers.append(served.post("/v1/completions", prompt=ids(50_000))))
