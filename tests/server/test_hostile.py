@@ -104,7 +104,8 @@ def test_a_head_of_exactly_the_bound(served: Served, kind: str, num_parts: int) 
     for more, status in ((0, b"200 OK"), (1, b"400 Bad Request\r\n")):
         size = http_protocol.MAX_HEAD_BYTES - len(rest % (b"", b"")) + more
         long = {"url": (b"?" + b"a" * (size - 1), b""), "field": (b"", b"X: " + b"a" * (size - 5) + b"\r\n"),
-                "fields": (b"", b"X: aaa\r\n" * (size // 8 - 1) + b"X: " + b"a" * (size % 8 + 3) + b"\r\n")}[kind]
+                "fields": (b"", (b"X: " + b"a" * 507 + b"\r\n") * (size // 512 - 1)
+                           + b"X: " + b"a" * (size % 512 + 507) + b"\r\n")}[kind]
         head = rest % long
         assert len(head) == http_protocol.MAX_HEAD_BYTES + more
         cuts = [len(head) * i // num_parts for i in range(num_parts + 1)]
@@ -127,6 +128,26 @@ def test_requests_one_after_the_other(served: Served, monkeypatch: pytest.Monkey
     one = b"POST /v1/completions HTTP/1.1\r\nHost: [::]\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
     last = b"GET /health HTTP/1.1\r\nConnection: close\r\nX-Long: " + b"a" * 60_000 + b"\r\n\r\n"
     assert talk(served, *[one % len(body) + body] * 3, last).count(b"200 OK") == 4
+
+
+def test_requests_that_do_not_wait_for_answers_are_few(served: Served) -> None:
+    """The parser reads all that has come at once: 256 KB of requests held up every other client for seconds, and no key
+    is needed for that."""
+    one = b"GET /version HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    assert talk(served, one * 10 + b"GET /version HTTP/1.0\r\n\r\n").count(b"200 OK") == 11
+    answers = talk(served, one * 10_000)
+    assert answers.count(b"200 OK") <= http_protocol.MAX_WAITING + 1 and b"400 Bad Request" in answers
+
+
+def test_tiny_chunks_and_fields_are_few(served: Served) -> None:
+    head = (b"POST /tokenize HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n"
+            b"Content-Type: application/json\r\n\r\n")
+    blank, rest = b"1\r\n \r\n", b"e\r\n{\"prompt\":\"a\"}\r\n0\r\n\r\n"
+    assert b"200 OK" in talk(served, head + blank * 1000 + rest)
+    assert b"400 Bad Request" in talk(served, head + blank * 2000 + rest)
+    small = b"100\r\n" + b" " * 256 + b"\r\n"
+    assert b"200 OK" in talk(served, head + small * 5000 + rest)
+    assert b"too large" in talk(served, b"GET /health HTTP/1.1\r\nHost: localhost\r\n" + b"a:\r\n" * 300 + b"\r\n")
 
 
 OFFER = (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
