@@ -19,6 +19,7 @@ from typing import Any
 from uuid import uuid4
 
 from outrider.core.fields import shown
+from outrider.server.body_turns import TURN_BYTES, BodyTurns
 from outrider.server.errors import ApiError
 from outrider.server.fair_threads import CURRENT_TENANT
 from outrider.server.held_bodies import HeldBodies, HeldBody
@@ -62,6 +63,7 @@ class Guard:
         self._digests = [self._digest(key.encode()) for key in keys]
         self._max_body_bytes = max_body_bytes
         self._bodies = HeldBodies(max_body_bytes)
+        self._turns = BodyTurns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -75,6 +77,8 @@ class Guard:
         REQUEST_ID.set(request_id)
         asks = scope["method"] not in BODILESS_METHODS and scope["path"] not in OPEN_PATHS
         body = HeldBody(self._bodies)
+        if asks:
+            receive = self._paced(scope, receive)
         send = _with_header(send, b"x-request-id", request_id.encode("ascii"), self._on_refused if asks else None,
                             body.release)
         try:
@@ -120,6 +124,21 @@ class Guard:
         """The digest of a key. Digests have equal length, as compare_digest needs, and depend on a secret of this
         process, so that a leaked digest tells nothing of its key."""
         return hmac.digest(self._secret, key, "sha256")
+
+    def _paced(self, scope: Scope, receive: Receive) -> Receive:
+        """Receive a body in turns with the other bodies of its tenant, or of all clients without a key."""
+        num_bytes = 0  # since the last turn
+
+        async def receive_in_turn() -> Message:
+            nonlocal num_bytes
+            if num_bytes >= TURN_BYTES:
+                num_bytes = 0
+                await self._turns.wait(scope.get(TENANT) or "")
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            return message
+
+        return receive_in_turn
 
     async def _with_body(self, scope: Scope, receive: Receive, held: HeldBody) -> Receive:
         """Read the whole body, within the limits, before the route sees it. Paths that need no key are left out,

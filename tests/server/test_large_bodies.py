@@ -6,14 +6,16 @@ import asyncio
 import json
 import random
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from outrider.async_llm import AsyncLLM
-from outrider.server import body_values
-from outrider.server.bodies import LARGE, MAX_NUMBERS, MAX_VALUES, parse_bounded
+from outrider.server import bodies, body_values
+from outrider.server.bodies import HUGE, LARGE, MAX_NUMBERS, MAX_VALUES, parse_bounded
+from outrider.server.body_turns import TURN_SECONDS, BodyTurns
 from outrider.server.body_values import count_values
 from outrider.server.errors import ApiError
 from outrider.server.fair_threads import CURRENT_TENANT, LEAST_THREADS, FairThreads
@@ -153,6 +155,61 @@ def test_a_tenant_whose_work_runs_nowhere_gets_a_thread() -> None:
 
     assert LEAST_THREADS >= 2
     asyncio.run(run())
+
+
+def test_bodies_of_one_tenant_take_turns_and_others_do_not_wait_for_them() -> None:
+    async def run() -> None:
+        turns, had = BodyTurns(), list[str]()
+
+        async def wait(tenant: str, name: str) -> None:
+            await turns.wait(tenant)
+            had.append(name)
+
+        began = time.monotonic()
+        tasks = [asyncio.create_task(wait("one", f"one {i}")) for i in range(20)]
+        await asyncio.sleep(0)
+        tasks[3].cancel()
+        await wait("two", "two")
+        assert had == ["one 0", "two"]
+        await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), PATIENCE)
+        assert had[2:] == [f"one {i}" for i in range(1, 20) if i != 3]
+        assert time.monotonic() - began > 17 * TURN_SECONDS
+        await asyncio.sleep(2 * TURN_SECONDS)
+        assert not turns._lines, "tenants are kept"
+
+    asyncio.run(run())
+
+
+def test_large_bodies_of_one_tenant_are_read_one_after_the_other(served: Served,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python runs one thread at a time. Small bodies do not wait."""
+    at_once, most, read = 0, 0, bodies._read
+
+    def counted(body: bytes, kind: Any) -> Any:
+        nonlocal at_once, most
+        if len(body) < HUGE:
+            return read(body, kind)
+        at_once += 1
+        most = max(most, at_once)
+        try:
+            time.sleep(0.02)
+            return read(body, kind)
+        finally:
+            at_once -= 1
+
+    monkeypatch.setattr(bodies, "_read", counted)
+    statuses: list[int] = []
+
+    def send(size: int) -> None:
+        answer = served.post("/v1/completions", prompt="a", max_tokens=1, cache_salt="s" * size)
+        statuses.append(answer.status_code)
+
+    threads = [threading.Thread(target=send, args=(size,)) for size in [HUGE] * 6 + [LARGE] * 3]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert most == 1 and statuses == [200] * 9
 
 
 def test_errors_of_work_are_its_callers() -> None:
