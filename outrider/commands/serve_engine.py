@@ -16,6 +16,7 @@ from outrider.async_llm import AsyncLLM
 from outrider.commands.listening import listening, tls_options
 from outrider.commands.serve_files import chat_template
 from outrider.config import EngineConfig
+from outrider.core.host_memory import give_large_blocks_back
 from outrider.core.status_line import say
 from outrider.engine.grammar.deep_thread import end_process
 from outrider.engine.start import start_engine
@@ -50,6 +51,7 @@ def serve_engine(engine: EngineConfig, config: ServerConfig, names: Sequence[str
 
     host.on_failed = server.stop
     sys.setswitchinterval(SWITCH_SECONDS)
+    give_large_blocks_back()
     try:
         serve_until_stopped(server, config, names[0], tell)
     finally:
