@@ -20,6 +20,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -67,6 +68,17 @@ ATTACKS: dict[str, Callable[[], tuple[str, bytes]]] = {
                                                      ).encode()),
     "text": lambda: ("/v1/completions", json.dumps({"prompt": "a\n" * 5_000_000}).encode()),
     "broken": lambda: ("/v1/completions", b'{"prompt":[' + b'"a",' * 3_000_000),
+    "chats": lambda: chat(),
+    "samples": lambda: ("/v1/completions", json.dumps({"prompt": ["x"] * 256, "n": 128, "max_tokens": 1}).encode()),
+    "words": lambda: ("/v1/completions", json.dumps({"prompt": "x", "max_tokens": 1, "stop": [
+        f"stop {i}" for i in range(64)], "bad_words": [f"some word {i}" for i in range(800)]}).encode()),
+    "allowed ids": lambda: ("/v1/completions", json.dumps({
+        "prompt": "x", "max_tokens": 4, "allowed_token_ids": list(range(40_000)),
+        "logit_bias": {str(i): 1 for i in range(4096)}}).encode()),
+    "accepted ids": lambda: ("/detokenize", b'{"tokens":[' + b"3000," * 65_535 + b"1]}"),
+    "accepted text": lambda: ("/tokenize", json.dumps({"prompt": "a b " * 100_000}).encode()),
+    "lists of ids": lambda: ("/v1/completions", b'{"max_tokens":1,"prompt":[' + b",".join(
+        [b"[" + b"1," * 8000 + b"1]"] * 256) + b"]}"),
     "too large": lambda: ("/v1/completions", b'{"prompt":"' + b"a" * 20_000_000 + b'"}'),
 }
 
@@ -103,7 +115,6 @@ async def ask(address: Address, path: str, body: bytes | None, key: str) -> tupl
     return status, seconds, rest
 
 
-
 class Server:
     """`outrider serve` with two keys, until the block ends."""
 
@@ -118,13 +129,14 @@ class Server:
             assert line, text
             text += line
         self.address = found[1], int(found[2])
+        threading.Thread(target=self.process.stderr.read, daemon=True).start()  # or the server waits to write its log
 
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *exc: object) -> None:
         self.process.send_signal(signal.SIGTERM)
-        self.process.communicate()
+        self.process.wait()
 
     @property
     def megabytes(self) -> float:
