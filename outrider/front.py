@@ -94,7 +94,7 @@ class Front:
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises an error if it has none."""
-        return self.engine.checks.need_tokenizer()
+        return self.engine.model.need_tokenizer()
 
     @staticmethod
     def _as_tensors(outputs: Sequence[PoolingRequestOutput]) -> None:

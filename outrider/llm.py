@@ -115,7 +115,7 @@ class LLM(Front):
             raise ValueError(f"{len(first)} texts to compare with {len(second)}: data_1 must have one text, or as "
                              "many as data_2")
         checks = self.engine.checks
-        if checks.classes is not None:
+        if checks.model.classes is not None:
             pairs = checks.join_pairs(first, second, chat_template)
             outputs = self.classify(pairs, pooling_params=pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
             return [ScoringRequestOutput(output.request_id, ScoringOutput(output.outputs.probs[0]),
@@ -165,8 +165,9 @@ class LLM(Front):
                     [replace(beam, parts=checked[prompt].parts)
                      for beam, prompt in zip(beams, asked.prompts, strict=True)], use_tqdm=False))
 
-            return beam_search([request.token_ids for request in checked], params, generate, self.engine.tokenizer,
-                               self.engine.eos_ids, self.engine.limits)
+            model = self.engine.model
+            return beam_search([request.token_ids for request in checked], params, generate, model.tokenizer,
+                               model.eos_ids, model.limits)
 
     def follow(self, prompts: Prompt | Sequence[Prompt],
                sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -224,7 +225,7 @@ class LLM(Front):
 
     def get_metrics(self) -> list[Metric]:
         """Counts and gauges of the engine since it started, under vLLM's names."""
-        return engine_metrics(self.engine, self.engine.checks.model_name)
+        return engine_metrics(self.engine, self.engine.model.name)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Parameters that a caller may change and use."""

@@ -90,7 +90,7 @@ class LLMEngine(Front):
 
     def get_metrics(self) -> list[Metric]:
         """Counts and gauges of the engine since it started, under vLLM's names."""
-        return engine_metrics(self.engine, self.engine.checks.model_name)
+        return engine_metrics(self.engine, self.engine.model.name)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget cached pages, but those of running requests, unless these are to be preempted too."""

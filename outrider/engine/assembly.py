@@ -15,6 +15,8 @@ from outrider.engine.engine import Engine
 from outrider.engine.engine_feature import EngineFeature
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.kv_events import EventSockets, KvEvents
+from outrider.engine.request_checks import RequestChecks
+from outrider.engine.served_model import ServedModel
 from outrider.engine.text import Tokenizer
 from outrider.feature_list import engine_features
 from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
@@ -45,11 +47,10 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
             kv_events.follow(made.cache.pool)
         return made
 
-    engine = Engine(scheduler, worker, info.limits, tokenizer=tokenizer, eos_ids=info.eos_ids, seed=config.seed,
-                    max_logprobs=info.limits.max_logprobs, submits_early=config.overlap is not False,
-                    takes_spans=info.takes_spans, grammars=grammars, host_faults=host_faults, model_name=config.model,
-                    features=features, device_name=info.device_name, classes=info.classes,
-                    kv_events=kv_events)
+    model = ServedModel(config.model, info.limits, info.eos_ids, tokenizer, info.classes, info.takes_spans,
+                        info.device_name)
+    engine = Engine(scheduler, worker, RequestChecks(model, grammars, features), seed=config.seed,
+                    submits_early=config.overlap is not False, host_faults=host_faults, kv_events=kv_events)
     keepers = [feature.make_keeper(info, engine.order) for feature in features]
     engine.keepers = RequestKeepers([keeper for keeper in keepers if keeper is not None])
     return engine

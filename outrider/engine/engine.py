@@ -15,21 +15,19 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
 
-from outrider.core import AdaptationReport, ClassHead, FaultRecord, Finish, Limits, StepResult
+from outrider.core import AdaptationReport, FaultRecord, Finish, StepResult
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import request_seed
 from outrider.core.pooling_params import PoolingParams
 from outrider.core.request_keeper import RequestKeepers
 from outrider.engine.collector import unfreeze_heap, working_thresholds
-from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.kv_events import KvEvents
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.pooling import PooledOutput
-from outrider.engine.request_checks import ParamsChecker, RequestChecks
+from outrider.engine.request_checks import RequestChecks
 from outrider.engine.stats import EngineStats, StatsLog, stamp_admissions
 from outrider.engine.step_trace import StepTrace
-from outrider.engine.text import Tokenizer
 from outrider.runner.commands import Answer, Command
 from outrider.runner.interface import Runner, WorkerDied
 from outrider.sched.request import Request
@@ -58,27 +56,19 @@ class _Live:
 class Engine:
     """Runs requests on a worker. Single-threaded: one owner calls `add`, `step` and `abort`."""
 
-    def __init__(self, make_scheduler: Callable[[int], Scheduler], runner: Runner, limits: Limits, *,
-                 tokenizer: Tokenizer | None = None, eos_ids: tuple[int, ...] = (), seed: int = 0,
-                 max_logprobs: int = 20, submits_early: bool = False, takes_spans: bool = False,
-                 grammars: GrammarCompiler | None = None, host_faults: FaultRecord | None = None,
-                 model_name: str = "this model", features: Sequence[ParamsChecker] = (), device_name: str = "CPU",
-                 classes: ClassHead | None = None, kv_events: KvEvents | None = None) -> None:
+    def __init__(self, make_scheduler: Callable[[int], Scheduler], runner: Runner, checks: RequestChecks, *,
+                 seed: int = 0, submits_early: bool = False, host_faults: FaultRecord | None = None,
+                 kv_events: KvEvents | None = None) -> None:
         """make_scheduler: for steps from a generation on. submits_early: with one step in flight, the next one is
-        queued before the last one's tokens go out. takes_spans: prompts may mark spans. host_faults: of the schedulers'
-        host drafters. features: check the parameters of requests."""
+        queued before the last one's tokens go out. host_faults: of the schedulers' host drafters."""
+        self.checks, self.model, limits = checks, checks.model, checks.model.limits
         self._make_scheduler = make_scheduler
         self.scheduler = make_scheduler(0)
         self.runner = runner
         self.limits = limits
-        self.device_name = device_name
-        self.tokenizer = tokenizer
         self.stats = EngineStats()
         self.trace: StepTrace | None = None  # set before the first step, to trace some steps
         self._stats_log = StatsLog(self.stats) if limits.max_drafts else None
-        self.eos_ids = eos_ids
-        self.checks = RequestChecks(limits, tokenizer, eos_ids, max_logprobs, takes_spans, grammars, model_name,
-                                    features, classes)
         self._host_faults = host_faults
         self.kv_events = kv_events
         self.keepers = RequestKeepers()  # of features; set before the first request
@@ -345,16 +335,16 @@ class Engine:
         params, prompt_len = asked.params, len(asked.token_ids)
         metrics = RequestMetrics(arrival_time=time.perf_counter())
         if isinstance(params, PoolingParams):
-            pooled = PooledOutput(SampleKey(request_id, 0, 0, metrics), params, prompt_len, self.checks.classes)
+            pooled = PooledOutput(SampleKey(request_id, 0, 0, metrics), params, prompt_len, self.model.classes)
             only = (Request(next(self._ids), asked, prompt_len), pooled)
             return _Live(request_id, metrics, asked, [only], None, 1)
-        limit = self.limits.max_len if params.max_tokens is None else prompt_len + params.max_tokens
+        longest = self.model.longest(prompt_len, params.max_tokens)
         samples: list[tuple[Request, SampleOutput | PooledOutput]] = []
         for index in range(params.n):
-            request = Request(next(self._ids), asked, min(limit, self.limits.max_len), self.eos_ids, index)
+            request = Request(next(self._ids), asked, longest, self.model.eos_ids, index)
             key = SampleKey(request_id, index, asked.seed, metrics)
-            samples.append((request, SampleOutput(key, params, self.tokenizer)))
-        prompt = None if params.prompt_logprobs is None else PromptLogprobsOutput(prompt_len, self.tokenizer)
+            samples.append((request, SampleOutput(key, params, self.model.tokenizer)))
+        prompt = None if params.prompt_logprobs is None else PromptLogprobsOutput(prompt_len, self.model.tokenizer)
         return _Live(request_id, metrics, asked, samples, prompt, params.n)
 
     def _enter(self, lives: Sequence[_Live]) -> None:

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from outrider.core import Limits
 from outrider.core.checked_request import CheckedRequest
-from outrider.core.class_head import ClassHead
 from outrider.core.fields import check_value, did_you_mean, shown
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params
 from outrider.core.pooling_params import PoolingParams, RequestParams
@@ -22,7 +20,7 @@ from outrider.core.structured import FormClient
 from outrider.core.token_ids import check_token_ids
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.prompt_embeds import place_embeds, read_embeds, refuse_id_readers
-from outrider.engine.text import Tokenizer
+from outrider.engine.served_model import ServedModel
 
 ONLY_TEXT = "only text, token ids and embeddings are served"
 
@@ -40,15 +38,9 @@ class ParamsChecker(Protocol):
 class RequestChecks:
     """Checks requests. Every method raises a ValueError that says what to change if the request cannot be served."""
 
-    limits: Limits
-    tokenizer: Tokenizer | None
-    eos_ids: tuple[int, ...]
-    max_logprobs: int
-    takes_spans: bool  # prompts may mark spans
+    model: ServedModel
     grammars: GrammarCompiler | None
-    model_name: str  # for messages
     features: Sequence[ParamsChecker] = ()
-    classes: ClassHead | None = None
 
     def check(self, prompt: Prompt, params: RequestParams, priority: int = 0) -> CheckedRequest:
         (request,) = self.check_all([prompt], [params], [priority])
@@ -68,40 +60,35 @@ class RequestChecks:
                    chat_template: str | None = None) -> list[list[int]]:
         """The prompt of each text of `others` with the text of `ones` at its place, or the only one, for a head that
         scores pairs of texts."""
-        assert self.classes is not None
-        if self.classes.num_labels != 1:
-            raise ValueError(f"{self.model_name} has {self.classes.num_labels} classes, and pairs are scored by a head "
-                             "with one: use LLM.classify")
+        classes = self.model.classes
+        assert classes is not None
+        if classes.num_labels != 1:
+            raise ValueError(f"{self.model.name} has {classes.num_labels} classes, and pairs are scored by a head with "
+                             "one: use LLM.classify")
         for text in (*ones, *others):
             check_value("a text of a pair", str, text)
-        tokenizer, joined = self.need_tokenizer(), []
+        tokenizer, joined = self.model.need_tokenizer(), []
         for one, other in zip(ones * len(others) if len(ones) == 1 else ones, others, strict=True):
             if chat_template is not None:
                 messages = [{"role": "query", "content": one}, {"role": "document", "content": other}]
                 joined.append(tokenizer.encode(tokenizer.render_chat(messages, chat_template=chat_template,
                                                                      add_generation_prompt=False)))
-            elif self.classes.separates_pairs:
+            elif classes.separates_pairs:
                 joined.append(tokenizer.backend.encode(one, other).ids)
             else:
                 joined.append(tokenizer.encode(one + other))
         return joined
 
-    def need_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
-            raise ValueError(f"{self.model_name} has no tokenizer files, or skip_tokenizer_init is set: give prompts "
-                             "as token ids")
-        return self.tokenizer
-
     def _check(self, prompt: Prompt, params: RequestParams, priority: int) -> CheckedRequest:
         given = _as_dict(prompt)
-        max_len = self.limits.max_len - isinstance(params, SamplingParams)
+        max_len = self.model.limits.max_len - isinstance(params, SamplingParams)
         if isinstance(given.get("prompt_token_ids"), (list, tuple)):  # before millions of ids are looked at
             self._check_length(len(given["prompt_token_ids"]), max_len)
         for key, declared in PROMPT_KEYS.items():
             check_value(key, declared, given.get(key))
         check_value("priority", Priority, priority)
         text, token_ids, salt, spans, embeds, positions = map(given.get, PROMPT_KEYS)
-        values = None if embeds is None else read_embeds(embeds, self.limits.hidden_size)
+        values = None if embeds is None else read_embeds(embeds, self.model.limits.hidden_size)
         if positions is not None and (values is None or text is token_ids is None):
             raise ValueError("prompt_embeds_positions are those of prompt_embeds among the tokens of 'prompt' or "
                              "'prompt_token_ids': give these too")
@@ -111,7 +98,7 @@ class RequestChecks:
             token_ids, has_ids = [0] * len(values), False
         elif token_ids is None:
             assert isinstance(text, str), "a prompt has a text, token ids or embeddings"
-            token_ids = self.need_tokenizer().encode(text)
+            token_ids = self.model.need_tokenizer().encode(text)
         token_ids = tuple(token_ids)
         self._check_tokens(token_ids, max_len)
         return CheckedRequest(token_ids, params, text, priority, salt,
@@ -121,19 +108,19 @@ class RequestChecks:
     def _check_params(self, given: RequestParams, caller: FormClient | None) -> RequestParams:
         """A copy of the parameters that the engine can serve, with their words as tokens. Requests may share it."""
         if isinstance(given, PoolingParams):
-            return given.checked(self.limits.hidden_size, self.classes)
-        if self.classes is not None:
-            raise ValueError(f"{self.model_name} classifies and generates no text: use LLM.classify or LLM.encode")
-        limits, params = self.limits, check_params(given)
+            return given.checked(self.model.limits.hidden_size, self.model.classes)
+        if self.model.classes is not None:
+            raise ValueError(f"{self.model.name} classifies and generates no text: use LLM.classify or LLM.encode")
+        limits, params = self.model.limits, check_params(given)
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             most = limits.vocab_size if value == MAX_LOGPROBS_ALL else value
-            if most is not None and most > self.max_logprobs:
-                raise ValueError(f"{name}={value} exceeds max_logprobs={self.max_logprobs} of this engine")
-        if params.stop_strings and self.tokenizer is None:
+            if most is not None and most > limits.max_logprobs:
+                raise ValueError(f"{name}={value} exceeds max_logprobs={limits.max_logprobs} of this engine")
+        if params.stop_strings and self.model.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
-        check_token_ids(params, self.eos_ids, limits)
+        check_token_ids(params, self.model.eos_ids, limits)
         if params.structured_outputs is not None:
             if self.grammars is None:
                 raise ValueError("structured_outputs need a tokenizer, and this engine has none")
@@ -156,36 +143,37 @@ class RequestChecks:
             token = next(token for token in token_ids if type(token) is not int)
             raise ValueError(f"prompt token ids must be integers, got {shown(token)}")
         for token in (min(token_ids), max(token_ids)):
-            if not 0 <= token < self.limits.vocab_size:
+            if not 0 <= token < self.model.limits.vocab_size:
                 raise ValueError(f"prompt token id {shown(token)} is outside the vocabulary of "
-                                 f"{self.limits.vocab_size}")
+                                 f"{self.model.limits.vocab_size}")
 
     def _check_length(self, num_tokens: int, max_len: int) -> None:
         if num_tokens > max_len:
             raise ValueError(
-                f"the prompt has {num_tokens} tokens and max_model_len is {self.limits.max_len}, which leaves no "
+                f"the prompt has {num_tokens} tokens and max_model_len is {self.model.limits.max_len}, which leaves no "
                 "room for an answer: shorten the prompt or raise max_model_len"
             )
 
     def _check_spans(self, spans: Sequence[Any], prompt_len: int) -> PromptSpans:
-        if not self.takes_spans:
+        if not self.model.takes_spans:
             raise ValueError("bidirectional_spans are not served by this engine: start it with "
                              "attention_backend='flex' (or 'torch'), for a model whose layers are all attention")
         # In the worst case every other request computes one token and its drafts beside the span.
-        limits = self.limits
+        limits = self.model.limits
         most = limits.max_batched_tokens - limits.max_requests * (1 + limits.max_drafts)
         return check_spans(spans, prompt_len, most)
 
     def _with_bad_word_ids(self, params: SamplingParams) -> SamplingParams:
         if not params.bad_words or params.bad_words_token_ids:
             return params
-        if self.tokenizer is None:
+        tokenizer = self.model.tokenizer
+        if tokenizer is None:
             raise ValueError("bad_words need a tokenizer, and this engine has none: use logit_bias, allowed_token_ids")
         words: dict[tuple[int, ...], None] = {}
         for word in params.bad_words:
             # At the start of a text and after a space a word has different tokens: forbid both.
             for text in (word.lstrip(), " " + word.lstrip()):
-                words[tuple(self.tokenizer.encode(text, add_special_tokens=False))] = None
+                words[tuple(tokenizer.encode(text, add_special_tokens=False))] = None
         return replace(params, bad_words_token_ids=tuple(words))
 
 

@@ -56,7 +56,7 @@ async def beam_outputs(llm: AsyncLLM, body: SamplingFields, requests: Sequence[C
                        *, skip_special_tokens: bool) -> list[RequestOutput]:
     """Return the finished output of each prompt, with its likeliest answer first."""
     params = beam_params(body, requests[0].sampling.max_tokens or llm.engine.limits.max_len)
-    tokenizer = llm.engine.checks.need_tokenizer()
+    tokenizer = llm.engine.model.need_tokenizer()
     async with llm.holding_adapter(requests[0]) as first:
         found = await _search(llm, params, [first, *requests[1:]], request_id)
     return [_output(request, beams, params, tokenizer, skip_special_tokens)
@@ -66,7 +66,7 @@ async def beam_outputs(llm: AsyncLLM, body: SamplingFields, requests: Sequence[C
 async def _search(llm: AsyncLLM, params: BeamSearchParams, requests: Sequence[CheckedRequest],
                   request_id: str) -> list[BeamSearchOutput]:
     first = requests[0]  # of one body, so all of them have its adapter, salt, priority and tenant
-    rounds = beam_rounds([request.token_ids for request in requests], params, None, llm.engine.eos_ids,
+    rounds = beam_rounds([request.token_ids for request in requests], params, None, llm.engine.model.eos_ids,
                          llm.engine.limits)
     names = (f"{request_id}-{number}" for number in count())
     try:

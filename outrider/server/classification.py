@@ -28,7 +28,7 @@ class ClassifyRequest(Prompted):
 async def create_classes(service: Service, body: ClassifyRequest, tenant: str | None) -> Work:
     model = service.check_model(body.model)
     service.check_load(tenant)
-    classes = service.host.llm.engine.checks.classes
+    classes = service.host.llm.engine.model.classes
     if classes is None:
         raise ApiError(400, NO_CLASSES, param="model")
     prompts = await service.encode_prompts(body.input, "input", truncation=service.truncation(body))

@@ -79,7 +79,7 @@ class _Completion:
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         n = self._requests[0].num_samples
-        has_text = self._service.host.llm.engine.tokenizer is not None
+        has_text = self._service.host.llm.engine.model.tokenizer is not None
         readers = [ChangeReader(i * n, has_text=has_text, keeps_runs=bool(self._body.return_run_lengths))
                    for i in range(len(self._requests))]
         num_logs = 0 if self._body.logprobs is None else n * len(self._requests)
@@ -162,7 +162,8 @@ class _Completion:
     def _token_log(self, begin: int = 0, skip_special_tokens: bool | None = None) -> TokenLog:
         if skip_special_tokens is None:
             skip_special_tokens = self._body.skip_special_tokens is not False
-        return TokenLog(self._service.host.llm.engine.tokenizer, skip_special_tokens, self._body.logprobs or 0, begin,
+        tokenizer = self._service.host.llm.engine.model.tokenizer
+        return TokenLog(tokenizer, skip_special_tokens, self._body.logprobs or 0, begin,
                         by_id=bool(self._body.return_tokens_as_token_ids))
 
 

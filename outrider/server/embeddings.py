@@ -46,7 +46,7 @@ async def create_embeddings(service: Service, body: EmbeddingRequest, tenant: st
 
 
 async def create_pooling(service: Service, body: PoolingRequest, tenant: str | None) -> Work:
-    classes = service.host.llm.engine.checks.classes
+    classes = service.host.llm.engine.model.classes
     task = body.task or ("embed" if classes is None or body.pooling is not None else "classify")
     if task != "embed" and body.pooling is not None:
         raise ApiError(400, f"pooling goes with the task embed: {task} pools nothing", param="pooling")

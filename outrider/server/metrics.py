@@ -116,7 +116,7 @@ class ServerMetrics:
                                  for level, state in enumerate(SLEEP_STATES)})
         settings = {"block_size": min(group.page_tokens for group in cache.groups),
                     "num_gpu_blocks": cache.pool.num_usable, "enable_prefix_caching": cache.enable_prefix_caching}
-        info = {"device": _escaped(engine.device_name), "max_model_len": engine.limits.max_len,
+        info = {"device": _escaped(engine.model.device_name), "max_model_len": engine.limits.max_len,
                 "max_drafts": engine.limits.max_drafts}
         yield from self._gauges("engine_info", "What the engine serves with: device, longest context, most drafts.",
                                 {",".join(f'{name}="{value}"' for name, value in info.items()): 1})

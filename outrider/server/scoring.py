@@ -58,7 +58,7 @@ async def create_score(service: Service, body: ScoreRequest, tenant: str | None)
         raise ApiError(400, f"{names[0]} has {len(ones)} texts and {names[1]} has {len(others)}: give one, or as many",
                        param=names[0])
     _check_number(service, len(ones) + len(others), names[1])
-    if service.host.llm.engine.checks.classes is not None:
+    if service.host.llm.engine.model.classes is not None:
         one, other = (_texts(getattr(body, name)) for name in names)
         pairs = await _pairs(service, body, one, other, tenant)
         return JsonWork(_score_answer(service, body, model, [], pairs), service.deadline(body))
@@ -87,7 +87,7 @@ async def create_rerank(service: Service, body: RerankRequest, tenant: str | Non
     if most is not None and (truncation is None or most < truncation.num_tokens):
         truncation = Truncation(most, "right")
     documents = await service.encode_prompts(texts, "documents", truncation=truncation)
-    if service.host.llm.engine.checks.classes is not None:
+    if service.host.llm.engine.model.classes is not None:
         asked, found = [], await _pairs(service, body, [body.query], texts, tenant)
     else:
         asked = await _checked(service, body, query, "query", tenant)

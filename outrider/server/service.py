@@ -77,7 +77,7 @@ class Service:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        tokenizer = self.host.llm.engine.tokenizer
+        tokenizer = self.host.llm.engine.model.tokenizer
         if tokenizer is None:
             raise ApiError(400, "this model has no tokenizer: give prompts as token ids to /v1/completions")
         return tokenizer

@@ -107,7 +107,7 @@ def _written(llm: LLM, plan: AnswerPlan, own: SelfPrompts, indexes: Sequence[int
     outputs = _finished(llm, seeds, params)
     prompts: dict[int, list[int]] = {}
     for index, output in zip(indexes, outputs, strict=True):
-        prompt = own.prompt_from(index, list(output.outputs[0].token_ids), llm.engine.eos_ids)
+        prompt = own.prompt_from(index, list(output.outputs[0].token_ids), llm.engine.model.eos_ids)
         if prompt and tuple(prompt) not in known and len(prompt) <= plan.settings.max_prompt_tokens:
             known.add(tuple(prompt))
             prompts[index] = prompt

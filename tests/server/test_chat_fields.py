@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -30,8 +31,8 @@ def template(request: pytest.FixtureRequest) -> str:
 def served(template: str) -> Iterator[Served]:
     with serving(lambda: AsyncLLM.around(tiny_engine(max_logprobs=VOCAB).engine)) as served:
         engine = served.llm.engine
-        assert engine.tokenizer is not None
-        engine.tokenizer = Tokenizer(engine.tokenizer.backend, chat_templates={"default": template})
+        tokenizer = Tokenizer(engine.model.need_tokenizer().backend, chat_templates={"default": template})
+        engine.model = replace(engine.model, tokenizer=tokenizer)
         yield served
         served.assert_idle()
 
