@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from outrider.models.catalog import BRIDGED, Family, served
 from outrider.models.sources.quantization import methods
@@ -43,10 +43,8 @@ masks of their own, several attentions in one layer, experts of an unknown form,
 the longest text of a batch, code of a checkpoint (`auto_map`), several ranks, exact mode. A config key that
 transformers' config class does not declare has no effect there, and is named in a warning.
 
-Tests compare these architectures with transformers, as tiny random models; others that fit are served too.
+Tests compare these architectures with transformers, as tiny random models; others that fit are served too:
 
-| architecture | on the hub |
-|---|---|
 {bridged}
 """
 
@@ -86,11 +84,14 @@ def lines() -> Iterator[str]:
 
 
 def page() -> str:
-    bridged = "\n".join(f"| `{name}` | {', '.join(f'`{each}`' for each in ids)} |" for name, ids in BRIDGED.items())
+    bridged = "\n".join(f"- `{name}`{f' ({_code(ids)})' if ids else ''}" for name, ids in BRIDGED.items())
     return PAGE.format(methods=", ".join(methods()), rows="\n".join(map(_row, served())), bridged=bridged)
 
 
 def _row(family: Family) -> str:
-    cells = (family.name, *(", ".join(f"`{item}`" for item in items) for items in (
-        family.architectures, family.own_drafters, family.gguf_names, family.hub_ids)))
-    return f"| {' | '.join(cells)} |"
+    lists = (family.architectures, family.own_drafters, family.gguf_names, family.hub_ids)
+    return f"| {' | '.join((family.name, *map(_code, lists)))} |"
+
+
+def _code(items: Iterable[str]) -> str:
+    return ", ".join(f"`{item}`" for item in items)

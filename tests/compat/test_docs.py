@@ -49,7 +49,6 @@ RUN_BY: dict[tuple[str, str], str | tuple[str, int]] = {
     ("docs/extending.md", "An attention backend"): EXTENDING,
     ("docs/extending.md", "A mask"): EXTENDING,
     ("docs/extending.md", "A model family"): (HERE, 2),
-    ("docs/extending.md", "A drafter"): EXTENDING,
     ("docs/extending.md", "A method of training"): EXTENDING,
     ("docs/extending.md", "A kernel"): EXTENDING,
     ("docs/extending.md", "A command to the worker"): EXTENDING,

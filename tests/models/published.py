@@ -14,7 +14,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -197,7 +197,17 @@ RECONSTRUCTED: dict[str, tuple[float, tuple[int, ...], dict[str, Any]]] = {
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
          "vocab_size", "max_position_embeddings")
 
-SOURCES = {"mlc-llm": "mlc-llm", "transformers": "transformers' defaults", "reconstructed": "reconstructed"}
+SOURCES = {
+    "mlc-llm": "Published files, from mlc-llm's model presets",
+    "transformers": "Defaults of transformers' config classes, where they make a model of the checkpoint's size",
+    "reconstructed": "Configs reconstructed from memory",
+}
+REASONS = {
+    "neither a family here nor a decoder of text in transformers": "no decoder",
+    "its code in transformers computes attention by itself and cannot be given another "
+    "(no _supports_attention_backend)": "own attention",
+    "it keeps a state of its own beside keys and values, which pages cannot hold": "own state",
+}
 
 
 @dataclass(frozen=True)
@@ -247,37 +257,37 @@ def outcome_of(name: str) -> Outcome:
     except ConfigError as error:
         key, why = re.split(r" is not supported[;:] |: (?=no code here reads this)", str(error), maxsplit=1)
         why = re.sub(r"transformers [\d.]+\d", "transformers", re.split(r": `outrider|, so |\. ", why)[0])
-        return Outcome(f"refused by `{key.removeprefix('config.json: ')}`: {why}", is_served=False)
+        why = REASONS.get(why.removesuffix("; the code that auto_map names is never run"), why)
+        key = key.removeprefix("config.json: ")
+        return Outcome(f"refused: {why}" if key.startswith("architectures=") else f"refused by `{key}`: {why}", False)
     count = sum(math.prod(slot.shape) for slot in model.weights().values())
-    how = "served through transformers" if isinstance(model, BridgedModel) else "served"
-    billions = count / 1e9
-    return Outcome(f"{how}, {billions:.0f}B" if billions >= 100 else f"{how}, {billions:.3g}B", True, count)
+    size = f"{count / 1e9:.0f}B" if count >= 1e11 else f"{count / 1e9:.3g}B"
+    return Outcome(f"{size}, bridge" if isinstance(model, BridgedModel) else size, True, count)
 
 
 def row_of(checkpoint: Checkpoint) -> str:
-    says = outcome_of(checkpoint.name).says
-    return f"| `{checkpoint.name}` | `{checkpoint.architecture}` | {SOURCES[checkpoint.source]} | {says} |"
+    return f"| `{checkpoint.name}` | `{checkpoint.architecture}` | {outcome_of(checkpoint.name).says} |"
 
 
 HEAD = """# Configs of well-known checkpoints
 
 Made by `python -m tests.models.published`. Tests compare every row with the check that a load begins with: the config
-is read, and the model is built without memory for its weights. A refusal names the key that stands in the way; `6.74B`
-are billions of parameters. Weights of these checkpoints were not loaded.
+is read, and the model is built without memory for its weights. Weights of these checkpoints were not loaded.
 
-Configs of *mlc-llm* are published files, from its model presets. *transformers' defaults* are those of the
-architecture's config class, where they make a model of the checkpoint's size. *reconstructed* ones are written from
-memory.
+Every checkpoint without "refused" is served: `6.74B` are its billions of parameters, and *bridge* means
+[through transformers](models.md#through-transformers). The refusals:
 
-Qwen3.6 and Qwen3.8 dense models have the architecture of Qwen3.5 (`Qwen3_5ForConditionalGeneration`).
-
-| checkpoint | architecture | config | outcome |
-|---|---|---|---|
 """
+COLUMNS = "| checkpoint | architecture | outcome |\n|---|---|---|\n"
 
 
-def page() -> str:
-    return HEAD + "\n".join(row_of(checkpoint) for checkpoint in CHECKPOINTS.values()) + "\n"
+def page(row_of: Callable[[Checkpoint], str] = row_of) -> str:
+    reasons = "\n".join(f"- *{short}*: {why}" for why, short in REASONS.items())
+    text = HEAD + reasons + "\n\nQwen3.6 and Qwen3.8 dense models have the architecture of Qwen3.5.\n"
+    for source, heading in SOURCES.items():
+        rows = (row_of(checkpoint) for checkpoint in CHECKPOINTS.values() if checkpoint.source == source)
+        text += f"\n## {heading}\n\n{COLUMNS}" + "\n".join(rows) + "\n"
+    return text
 
 
 if __name__ == "__main__":
