@@ -7,7 +7,7 @@ from functools import partial
 from torch import Tensor
 
 from outrider.kernels import ops
-from outrider.kernels.adapters import add_by, add_embeddings_by, add_heads_by, mix_experts_by, reduce_by
+from outrider.kernels.adapter_products import add_by, add_embeddings_by, add_heads_by, mix_experts_by, reduce_by
 from outrider.kernels.delta_tables import DeltaTables, RowSlots, TargetRange
 from outrider.kernels.ops import exact
 
@@ -17,7 +17,7 @@ add_adapters = partial(add_by, exact.linear)
 
 def add_adapters_gated(inner: Tensor, out: Tensor, activation: str, rows: RowSlots, tables: DeltaTables,
                        targets: TargetRange) -> Tensor:
-    """See `kernels.adapters.add_adapters_gated`."""
+    """See `kernels.adapter_products.add_adapters_gated`."""
     ops.add_adapters(inner, out, 0, rows, tables, targets)
     return ops.gated(out, activation)
 

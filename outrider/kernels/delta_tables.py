@@ -1,6 +1,6 @@
 """The tables of adapters: where their factors lie on the device, and which token rows have which adapter.
 
-`kernels/adapters.py` computes with them; they know nothing of files, requests or layers.
+`kernels/adapter_products.py` computes with them; they know nothing of files, requests or layers.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import outrider.runner.worker  # noqa: F401  so that all packages have declared 
 from outrider.formats.scaled import ScaledFormat
 from outrider.kernels import cpu as native
 from outrider.kernels import moe, ops, scaled
-from outrider.kernels.adapters import ExpertTargets, HeadColumns
+from outrider.kernels.adapter_products import ExpertTargets, HeadColumns
 from outrider.kernels.cpu.packed import PackedMatrix
 from outrider.kernels.delta_tables import ALIGNMENT, DeltaTables, RowSlots, TargetRange
 from outrider.kernels.gguf_kinds import KINDS

@@ -17,7 +17,7 @@ from outrider.kernels import (
     moe,
     ops,
 )
-from outrider.kernels.adapters import ExpertTargets, HeadColumns
+from outrider.kernels.adapter_products import ExpertTargets, HeadColumns
 from outrider.kernels.delta_tables import ALIGNMENT, NO_SLOT, DeltaTables, RowSlots, TargetRange
 
 RANKS = ((16, 5, 16), (8, 0, 40), (0, 0, 0))  # of each slot and target

@@ -1,4 +1,4 @@
-"""StepAdapters: what adapters add to the products of a step's token rows, by the operations of `kernels/adapters.py`.
+"""StepAdapters: what adapters add to the products of a step's token rows (`kernels/adapter_products.py`).
 
 Every token row is computed alone and in one order of additions, so its bits do not depend on the adapters of the rows
 beside it, and rows without an adapter are not written.
@@ -15,7 +15,7 @@ from outrider.core.step_messages import DeltaReach
 from outrider.features.adapters.arena import AdapterArena
 from outrider.features.adapters.target import EmbeddingTarget, ExpansionTarget
 from outrider.kernels import moe, ops
-from outrider.kernels.adapters import ExpertTargets, HeadColumns
+from outrider.kernels.adapter_products import ExpertTargets, HeadColumns
 from outrider.kernels.delta_tables import DeltaTables, RowSlots, TargetRange
 from outrider.layers.context import LinearLayer, ProductChange, RowDeltas, StepFactors
 from outrider.layers.moe import Experts

@@ -1,4 +1,4 @@
-/* What adapters add to the products of token rows (kernels/adapters.py). Token rows of one adapter are computed together,
+/* What adapters add to the products of token rows (kernels/adapter_products.py). Rows of one adapter are computed together,
  * so that its numbers are read once for them. Every sum is made in one order, whatever is computed beside it.
  */
 #include "native.h"

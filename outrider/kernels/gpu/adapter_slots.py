@@ -64,7 +64,7 @@ def takes_few(slots: torch.Tensor) -> bool:
 
 
 def sort_slots(slots: torch.Tensor) -> RowSlots:
-    """See `kernels.adapters.sort_slots`. Takes calls that `takes_few` accepts."""
+    """See `kernels.adapter_products.sort_slots`. Takes calls that `takes_few` accepts."""
     name, count = "sort_slots", len(slots)
     require_tensor(name, "slots", slots, (None,), slots.device, (torch.int64,))
     require(takes_few(slots), name, "slots", f"has {count} rows, allowed are 1 to {MAX_ROWS}")

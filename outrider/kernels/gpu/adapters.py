@@ -1,4 +1,4 @@
-"""Adapters of linear layers: two launches, one for each factor. `kernels/adapters.py` is the specification.
+"""Adapters of linear layers: two launches, one for each factor. `kernels/adapter_products.py` is the specification.
 
 Token rows name slots, and tables on the device say where the factors of a slot lie and what their rank is, so that a
 captured step serves any adapters. The first kernel sums over ranges of input features that depend on their number
@@ -300,7 +300,7 @@ def _expand_gated_kernel(
 
 def reduce_adapters(x: torch.Tensor, rows: RowSlots, tables: DeltaTables, targets: range, *,
                     pdl: bool | None = None) -> torch.Tensor:
-    """See `kernels.adapters.reduce_adapters`."""
+    """See `kernels.adapter_products.reduce_adapters`."""
     pdl = uses_pdl(x.device) if pdl is None else pdl
     name = "reduce_adapters"
     require_tensor(name, "x", x, (None, None), x.device, FLOATS)
@@ -311,7 +311,7 @@ def reduce_adapters(x: torch.Tensor, rows: RowSlots, tables: DeltaTables, target
 
 def add_adapters(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: DeltaTables,
                  targets: TargetRange, *, pdl: bool | None = None) -> None:
-    """See `kernels.adapters.add_adapters`."""
+    """See `kernels.adapter_products.add_adapters`."""
     pdl = uses_pdl(out.device) if pdl is None else pdl
     name, asked = "add_adapters", targets.within(first, first + out.shape[1])
     require_tensor(name, "out", out, (None, None), out.device, FLOATS)
@@ -329,7 +329,7 @@ def takes_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, rows: R
 
 def add_adapters_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, rows: RowSlots, tables: DeltaTables,
                        targets: TargetRange, *, pdl: bool | None = None) -> torch.Tensor:
-    """See `kernels.adapters.add_adapters_gated`."""
+    """See `kernels.adapter_products.add_adapters_gated`."""
     pdl = uses_pdl(out.device) if pdl is None else pdl
     name, width, num_rows = "add_adapters_gated", targets.ends[0], len(out)
     require_tensor(name, "out", out, (None, 2 * width), out.device, FLOATS)
@@ -353,7 +353,7 @@ def add_adapters_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, 
 
 def add_adapter_embeddings(out: torch.Tensor, tokens: torch.Tensor, gain: float, rows: RowSlots, tables: DeltaTables,
                            target: int, *, pdl: bool | None = None) -> None:
-    """See `kernels.adapters.add_adapter_embeddings`."""
+    """See `kernels.adapter_products.add_adapter_embeddings`."""
     pdl = uses_pdl(out.device) if pdl is None else pdl
     name = "add_adapter_embeddings"
     require_tensor(name, "out", out, (None, None), out.device, FLOATS)

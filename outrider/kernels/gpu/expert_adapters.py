@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.adapters import ExpertTargets
+from outrider.kernels.adapter_products import ExpertTargets
 from outrider.kernels.delta_tables import DeltaTables, RowSlots
 from outrider.kernels.gpu.activation import gelu_tanh_mul, limited_silu_mul, relu2, silu_mul
 from outrider.kernels.gpu.adapters import add_to_pairs
@@ -23,7 +23,7 @@ def mix_adapted_experts(out: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, w
                         gate_up: torch.Tensor, down: torch.Tensor, activation: str, added: torch.Tensor | None,
                         rows: RowSlots, tables: DeltaTables, targets: ExpertTargets, *,
                         pdl: bool | None = None) -> None:
-    """See `kernels.adapters.mix_adapted_experts`."""
+    """See `kernels.adapter_products.mix_adapted_experts`."""
     pdl = uses_pdl(x.device) if pdl is None else pdl
     name, device, (num_experts, hidden, width) = "mix_adapted_experts", x.device, down.shape
     limit = silu_limit(activation)

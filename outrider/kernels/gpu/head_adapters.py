@@ -1,4 +1,4 @@
-"""Adapters of latent expansions, head by head: one launch for both factors. `kernels/adapters.py` is the
+"""Adapters of latent expansions, head by head: one launch for both factors. `kernels/adapter_products.py` is the
 specification.
 
 The product with one factor has as many numbers for a token row and head as the adapter's rank, so it never leaves the
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from outrider.kernels.adapters import HeadColumns
+from outrider.kernels.adapter_products import HeadColumns
 from outrider.kernels.delta_tables import ALIGNMENT, NUM_PLACES, DeltaTables, RowSlots
 from outrider.kernels.gpu.adapters import TILE, require_tables
 from outrider.kernels.gpu.common import (
@@ -107,7 +107,7 @@ def _head_kernel(
 
 def add_head_adapters(x: torch.Tensor, out: torch.Tensor, rows: RowSlots, tables: DeltaTables, target: int,
                       columns: HeadColumns, into_latents: bool, *, pdl: bool | None = None) -> None:
-    """See `kernels.adapters.add_head_adapters`."""
+    """See `kernels.adapter_products.add_head_adapters`."""
     pdl = uses_pdl(x.device) if pdl is None else pdl
     name, (num_tokens, num_heads, num_inputs) = "add_head_adapters", x.shape
     require_tensor(name, "x", x, (num_tokens, num_heads, None), x.device, FLOATS)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.kernels import adapters
+from outrider.kernels import adapter_products
 from outrider.kernels.ops.operation import (
     FLOAT32,
     UP_TO_FLOAT32,
@@ -14,14 +14,14 @@ from outrider.kernels.ops.operation import (
 )
 
 sort_slots = Operation(
-    adapters.sort_slots,
+    adapter_products.sort_slots,
     native_kernel("outrider.kernels.cpu.adapters:sort_slots", takes="outrider.kernels.cpu.adapters:takes_sort"),
     triton_kernel("outrider.kernels.gpu.adapter_slots:sort_slots",
                   takes="outrider.kernels.gpu.adapter_slots:takes_few"),
     exact=Exactness.NO_ARITHMETIC,
 )
 reduce_adapters = Operation(
-    adapters.reduce_adapters,
+    adapter_products.reduce_adapters,
     native_kernel("outrider.kernels.cpu.adapters:reduce_adapters", FLOAT32,
                   "outrider.kernels.cpu.adapters:takes_reduce"),
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:reduce_adapters"),
@@ -29,7 +29,7 @@ reduce_adapters = Operation(
     exact=Exactness.ROW_BY_ROW,
 )
 add_adapters = Operation(
-    adapters.add_adapters,
+    adapter_products.add_adapters,
     native_kernel("outrider.kernels.cpu.adapters:add_adapters", FLOAT32,
                   "outrider.kernels.cpu.adapters:takes_add"),
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_adapters"),
@@ -37,26 +37,26 @@ add_adapters = Operation(
     exact=Exactness.ROW_BY_ROW,
 )
 add_adapters_gated = Operation(
-    adapters.add_adapters_gated,
+    adapter_products.add_adapters_gated,
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_adapters_gated"),
     triton_kernel("outrider.kernels.gpu.adapters:add_adapters_gated", UP_TO_FLOAT32,
                   "outrider.kernels.gpu.adapters:takes_gated"),
     exact=Exactness.ROW_BY_ROW,
 )
 add_adapter_embeddings = Operation(
-    adapters.add_adapter_embeddings,
+    adapter_products.add_adapter_embeddings,
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_adapter_embeddings"),
     triton_kernel("outrider.kernels.gpu.adapters:add_adapter_embeddings", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 add_head_adapters = Operation(
-    adapters.add_head_adapters,
+    adapter_products.add_head_adapters,
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_head_adapters"),
     triton_kernel("outrider.kernels.gpu.head_adapters:add_head_adapters", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 mix_adapted_experts = Operation(
-    adapters.mix_adapted_experts,
+    adapter_products.mix_adapted_experts,
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:mix_adapted_experts"),
     triton_kernel("outrider.kernels.gpu.expert_adapters:mix_adapted_experts", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
