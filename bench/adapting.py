@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from outrider.commands.loading import load
 from outrider.config import EngineConfig
-from outrider.core import SamplingParams
-from outrider.learning import learner as learning
+from outrider.core import SamplingParams, ScheduledBatch
+from outrider.features.learning import learner as learning
+from outrider.features.learning.learner import DrafterLearner
 from outrider.llm import LLM
 
 MIB = 1 << 20
@@ -40,8 +41,8 @@ def main() -> None:
     learning.MOST_EPOCHS = 1 << 40  # the trainer never runs out of work
     plain_worker = loaded.worker(replace(config, adapt_drafter=False))
     worker = loaded.worker(config)
-    learner = worker._learner
-    assert learner is not None
+    (learner,) = worker.device_step.drafting._observers
+    assert isinstance(learner, DrafterLearner)
     plain_llm = loaded.llm(replace(config, adapt_drafter=False), plain_worker)
     with plain_llm as plain, loaded.llm(config, worker) as adapting:
         weights = sum(weight.nbytes for weight in learner._candidate.weights.values())
@@ -60,7 +61,8 @@ def main() -> None:
                     if is_adapting:
                         learner.resume()
                     else:
-                        learner.begin_step(())  # its engine is not idle: what the trainer owes of rest stays due
+                        # Its engine is not idle: what the trainer owes of rest stays due.
+                        learner.begin(ScheduledBatch(0, [], [], [], [], [], [], []))
                     start = time.perf_counter()
                     speeds[is_adapting].append(generate(adapting if is_adapting else plain, batch, args.max_tokens,
                                                         args, seed=2 + index))

@@ -6,9 +6,11 @@ one from outside the package.
 
 | contract | who calls it |
 |---|---|
-| `core/feature_parts.py` RequestPart, BatchPart, LimitsPart | data that travels with requests, batches and limits |
+| `core/feature_parts.py` RequestPart, BatchPart, ResultPart, LimitsPart | data that travels with these |
 | `runner/worker_feature.py` WorkerFeature | a worker, when it is made: sizes, memory, the part of its steps |
 | `core/step_part.py` StepPart | every step on the device |
+| `drafters/observer.py` DraftObserver | every step, between its tokens and its drafts |
+| `core/background_work.py` BackgroundWork | a worker: when it is ready, pauses, gets new weights or ends |
 | `layers/context.py` DeltaSource, RowDeltas | layers, whose products a feature changes row by row |
 | `runner/logits_part.py` LogitsPart | every step whose logits a feature edits, on the device |
 | `engine/engine_feature.py` EngineFeature | an engine, when it is made: its resource and its keeper |
@@ -30,11 +32,11 @@ Half = Callable[[EngineConfig], Any] | str  # a class, or `module:class`
 
 @dataclass(frozen=True)
 class FeatureEntry:
-    """A feature and its two halves, each made with the config of an engine that asks for the feature."""
+    """A feature and its halves, each made with the config of an engine that asks for the feature."""
 
     name: str
     worker: Half  # a WorkerFeature
-    engine: Half  # an EngineFeature
+    engine: Half | None = None  # an EngineFeature, if it has this half
     is_on: Callable[[EngineConfig], bool] = lambda config: True
 
 
@@ -45,6 +47,8 @@ FEATURES = (
     FeatureEntry("logits processors", worker="outrider.features.processors.on_device:ProcessorsOnDevice",
                  engine="outrider.features.processors.in_engine:ProcessorsInEngine",
                  is_on=lambda config: bool(config.logits_processors)),
+    FeatureEntry("drafter that learns", worker="outrider.features.learning.on_device:LearningOnDevice",
+                 is_on=lambda config: config.adapt_drafter),
 )
 _registered: dict[str, FeatureEntry] = {}  # from outside the package
 
@@ -63,7 +67,7 @@ def worker_features(config: EngineConfig) -> list[Any]:
 
 def engine_features(config: EngineConfig) -> list[Any]:
     """The EngineFeature of every feature that the settings ask for."""
-    return [_make(entry.name, entry.engine, config) for entry in _asked_for(config)]
+    return [_make(entry.name, entry.engine, config) for entry in _asked_for(config) if entry.engine is not None]
 
 
 def _asked_for(config: EngineConfig) -> list[FeatureEntry]:

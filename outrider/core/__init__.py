@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from outrider.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from outrider.core.adaptation import AdaptationReport, RowEnd
     from outrider.core.class_head import ClassHead
     from outrider.core.drafter_faults import FaultRecord
     from outrider.core.lengths import Bound, Settled
@@ -13,6 +12,7 @@ if TYPE_CHECKING:
     from outrider.core.outputs import RequestOutput
     from outrider.core.params import SamplingParams
     from outrider.core.pooling_params import HiddenReport
+    from outrider.core.row_end import RowEnd
     from outrider.core.step_messages import (
         Admission,
         CacheOrders,
@@ -36,7 +36,6 @@ else:
     __getattr__ = lazy_exports(__name__)
 
 __all__ = [
-    "AdaptationReport",
     "Admission",
     "Axis",
     "Bound",

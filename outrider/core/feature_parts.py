@@ -1,4 +1,4 @@
-"""What features add to the core's data: parts of a request, of a batch and of the limits. No torch.
+"""What features add to the core's data: parts of a request, of a batch, of results and of the limits. No torch.
 
 A part is plain data, lies with its feature, and can be pickled. Its owner has at most one part of each type, and none
 of a feature that it has nothing to do with.
@@ -7,7 +7,7 @@ of a feature that it has nothing to do with.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 
 class BatchPart:
@@ -31,6 +31,25 @@ class LimitsPart:
     """Sizes of a feature's buffers."""
 
     __slots__ = ()
+
+
+class Figure(NamedTuple):
+    """One number of a report, as metrics show it."""
+
+    name: str
+    help_text: str
+    value: float
+    is_count: bool = True  # it only grows, from the start of the engine
+
+
+class ResultPart:
+    """What a feature's half on the device tells with the result of a step. The engine keeps the last of each type."""
+
+    __slots__ = ()
+
+    def figures(self) -> tuple[Figure, ...]:
+        """What metrics show of it."""
+        return ()
 
 
 Part = TypeVar("Part")

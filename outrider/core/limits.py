@@ -30,7 +30,6 @@ class Axis(enum.Enum):
     LIST_INTS = "list integers"  # integers of all rows' logit biases and bad words together
     BATCHES = "batches"  # one: numbers of a whole batch
     CHANCES = "chances"  # levels of confidence of every draft of one request
-    SERVED_TOKENS = "served tokens"  # tokens that a drafter learns from, and a place for the states of no such token
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ class Limits:
     max_logprobs: int = 20  # most likely tokens that a request may have reported beside its own
     steps_in_flight: int = 2
     hidden_size: int = 1  # size of the hidden states that results may carry
-    num_served_tokens: int = 0  # tokens of served texts that are kept for a drafter to learn from
     parts: tuple[LimitsPart, ...] = ()  # sizes of features, at most one part of each kind
 
     def extent(self, axis: Axis) -> int:
@@ -66,7 +64,6 @@ class Limits:
             Axis.LIST_INTS: self.max_list_ints,
             Axis.BATCHES: 1,
             Axis.CHANCES: self.max_drafts * NUM_LEVELS,
-            Axis.SERVED_TOKENS: self.num_served_tokens + 1,
         }[axis]
 
     def part(self, kind: type[Part]) -> Part | None:

@@ -10,12 +10,12 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from outrider.core.adaptation import AdaptationReport, RowEnd
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.draft_confidence import DraftSharing
 from outrider.core.drafter_faults import DrafterFault
-from outrider.core.feature_parts import BatchPart, find_part
+from outrider.core.feature_parts import BatchPart, ResultPart, find_part
 from outrider.core.params import SamplingParams
+from outrider.core.row_end import RowEnd
 
 if TYPE_CHECKING:
     import numpy as np
@@ -265,7 +265,7 @@ class DraftingReport(NamedTuple):
 
     faults: tuple[DrafterFault, ...]
     is_over: bool  # all of them are switched off
-    adaptation: AdaptationReport | None = None  # of a drafter that learns while it serves
+    reports: tuple[ResultPart, ...] = ()  # of what observes drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,19 +9,20 @@ token ids are checked on the device (`store_drafts` in `kernels/step.py`), becau
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol, TypeAlias, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TypeAlias, TypeVar
 
 import torch
 
-from outrider.core import AdaptationReport, Admission, Limits, RowEnd, ScheduledBatch, StepPart
+from outrider.core import Admission, Limits, ScheduledBatch, StepPart
 from outrider.core.drafter_faults import FaultKind, FaultRecord, words_of
 from outrider.core.ranks import RankLost
 from outrider.core.step_messages import DraftingReport
 from outrider.drafters.base import Drafter, Drafts, HiddenReads, Step, ViewOf
 from outrider.drafters.choice import ProposalChoice
 from outrider.drafters.combined import CombinedDrafter
+from outrider.drafters.observer import DraftObserver
 from outrider.formats.ranks import RankGroup, integers_of_rank_0
 from outrider.kernels.buffers import to_device
 from outrider.kernels.step import Proposal, WrongValue
@@ -36,24 +37,6 @@ class WrongForm(ValueError):
 
 class SpoiledRows(RuntimeError):
     """Raised if a drafter has written to the rows' tensors: no row can be trusted until all are admitted anew."""
-
-
-class StepLearner(Protocol):
-    """The calls by which a drafter that learns while it serves follows steps (`learning/learner.py`). None raises."""
-
-    def bind(self, limits: Limits) -> None: ...
-
-    def begin_step(self, ends: Sequence[RowEnd]) -> None: ...
-
-    def admit(self, admissions: Sequence[Admission]) -> None: ...
-
-    def record(self, step: Step) -> None: ...
-
-    def reset(self) -> None: ...
-
-    def end_step(self) -> AdaptationReport | None: ...
-
-    def resting(self) -> AbstractContextManager[None]: ...
 
 
 class DrafterGuard:
@@ -155,10 +138,10 @@ class DrafterGuards(StepPart):
     """All drafters of an engine: those of a combination, one, or none."""
 
     def __init__(self, drafter: Drafter | None, group: RankGroup | None = None,
-                 without_sums: WithoutSums = nullcontext, learner: StepLearner | None = None) -> None:
+                 without_sums: WithoutSums = nullcontext, observers: Sequence[DraftObserver] = ()) -> None:
         """group: the ranks that run the drafters, each a copy of them or a part. without_sums: makes a context in which
-        the group refuses to sum. learner: trains one of the drafters on what steps serve."""
-        self._group, self._learner = group, learner
+        the group refuses to sum. observers: follow what steps serve."""
+        self._group, self._observers = group, observers
         parts = drafter.drafters if isinstance(drafter, CombinedDrafter) else [] if drafter is None else [drafter]
         self._guards = tuple(DrafterGuard(part, group, without_sums) for part in parts)
         # Read once: these decide what a captured step contains.
@@ -179,18 +162,21 @@ class DrafterGuards(StepPart):
         self._num_told_off, self._view_of = 0, view_of
         for guard in self._guards:
             guard.watch(row_tensors)
-        if self._learner is not None:
-            self._learner.bind(limits)
+        for observer in self._observers:
+            observer.bind(limits)
 
-    def trainer_resting(self) -> AbstractContextManager[None]:
-        """A context in which no drafter is trained: a capture lets go of the scratch memory of library products, which
-        another thread must not use meanwhile."""
-        return nullcontext() if self._learner is None else self._learner.resting()
+    @contextmanager
+    def observers_resting(self) -> Iterator[None]:
+        """A context in which no observer uses the device."""
+        with ExitStack() as stack:
+            for observer in self._observers:
+                stack.enter_context(observer.resting())
+            yield
 
     def begin(self, batch: ScheduledBatch) -> None:
         self.tell_device()
-        if self._learner is not None:
-            self._learner.begin_step(batch.drafting.ends)
+        for observer in self._observers:
+            observer.begin(batch)
 
     @property
     def num_off(self) -> int:
@@ -202,8 +188,8 @@ class DrafterGuards(StepPart):
             self._choice.admit(admissions)
         for guard in self._guards:
             guard.admit(admissions)
-        if self._learner is not None:
-            self._learner.admit(admissions)
+        for observer in self._observers:
+            observer.admit(admissions)
 
     def prepare(self, batch: ScheduledBatch) -> None:
         """Compute the slots of tokens that a prefix hit provides to admitted rows."""
@@ -220,19 +206,19 @@ class DrafterGuards(StepPart):
     def reset(self) -> None:
         for guard in self._guards:
             guard.reset()
-        if self._learner is not None:
-            self._learner.reset()
+        for observer in self._observers:
+            observer.reset()
 
     def aux_layers_for(self, num_wanted: int) -> tuple[int, ...]:
         """The layers whose states the target records in a step that asks for so many drafts. Without drafts few
         drafters read them, and recording takes time and memory."""
         reads_always = any(guard.drafter.aux_layers and guard.drafter.skip_reads_aux for guard in self._guards)
-        is_needed = num_wanted > 0 or self._learner is not None or reads_always
+        is_needed = num_wanted > 0 or bool(self._observers) or reads_always
         return self.aux_layers if is_needed else ()
 
     def skip(self, step: Step) -> None:
-        if self._learner is not None:
-            self._learner.record(step)
+        for observer in self._observers:
+            observer.record(step)
         if self._choice is not None:
             self._choice.skip(step)
         for guard in self._guards:
@@ -242,8 +228,8 @@ class DrafterGuards(StepPart):
         """The proposal of every drafter, empty for a drafter that is off or has failed; None if all are or have. With
         several drafters only one has drafts for a request (`ProposalChoice`). On several ranks a user's drafters may
         draft differently, or fail on one rank only: the drafts of rank 0 count."""
-        if self._learner is not None:
-            self._learner.record(step)  # before drafters, which may write to the hidden states
+        for observer in self._observers:
+            observer.record(step)  # before drafters, which may write to the hidden states
         found = [guard.propose(step) for guard in self._guards]
         group = None if self._trusts_all else self._group
         if group is None and all(proposal is None for proposal in found):
@@ -305,5 +291,5 @@ class DrafterGuards(StepPart):
                 kind = FaultKind.TOKEN if own.is_token else FaultKind.COUNT
                 guard.record.add(kind, f"propose() returned {what} {own.value}")
         news = tuple(fault for guard in self._guards for fault in guard.record.take())
-        adaptation = None if self._learner is None else self._learner.end_step()
-        return DraftingReport(news, bool(self._guards) and self.num_off == len(self._guards), adaptation)
+        reports = tuple(report for observer in self._observers if (report := observer.end_step()) is not None)
+        return DraftingReport(news, bool(self._guards) and self.num_off == len(self._guards), reports)

@@ -15,8 +15,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
 
-from outrider.core import AdaptationReport, FaultRecord, Finish, StepResult
+from outrider.core import FaultRecord, Finish, StepResult
 from outrider.core.checked_request import CheckedRequest
+from outrider.core.feature_parts import ResultPart
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import request_seed
 from outrider.core.pooling_params import PoolingParams
@@ -84,7 +85,7 @@ class Engine:
         self._held: list[OutputIncrement] = []  # what `rest` and aborts of a paused engine added to requests
         self.paused_because: str | None = None  # why no step may run for now: see `engine.maintenance`
         self.sleep_level = 0  # 0 while awake
-        self.adaptation: AdaptationReport | None = None  # of a drafter that learns while it serves
+        self.reports: dict[type, ResultPart] = {}  # the last that features told, by type
         self._error: EngineError | WorkerDied | None = None  # why no step can run any more
         self._process_id = os.getpid()
 
@@ -288,7 +289,7 @@ class Engine:
         self._in_flight.popleft()
         self.stats.observe_step(result)
         if result.drafting is not None:
-            self.adaptation = result.drafting.adaptation or self.adaptation
+            self.reports |= {type(report): report for report in result.drafting.reports}
         if self._host_faults is not None:
             self.stats.observe_faults(self._host_faults.take())
         if self.trace is not None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 
@@ -64,6 +65,13 @@ def _first_line(error: Exception) -> str:
     return str(error).split(". ")[0].strip()
 
 
+class FeatureBytes(NamedTuple):
+    """Device memory of a feature, which no pages may have."""
+
+    buffers: int = 0  # made with each step; on a GPU they are measured with the largest one
+    later: int = 0  # that it will take beside what it holds already
+
+
 @dataclass(frozen=True)
 class MemoryPlan:
     num_pages: int
@@ -77,7 +85,7 @@ class MemoryPlan:
     max_drafts: int
     step: StepMemory = StepMemory()
     stored_as: str = ""  # words for the types of the layers' caches
-    feature_bytes: Mapping[str, int] = field(default_factory=dict)  # room for features, by name
+    feature_bytes: Mapping[str, FeatureBytes] = field(default_factory=dict)  # by the names of features
 
     def report(self) -> str:
         pool = self.num_pages * self.page_bytes
@@ -97,7 +105,7 @@ class MemoryPlan:
             step = self.step
             lines.append(f"steps {step.activation_bytes / MIB:.0f} MiB, their graphs about "
                          f"{step.graph_bytes / MIB:.0f} MiB, rows {step.state_bytes / MIB:.0f} MiB")
-        lines += [f"{name} {room / MIB:.0f} MiB" for name, room in self.feature_bytes.items() if room]
+        lines += [f"{name} {sum(room) / MIB:.0f} MiB" for name, room in self.feature_bytes.items() if any(room)]
         if self.padding > MAX_PADDING:
             lines.append(f"page padding of {self.padding:.1%} is above {MAX_PADDING:.0%}: please report this model")
         return "; ".join(lines)
@@ -105,9 +113,8 @@ class MemoryPlan:
 
 def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, device: torch.device, *, weight_bytes: int,
                 packed_bytes: int = 0, step: StepMemory | None = None, ranks: WorkerRanks = ONE_RANK,
-                feature_bytes: Mapping[str, int] = MappingProxyType({}), trainer_bytes: int = 0) -> MemoryPlan:
-    """All ranks get the number of pages that the rank with the least memory has room for. trainer_bytes: what a
-    drafter's trainer will take beside what it holds already."""
+                feature_bytes: Mapping[str, FeatureBytes] = MappingProxyType({})) -> MemoryPlan:
+    """All ranks get the number of pages that the rank with the least memory has room for."""
     step = step or StepMemory()
     per_request = sum(group.kind.capacity(limits).max_pages for group in layout.groups)
     rows, num_rows = layout.recurrent.capacity(limits), limits.extent(Axis.ROWS)
@@ -117,9 +124,9 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
     if config.num_pages is not None:
         num_pages = config.num_pages
     else:
-        other_bytes = step.total + num_rows * rows.row_bytes + trainer_bytes
+        other_bytes = step.total + num_rows * rows.row_bytes + sum(room.later for room in feature_bytes.values())
         if device.type != "cuda":  # there they are measured with the rows
-            other_bytes += sum(feature_bytes.values())
+            other_bytes += sum(room.buffers for room in feature_bytes.values())
         budget = config.kv_cache_memory_bytes or _free_bytes(config, device, ranks) - other_bytes
         least = 2  # the null page and another
         num_pages = budget // layout.page_bytes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from outrider.cache.groups import CacheLayout
 from outrider.core import Limits
+from outrider.core.background_work import NO_WORK, BackgroundWork
 from outrider.core.lazy_exports import import_attribute
 from outrider.drafters.base import Drafter
 from outrider.drafters.guard import DrafterGuards
@@ -20,14 +20,12 @@ from outrider.models.base import Model
 from outrider.runner.device import name_device
 from outrider.runner.grammars import GrammarRows
 from outrider.runner.interface import Grammars
+from outrider.runner.memory import FeatureBytes
 from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 from outrider.runner.row_state import RowState
 from outrider.runner.step import DeviceStep
 from outrider.runner.worker_feature import WorkerFeature
 from outrider.sample.sampler import LogprobsMode
-
-if TYPE_CHECKING:
-    from outrider.learning import DrafterLearner
 
 
 @dataclass(frozen=True)
@@ -48,8 +46,8 @@ class StepParts:
     exact: bool
     grammars: Grammars | None
     ranks: WorkerRanks = ONE_RANK
-    learner: DrafterLearner | None = None  # trains the drafter while it serves
     features: Sequence[WorkerFeature] = ()
+    background: BackgroundWork = NO_WORK  # of the features
 
     @property
     def _takes_checkpoints(self) -> bool:
@@ -61,8 +59,8 @@ class StepParts:
         return any(feature.edits_logits for feature in self.features)
 
     @property
-    def feature_bytes(self) -> dict[str, int]:
-        """Device memory of features' buffers, by the name of the feature."""
+    def feature_bytes(self) -> dict[str, FeatureBytes]:
+        """Device memory of features, by their names."""
         return {feature.name: feature.num_bytes(self.limits, self.model) for feature in self.features}
 
     @property

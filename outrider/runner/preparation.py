@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from outrider import drafters, learning
+from outrider import drafters
 from outrider.config import EngineConfig
 from outrider.core import Limits
+from outrider.core.background_work import AllBackgroundWork
 from outrider.drafters.base import DraftBuild, Drafter
 from outrider.drafters.guard import DrafterGuards
 from outrider.feature_list import worker_features
@@ -22,9 +22,6 @@ from outrider.runner.parts import StepParts
 from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 from outrider.runner.worker_feature import WorkerFeature
 
-if TYPE_CHECKING:
-    from outrider.learning import DrafterLearner
-
 
 def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
                  grammars: Grammars | None, ranks: WorkerRanks = ONE_RANK) -> StepParts:
@@ -37,11 +34,9 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
     limits = config.limits(gpu_bytes=gpu_bytes(model.device), max_positions=model.max_positions,
                            vocab_size=model.vocab_size, max_drafts=max_drafts)
     limits = replace(limits, hidden_size=model.hidden_size)
-    features: list[WorkerFeature] = worker_features(config)
-    for feature in features:
-        limits = feature.limit(limits, model)
     if speculative is not None and drafter is None:
         drafter = drafters.make_drafter(speculative, draft_build(config, model, limits))
+    features: list[WorkerFeature] = worker_features(config)
     if config.exact:
         refuse_inexact(config, model, [feature.name for feature in features if feature.edits_logits])
     backend = choose_backend(config, model, max_drafts)
@@ -50,25 +45,14 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
     weight_bytes += 0 if drafter is None else drafter.weight_bytes()
     packed_bytes = prepare_all(model, drafter, config)
     rates = None if speculative is None else speculative.rates_by_row
-    limits, learner = _make_learner(config, drafter, limits)
-    guards = DrafterGuards(drafter, model.group, ranks.without_sums, learner)
+    for feature in features:
+        limits = feature.limit(limits, model, drafter)
+    observers = [observer for feature in features for observer in feature.observers()]
+    guards = DrafterGuards(drafter, model.group, ranks.without_sums, observers)
     return StepParts(model, drafter, guards, rates, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
                      config.enable_prefix_caching, config.exact, grammars,
-                     ranks, learner, features)
-
-
-def _make_learner(config: EngineConfig, drafter: Drafter | None,
-                  limits: Limits) -> tuple[Limits, DrafterLearner | None]:
-    """The limits with room for the texts that a drafter learns from while it serves, and the learner that trains it;
-    None if the config does not ask for one."""
-    if not config.adapt_drafter:
-        return limits, None
-    served = learning.ServedHead.from_drafter(drafter, config.packed_weights)
-    num_tokens, segment_tokens = learning.count_served_tokens(served, config.adapt_memory_bytes, limits.max_len)
-    limits = replace(limits, num_served_tokens=num_tokens)
-    settings = learning.LearningSettings.for_head(served.head.hidden_size, config.adapt_share)
-    return limits, learning.DrafterLearner(served, limits, settings, segment_tokens)
+                     ranks, features, AllBackgroundWork([feature.background() for feature in features]))
 
 
 def draft_build(config: EngineConfig, model: Model, limits: Limits) -> DraftBuild:

@@ -61,23 +61,19 @@ class Residence:
 
     def sleep(self, level: int) -> SleepReport:
         """Put all parts to sleep. If something speaks against it, nothing is changed."""
-        with self._trainer_paused():
+        with self._background_paused():
             return self._sleep(level)
 
     @contextmanager
-    def _trainer_paused(self) -> Iterator[None]:
-        """Within, a drafter's trainer does not work, and none does afterwards while something sleeps: it reads weights
-        of the model and the drafter."""
-        learner = self._parts.learner
-        if learner is None:
-            yield
-            return
-        learner.pause()
+    def _background_paused(self) -> Iterator[None]:
+        """Within, no background work is done, and none afterwards while something sleeps: it may read weights of the
+        model and the drafter."""
+        self._parts.background.pause()
         try:
             yield
         finally:
             if not self._asleep and not self._are_incomplete:
-                learner.resume()
+                self._parts.background.resume()
 
     def _sleep(self, level: int) -> SleepReport:
         start = time.perf_counter()
@@ -111,7 +107,7 @@ class Residence:
 
     def wake_up(self, parts: Collection[str] = PARTS) -> WakeReport:
         """Bring parts back. If that fails, the part that failed stays asleep, and those after it."""
-        with self._trainer_paused():
+        with self._background_paused():
             return self._wake_up(parts)
 
     def _wake_up(self, parts: Collection[str]) -> WakeReport:
@@ -135,10 +131,9 @@ class Residence:
     def update_weights(self, given: UpdateWeights) -> UpdateReport:
         """Replace weights. Everything is checked before anything is changed. If it fails after that, weights that were
         asleep stay so."""
-        with self._trainer_paused():
+        with self._background_paused():
             report = self._update_weights(given)
-            if self._parts.learner is not None:
-                self._parts.learner.forget()  # what it has recorded is another model's
+            self._parts.background.forget_model()
             return report
 
     def _update_weights(self, given: UpdateWeights) -> UpdateReport:

@@ -85,9 +85,8 @@ class Worker:
         clock.lap("last kernels, steps with prompts")
         log.info("start-up: %s", clock.report())
         self.residence = Residence(config, parts, self.device_step, self.runner, source)
-        self._learner = parts.learner
-        if self._learner is not None:
-            self._learner.start()
+        self._background = parts.background
+        self._background.start()
         lookahead = 0 if parts.drafter is None else parts.drafter.lookahead
         self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids, prompt_steps,
                                takes_spans=parts.takes_spans, device_name=parts.device_name,
@@ -123,11 +122,10 @@ class Worker:
         if not hasattr(self, "runner"):
             return  # closed before
         is_on_gpu, held_bytes = isinstance(self.runner, CudaRunner), self._count_bytes()
-        if self._learner is not None:
-            self._learner.close()
+        self._background.close()
         self.runner.close()
         self.device_step.close()
-        del self.runner, self.device_step, self.residence, self._learner
+        del self.runner, self.device_step, self.residence, self._background
         if is_on_gpu or held_bytes >= LARGE:
             release_dropped()
 
@@ -205,8 +203,7 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, St
                                               use_graphs=use_graphs)
     plan = plan_memory(config, parts.layout, limits, device, weight_bytes=parts.weight_bytes,
                        packed_bytes=parts.packed_bytes, step=step_memory, ranks=parts.ranks,
-                       feature_bytes=parts.feature_bytes,
-                       trainer_bytes=0 if parts.learner is None else parts.learner.measure_memory())
+                       feature_bytes=parts.feature_bytes)
     log.info("%s", plan.report())
     fitting = fit_max_len(config, parts.layout, limits, plan)
     return fitting, plan.num_pages, step_memory if fitting == limits else None

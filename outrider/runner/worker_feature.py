@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from outrider.core import Limits
+from outrider.core.background_work import NO_WORK, BackgroundWork
+from outrider.drafters.base import Drafter
+from outrider.drafters.observer import DraftObserver
 from outrider.models.base import Model
+from outrider.runner.memory import FeatureBytes
 from outrider.runner.step import DeviceStep
 
 
@@ -13,13 +19,21 @@ class WorkerFeature:
     name = "a feature"  # in messages
     edits_logits = False  # whether it edits the logits of every step (`DeviceStep.edit_logits`)
 
-    def limit(self, limits: Limits, model: Model) -> Limits:
+    def limit(self, limits: Limits, model: Model, drafter: Drafter | None) -> Limits:
         """The limits with the sizes of the feature's buffers (`Limits.parts`)."""
         return limits
 
-    def num_bytes(self, limits: Limits, model: Model) -> int:
-        """Device memory that the feature's buffers take, which no pages may have."""
-        return 0
+    def num_bytes(self, limits: Limits, model: Model) -> FeatureBytes:
+        """Called when the limits are known, before the first step is made."""
+        return FeatureBytes()
+
+    def observers(self) -> Sequence[DraftObserver]:
+        """What follows the drafts of all steps. Called once, when the limits are known."""
+        return ()
+
+    def background(self) -> BackgroundWork:
+        """What the feature does beside the steps. Called once, when the limits are known."""
+        return NO_WORK
 
     def attach(self, step: DeviceStep, model: Model, limits: Limits) -> None:
         """Add the feature's part to a step (`DeviceStep.add_part`, `take_deltas`, `edit_logits`). Called for every step

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from json.scanner import py_make_scanner
+from json import scanner
 from typing import Any
 
 from outrider.server.body_values import are_in_texts, long_texts
@@ -29,7 +29,7 @@ class YieldingDecoder(json.JSONDecoder):
         super().__init__()
         self.parse_object = json.decoder.JSONObject  # type: ignore[attr-defined]
         self.parse_array = json.decoder.JSONArray  # type: ignore[attr-defined]
-        self.scan_once = py_make_scanner(self)  # type: ignore[arg-type]
+        self.scan_once = scanner.py_make_scanner(self)  # type: ignore[attr-defined]
 
 
 def parse_large(body: bytes) -> Any:

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from outrider.core import AdaptationReport
+from outrider.core.feature_parts import ResultPart
 from outrider.core.outputs import OutputIncrement, RequestMetrics
 from outrider.core.params import SamplingParams
 from outrider.engine.engine import Engine
@@ -99,8 +99,8 @@ class ServerMetrics:
         lines += self._counter("engine_restarts", "Times the engine failed and was started again.", {"": num_restarts})
         if engine is not None:
             lines += [*self._state_lines(engine), *self._step_lines(engine.stats)]
-            if engine.adaptation is not None:
-                lines += self._adaptation_lines(engine.adaptation)
+            for report in list(engine.reports.values()):
+                lines += self._report_lines(report)
         return "\n".join(lines) + "\n"
 
     def _state_lines(self, engine: Engine) -> Iterable[str]:
@@ -168,26 +168,19 @@ class ServerMetrics:
                                 {f'drafter="{_escaped(drafter)}",reason="{_escaped(reason)}"': 1
                                  for drafter, reason in list(stats.drafters_off)})
 
-    def _adaptation_lines(self, report: AdaptationReport) -> Iterable[str]:
-        """The lines about a drafter that learns while it serves."""
-        for name, help_text, value in (
-            ("adapt_texts", "Served texts that the drafter may learn from.", report.num_texts),
-            ("adapt_steps", "Training steps of the drafter.", report.num_steps),
-            ("adapt_swaps", "Times that better weights replaced the drafter's.", report.num_swaps),
-            ("adapt_errors", "Times that the drafter's trainer failed.", report.num_errors),
-        ):
-            yield from self._counter(name, help_text, {"": value})
-        yield from _head("adapt_work_seconds_total", "Time that the drafter's trainer has worked.", "counter")
-        yield f"vllm:adapt_work_seconds_total{{{self._labels}}} {report.work_seconds:.3f}"
-        yield from self._gauge("adapt_serving_mean_run", "Mean run of the drafter on held-out texts.",
-                               report.serving_run)
-        yield from self._gauge("adapt_candidate_mean_run", "Mean run of the drafter in training on the same texts.",
-                               report.candidate_run)
+    def _report_lines(self, report: ResultPart) -> Iterable[str]:
+        """The lines about a feature."""
+        for figure in report.figures():
+            if figure.is_count:
+                yield from self._counter(figure.name, figure.help_text, {"": figure.value})
+            else:
+                yield from self._gauge(figure.name, figure.help_text, figure.value)
 
-    def _counter(self, name: str, help_text: str, values: dict[str, int]) -> Iterable[str]:
+    def _counter(self, name: str, help_text: str, values: Mapping[str, float]) -> Iterable[str]:
         yield from _head(f"{name}_total", help_text, "counter")
         for label, value in values.items():
-            yield f"vllm:{name}_total{{{self._labels}{',' if label else ''}{label}}} {value}"
+            number = f"{value:.3f}" if isinstance(value, float) else str(value)
+            yield f"vllm:{name}_total{{{self._labels}{',' if label else ''}{label}}} {number}"
 
     def _gauge(self, name: str, help_text: str, value: float) -> Iterable[str]:
         return self._gauges(name, help_text, {"": value})

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from outrider.learning.named_layers import NamedLayers, rotate, wide
+from outrider.trainable.named_layers import NamedLayers, rotate, wide
 from outrider.training.block_sizes import BlockSizes
 
 

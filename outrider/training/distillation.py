@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from outrider.kernels.ops.operation import UP_TO_FLOAT32, Exactness, Operation, triton_kernel
-from outrider.learning.named_layers import wide
+from outrider.trainable.named_layers import wide
 
 CHUNK_ROWS = 4096  # token rows whose logits are held at once
 

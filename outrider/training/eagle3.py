@@ -7,8 +7,8 @@ from pathlib import Path
 
 import torch
 
-from outrider.learning.eagle3_network import LAYER, Eagle3Network, TextSlots
 from outrider.models.base import Decoder, Model
+from outrider.trainable.eagle3_network import LAYER, Eagle3Network, TextSlots
 from outrider.training.eagle3_sizes import HeadSizes, read_aux_layers, weight_shapes
 from outrider.training.export import write_drafter
 from outrider.training.settings import TrainingSettings

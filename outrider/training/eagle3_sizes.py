@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from outrider.learning.eagle3_network import LAYER, HeadForm
-from outrider.learning.named_layers import rotate
 from outrider.models.base import Decoder, Model
+from outrider.trainable.eagle3_network import LAYER, HeadForm
+from outrider.trainable.named_layers import rotate
 from outrider.training.settings import TrainingSettings
 
 AUX_LAYERS_KEY = "eagle_aux_hidden_state_layer_ids"

@@ -11,7 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from outrider.learning.learner import DrafterLearner
+from outrider.engine.engine import Engine
+from outrider.features.learning.learner import DrafterLearner
+from outrider.features.learning.report import AdaptationReport
 from outrider.models.base import Model
 from outrider.models.loader import load_model
 from outrider.models.sources import resolve
@@ -40,9 +42,16 @@ def learning_rig(model: Model | None = None, **settings: Any) -> DraftRig:
 
 
 def learner_of(rig: Rig) -> DrafterLearner:
-    learner = rig.step.drafting._learner
+    (learner,) = rig.step.drafting._observers
     assert isinstance(learner, DrafterLearner)
     return learner
+
+
+def report_of(engine: Engine) -> AdaptationReport | None:
+    """The last report that the engine has."""
+    report = engine.reports.get(AdaptationReport)
+    assert report is None or isinstance(report, AdaptationReport)
+    return report
 
 
 def without_thread(monkeypatch: pytest.MonkeyPatch) -> None:

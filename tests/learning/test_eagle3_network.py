@@ -6,8 +6,8 @@ from functools import partial
 
 import torch
 
-from outrider.learning.eagle3_network import Eagle3Network, HeadForm, TextSlots
-from outrider.learning.named_layers import rotate
+from outrider.trainable.eagle3_network import Eagle3Network, HeadForm, TextSlots
+from outrider.trainable.named_layers import rotate
 
 HIDDEN, NUM_AUX, PASSES, LENGTHS = 16, 2, 3, (9, 1, 4, 12)
 FORM = HeadForm(8, 1e-5, partial(rotate, theta=100.0), norms_aux=True, feeds_back_normed=True)

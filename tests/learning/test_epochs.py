@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from outrider.core import Limits, RowEnd
-from outrider.learning import learner as learner_module
-from outrider.learning.learner import MOST_EPOCHS, ROUND_STEPS, STEP_TEXTS, DrafterLearner, LearningSettings
-from outrider.learning.traffic import ServedText
+from outrider.features.learning import learner as learner_module
+from outrider.features.learning.learner import MOST_EPOCHS, ROUND_STEPS, STEP_TEXTS, DrafterLearner, LearningSettings
+from outrider.features.learning.traffic import ServedText
 from tests.unit.made_requests import made_admission
 
 SEGMENT = 16
@@ -42,8 +42,8 @@ def learner(monkeypatch: pytest.MonkeyPatch) -> DrafterLearner:
     monkeypatch.setattr(learner_module, "Candidate", IdleCandidate)
     head = SimpleNamespace(aux_layers=(0,), target=SimpleNamespace(hidden_size=2, dtype=torch.float32))
     served: Any = SimpleNamespace(head=head, device=torch.device("cpu"))
-    limits = Limits(2, 8, 32, 3, 99, num_served_tokens=4 * NUM_TEXTS * SEGMENT)
-    return DrafterLearner(served, limits, LearningSettings(share=1.0, rate=1e-3), SEGMENT)
+    return DrafterLearner(served, Limits(2, 8, 32, 3, 99), LearningSettings(share=1.0, rate=1e-3),
+                          4 * NUM_TEXTS * SEGMENT, SEGMENT)
 
 
 def serve(learner: DrafterLearner, length: int) -> None:
@@ -78,7 +78,7 @@ def test_after_new_weights_of_the_target_new_texts_are_trained_on_whatever_was_b
     serve(learner, SEGMENT)
     assert count_rounds(learner) == 2
     with learner.resting():
-        learner.forget()
+        learner.forget_model()
     assert count_rounds(learner) == 0, "there is nothing to learn from"
     serve(learner, 3)
     assert count_rounds(learner) > 0

@@ -15,18 +15,19 @@ import torch
 
 from outrider import LLM
 from outrider.config import EngineConfig
-from outrider.core import AdaptationReport
+from outrider.core import ScheduledBatch
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.drafters.ngram import NgramDrafter
 from outrider.engine.start import start_engine
+from outrider.features.learning import learner as learner_module
+from outrider.features.learning.candidate import Candidate
+from outrider.features.learning.learner import IDLE_SECONDS, LEAST_GAIN, MOST_FAILURES, ROUND_STEPS, DrafterLearner
+from outrider.features.learning.report import AdaptationReport
+from outrider.features.learning.served_head import ServedHead
+from outrider.features.learning.traffic import ServedText
 from outrider.layers import Linear, RMSNorm, find_modules
 from outrider.layers.fuse import prepare
-from outrider.learning import learner as learner_module
-from outrider.learning.candidate import Candidate
-from outrider.learning.learner import IDLE_SECONDS, LEAST_GAIN, MOST_FAILURES, ROUND_STEPS, DrafterLearner
-from outrider.learning.served_head import ServedHead
-from outrider.learning.traffic import ServedText
 from outrider.runner.worker import Worker
 from outrider.server.metrics import ServerMetrics
 from tests.drafters.test_matrix import CONDITIONS, PARAMS
@@ -41,6 +42,7 @@ from tests.learning.rigs import (
     learning_rig,
     naive_aux_states,
     prompts,
+    report_of,
     shifted_prompts,
     target,
     without_thread,
@@ -71,7 +73,7 @@ def test_the_mean_run_grows_on_shifted_prompts_and_the_text_stays(monkeypatch: p
         for _ in range(2):
             learner_of(rig)._try_round()
         after = serve(rig, unseen, 24)
-        report = rig.engine.adaptation
+        report = report_of(rig.engine)
         assert report is not None and report.num_swaps > 0 and report.num_steps == 20 and report.num_errors == 0
         assert report.candidate_run > report.serving_run > 1 and report.num_texts >= 32
     assert mean_run(after) >= mean_run(before) + 0.15, (mean_run(before), mean_run(after))
@@ -119,17 +121,17 @@ CELLS = [pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.long) fo
 class SwapAtEveryStep(DrafterLearner):
     """Between any two steps the serving head gets other weights, sometimes harmful ones."""
 
-    def begin_step(self, ends: Any) -> None:
+    def begin(self, batch: ScheduledBatch) -> None:
         generator = torch.Generator().manual_seed(self.report.num_swaps)
         for weight in self._candidate.weights.values():
             weight.data += 0.02 * torch.randn(weight.shape, generator=generator)
         self._offer.set()
-        super().begin_step(ends)
+        super().begin(batch)
 
 
 @pytest.mark.parametrize(("kind", "condition"), CELLS)
 def test_tokens_do_not_depend_on_swaps(kind: str, condition: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.runner.preparation.DrafterLearner", SwapAtEveryStep)
+    monkeypatch.setattr("outrider.features.learning.learner.DrafterLearner", SwapAtEveryStep)
     without_thread(monkeypatch)
     options = {"max_num_seqs": 8, **CONDITIONS[condition]}
     asks = [Ask(prompt, SamplingParams(max_tokens=16, ignore_eos=True, **PARAMS[kind]))
@@ -140,7 +142,7 @@ def test_tokens_do_not_depend_on_swaps(kind: str, condition: str, monkeypatch: p
         first = rig.run(asks, after_step=rig.preempt if condition == "overlap" else None)
         again = rig.run(asks)
         assert tokens_of(first) == tokens_of(again) == expected
-        report = rig.engine.adaptation
+        report = report_of(rig.engine)
         assert report is not None and report.num_swaps > 5 and report.num_errors == 0
         stats = rig.engine.stats
         assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
@@ -176,7 +178,7 @@ def test_a_copy_that_cannot_begin_again_is_a_failure_too(monkeypatch: pytest.Mon
                 learner._try_round()
             assert learner._num_failures == learner.report.num_errors == MOST_FAILURES
             with learner.resting():
-                learner.forget()  # new weights of the target are served, whatever becomes of the copy
+                learner.forget_model()  # new weights of the target are served, whatever becomes of the copy
         assert learner.report.num_errors == MOST_FAILURES + 1
         assert learner.report.error == "RuntimeError: broken twice"
         serve(rig, prompts(16, seed=5), 8)
@@ -204,7 +206,7 @@ def test_failures_of_the_trainer_harm_nothing(failure: str, monkeypatch: pytest.
         learner._thread.join(60)
         assert not learner._thread.is_alive()
         assert tokens_of(serve(rig, asked, 8)) == expected
-        report = rig.engine.adaptation
+        report = report_of(rig.engine)
         assert report is not None and report.num_errors == MOST_FAILURES and report.num_swaps == 0 and report.error
         for name, slot in learner.served.slots.items():
             assert torch.equal(slot.target, healthy[name])
@@ -271,7 +273,7 @@ def test_new_weights_in_the_middle_of_a_round_end_it(monkeypatch: pytest.MonkeyP
         def forgets(seconds: float) -> None:
             if added and learner.ring.closed(is_held_out=False):
                 with learner.resting():
-                    learner.forget()
+                    learner.forget_model()
             rest(seconds)
 
         monkeypatch.setattr(Candidate, "add_gradients", adds)
@@ -302,13 +304,13 @@ def test_a_step_that_takes_long_does_not_count_as_idle(monkeypatch: pytest.Monke
         serve(rig, prompts(2, seed=1), 4)
         now = learner._last_step
         assert learner._is_serving(now) and not learner._is_serving(now + 10 * IDLE_SECONDS)
-        learner.begin_step(())
-        learner.begin_step(())
+        learner.begin(ScheduledBatch(0, [], [], [], [], [], [], []))
+        learner.begin(ScheduledBatch(0, [], [], [], [], [], [], []))
         learner.end_step()
         assert learner._is_serving(now + 100)
         learner.end_step()
         assert not learner._is_serving(now + 100)
-        learner.begin_step(())
+        learner.begin(ScheduledBatch(0, [], [], [], [], [], [], []))
         learner.reset()
         assert not learner._is_serving(now + 100)
 
@@ -332,7 +334,7 @@ def test_the_thread_learns_beside_requests_and_swaps_between_steps() -> None:
         report = None
         while (report is None or not report.num_swaps) and time.monotonic() < deadline:
             assert tokens_of(serve(rig, asked)) == expected
-            report = rig.engine.adaptation
+            report = report_of(rig.engine)
         assert report is not None and report.num_swaps > 0 and report.num_errors == 0
         assert tokens_of(serve(rig, asked)) == expected
 
@@ -346,7 +348,7 @@ def test_a_worker_in_a_process_of_its_own_reports_what_it_learned() -> None:
         report, outputs = None, []
         while (report is None or not report.num_steps) and time.monotonic() < deadline:
             outputs = llm.generate(prompt_token_ids=asked, sampling_params=params, use_tqdm=False)
-            report = llm.engine.adaptation
+            report = report_of(llm.engine)
         assert report is not None and report.num_steps > 0 and report.num_errors == 0
         assert [[sample.token_ids for sample in output.outputs] for output in outputs] == plain_tokens(asked)
 
@@ -356,8 +358,9 @@ def test_sleep_pauses_the_trainer_and_new_weights_make_it_forget() -> None:
     params = SamplingParams(temperature=0, max_tokens=8, detokenize=False)
     with LLM(str(ASSETS / "target"), **settings) as llm:
         worker = llm.engine.runner
-        assert isinstance(worker, Worker) and worker._learner is not None
-        learner = worker._learner
+        assert isinstance(worker, Worker)
+        (learner,) = worker.device_step.drafting._observers
+        assert isinstance(learner, DrafterLearner)
         texts = [llm.generate(prompt_token_ids=prompts(8, seed=8), sampling_params=params, use_tqdm=False)]
         for level in (1, 2):
             llm.sleep(level)
@@ -414,7 +417,7 @@ def test_the_servers_metrics_tell_what_was_learned() -> None:
     with Rig(target(), **SETTINGS | {"adapt_drafter": False}) as rig:
         metrics = ServerMetrics("tiny")
         assert "adapt_" not in metrics.text(rig.engine, 0)
-        rig.engine.adaptation = AdaptationReport(5, 4, 3, 2, 1.5, 2.5, 0.25)
+        rig.engine.reports[AdaptationReport] = AdaptationReport(5, 4, 3, 2, 1.5, 2.5, 0.25)
         text = metrics.text(rig.engine, 0)
     for name, value in (("texts_total", 5), ("steps_total", 4), ("swaps_total", 3), ("errors_total", 2),
                         ("serving_mean_run", 1.5), ("candidate_mean_run", 2.5), ("work_seconds_total", "0.250")):

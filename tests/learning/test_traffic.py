@@ -15,8 +15,8 @@ from outrider.core.params import SamplingParams
 from outrider.core.pooling_params import PoolingParams
 from outrider.core.spans import PromptSpans
 from outrider.drafters.base import Step
-from outrider.learning import learner as learner_module
-from outrider.learning.traffic import RingSegment, ServedText, TrafficRing
+from outrider.features.learning import learner as learner_module
+from outrider.features.learning.traffic import RingSegment, ServedText, TrafficRing
 from outrider.lora_request import LoadedAdapter
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import Ask, Rig, greedy

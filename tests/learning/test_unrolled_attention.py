@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.learning.unrolled_attention import dense_attention, flash_attention
+from outrider.trainable.unrolled_attention import dense_attention, flash_attention
 
 
 @pytest.mark.parametrize("num_passes", [1, 2, 4])

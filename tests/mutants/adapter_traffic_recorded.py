@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.core import Admission
-from outrider.learning import traffic
+from outrider.features.learning import traffic
 
 NAME = "adapter traffic recorded"
 TESTS = ["tests/learning/test_traffic.py", "-k", "never_recorded"]

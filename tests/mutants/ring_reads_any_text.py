@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from outrider.learning.traffic import ClosedText, ServedText, TrafficRing
+from outrider.features.learning.traffic import ClosedText, ServedText, TrafficRing
 
 NAME = "ring reads any text"
 TESTS = ["tests/learning/test_traffic.py", "-k", "never_read"]

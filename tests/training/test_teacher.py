@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from outrider.layers import NothingAttends, StepContext
-from outrider.learning.eagle3_network import Eagle3Network, TextSlots
+from outrider.trainable.eagle3_network import Eagle3Network, TextSlots
 from outrider.training import text_states
 from outrider.training.draft_logits import DraftLogits
 from outrider.training.eagle3 import Eagle3Trainee

@@ -16,11 +16,13 @@ from outrider.core import Admission, Limits, ScheduledBatch
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.feature_parts import BatchPart, LimitsPart, RequestPart
 from outrider.core.request_keeper import RequestKeeper
+from outrider.drafters.base import Drafter
 from outrider.engine.engine_feature import EngineFeature, Order
 from outrider.feature_list import FeatureEntry
 from outrider.layers import DeltaSource, Linear, RowDeltas, find_modules
 from outrider.models.base import Model
 from outrider.runner.interface import WorkerInfo
+from outrider.runner.memory import FeatureBytes
 from outrider.runner.step import DeviceStep
 from outrider.runner.worker_feature import WorkerFeature
 from outrider.sched.row_resources import Room, RowResource
@@ -181,11 +183,11 @@ class ScaledOnDevice(WorkerFeature):
 
     def __init__(self, config: EngineConfig) -> None: ...
 
-    def limit(self, limits: Limits, model: Model) -> Limits:
+    def limit(self, limits: Limits, model: Model, drafter: Drafter | None) -> Limits:
         return replace(limits, parts=(*limits.parts, Places(NUM_PLACES)))
 
-    def num_bytes(self, limits: Limits, model: Model) -> int:
-        return 8 * NUM_PLACES
+    def num_bytes(self, limits: Limits, model: Model) -> FeatureBytes:
+        return FeatureBytes(buffers=8 * NUM_PLACES)
 
     def attach(self, step: DeviceStep, model: Model, limits: Limits) -> None:
         step.take_deltas(ScaledRows(model, limits))

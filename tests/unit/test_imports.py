@@ -33,7 +33,7 @@ COLUMNS = [
     {"layers"},
     {"models", "sample"},
     {"drafters"},
-    {"learning"},
+    {"trainable"},
     {"runner"},
     {"engine", "sched", "speculation"},
     {"simulation"},
@@ -235,9 +235,11 @@ def test_a_feature_imports_no_other_feature() -> None:
         assert not others or folder(module) is None, f"{module} imports another feature"
 
 
-def test_both_halves_of_every_feature_are_there() -> None:
+def test_the_halves_of_every_feature_are_there() -> None:
     for entry in FEATURES:
         for half in (entry.worker, entry.engine):
+            if half is None and half is entry.engine:
+                continue
             assert isinstance(half, str)
             module, _, name = half.partition(":")
             assert f"class {name}(" in modules()[module].read_text(), half

@@ -17,9 +17,15 @@ from outrider import LLM, SamplingParams
 from outrider.feature_list import FEATURES
 
 PACKAGE = Path(__file__).parents[2] / "outrider"
-FOLDERS = {"adapters": "adapters", "logits processors": "processors"}  # of FEATURES, by their names
+FOLDERS = {  # of FEATURES, by their names
+    "adapters": "adapters",
+    "logits processors": "processors",
+    "drafter that learns": "learning",
+}
 ASKS: dict[str, dict[str, Any]] = {
     "adapters": {"enable_lora": True},
+    "drafter that learns": {"speculative_config": {"method": "eagle3", "model": "tiny", "num_speculative_tokens": 2},
+                            "adapt_drafter": True},
     "logits processors": {"logits_processors": ["outrider.logits_processors:LogitsProcessor"]},
 }
 

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 from outrider.config import EngineConfig
 from outrider.core import Limits
+from outrider.drafters.base import Drafter
 from outrider.features.adapters.limits import AdapterLimits
 from outrider.features.adapters.store import AdapterStore
 from outrider.features.adapters.targets import Targets
 from outrider.models.base import Model
+from outrider.runner.memory import FeatureBytes
 from outrider.runner.step import DeviceStep
 from outrider.runner.worker_feature import WorkerFeature
 
@@ -21,11 +23,11 @@ class AdaptersOnDevice(WorkerFeature):
         self._max_loras, self._max_rank = config.max_loras, config.max_lora_rank
         self._memory_bytes = config.lora_memory_bytes
 
-    def limit(self, limits: Limits, model: Model) -> Limits:
+    def limit(self, limits: Limits, model: Model, drafter: Drafter | None) -> Limits:
         return with_adapters(limits, model, self._max_loras, self._max_rank, self._memory_bytes)
 
-    def num_bytes(self, limits: Limits, model: Model) -> int:
-        return AdapterLimits.of(limits).numbers * model.dtype.itemsize
+    def num_bytes(self, limits: Limits, model: Model) -> FeatureBytes:
+        return FeatureBytes(buffers=AdapterLimits.of(limits).numbers * model.dtype.itemsize)
 
     def attach(self, step: DeviceStep, model: Model, limits: Limits) -> None:
         step.take_deltas(AdapterStore(model, self._max_rank, limits))

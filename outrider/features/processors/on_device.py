@@ -6,6 +6,7 @@ from importlib import import_module
 
 from outrider.config import EngineConfig
 from outrider.core import Limits
+from outrider.drafters.base import Drafter
 from outrider.features.processors.rows import EngineProcessor, ProcessorRows
 from outrider.logits_processors import load_processors
 from outrider.models.base import Model
@@ -21,7 +22,7 @@ class ProcessorsOnDevice(WorkerFeature):
         self._config = config
         self._processors: list[EngineProcessor] = []
 
-    def limit(self, limits: Limits, model: Model) -> Limits:
+    def limit(self, limits: Limits, model: Model, drafter: Drafter | None) -> Limits:
         """Make the processors, with the settings in vLLM's groups, as they expect them. One that cannot be made is told
         before memory is measured."""
         groups = import_module("outrider.compat.vllm_config")  # by name: the package lies above this one

@@ -212,7 +212,7 @@ class StepGraphs:
         """Capture a run, as `torch.cuda.graph` does, but without its garbage collection, which takes longer than a
         capture. Collection is off meanwhile, because an object that is collected could be a graph or an event. What
         other threads ask of the device has nothing to do with the capture."""
-        with self._step.drafting.trainer_resting():
+        with self._step.drafting.observers_resting():
             return self._record_alone(graph, run)
 
     def _record_alone(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Made]) -> Made:

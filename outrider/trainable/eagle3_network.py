@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from outrider.kernels.buffers import send
-from outrider.learning.named_layers import NamedLayers, wide
-from outrider.learning.unrolled_attention import attend
+from outrider.trainable.named_layers import NamedLayers, wide
+from outrider.trainable.unrolled_attention import attend
 
 LAYER = "midlayer"
 

@@ -15,9 +15,9 @@ from outrider.drafters.combined import CombinedDrafter
 from outrider.formats import DenseLinear, WeightSlot
 from outrider.kernels.cpu.products import fits_bfloat16
 from outrider.layers.fuse import prepare
-from outrider.learning.eagle3_network import LAYER, HeadForm
-from outrider.learning.named_layers import wide
 from outrider.models.eagle import Eagle3Head
+from outrider.trainable.eagle3_network import LAYER, HeadForm
+from outrider.trainable.named_layers import wide
 
 ADVICE = "start without adapt_drafter, or use an EAGLE-3 head that `outrider train-drafter` has trained"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from outrider.learning.named_layers import wide
+from outrider.trainable.named_layers import wide
 
 MAX_HEAD_DIM = 256
 LEAST_CAPABILITY = (8, 0)

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from outrider.features.learning.served_head import ServedHead
+from outrider.features.learning.traffic import ServedText
 from outrider.kernels.vendor_products import wide_product
-from outrider.learning.eagle3_network import Eagle3Network, TextSlots
-from outrider.learning.served_head import ServedHead
-from outrider.learning.traffic import ServedText
+from outrider.trainable.eagle3_network import Eagle3Network, TextSlots
 
 MOST_PASSES = 4  # drafts after one known token that are trained and measured
 PASS_DECAY = 0.8  # weight of a pass against the one before it

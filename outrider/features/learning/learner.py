@@ -1,8 +1,8 @@
 """DrafterLearner: a head that learns from the traffic while it serves. It cannot change the text: a draft is accepted
 only if the one sampler picks the same token, whatever weights the head has.
 
-Steps record the texts that they serve (`learning/traffic.py`). A thread trains a copy of the head on
-them, and compares copy and serving head on texts that neither was trained on. If the copy is better, the thread of
+Steps record the texts that they serve (`traffic.py`). A thread trains a copy of the head on them, and compares copy
+and serving head on texts that neither was trained on. If the copy is better, the thread of
 steps copies its weights over those that serve, before it runs its next step. While requests run, the trainer works for
 a small share of the time; it may use all of it while the engine is idle. That share is its low priority: the system's
 priorities of threads would not do, since a thread that the system holds back may hold Python's lock.
@@ -23,12 +23,15 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from outrider.core import AdaptationReport, Admission, Limits, RowEnd
+from outrider.core import Admission, Limits, ScheduledBatch
+from outrider.core.background_work import BackgroundWork
 from outrider.core.drafter_faults import words_of
 from outrider.drafters.base import Step
-from outrider.learning.candidate import Candidate
-from outrider.learning.served_head import ServedHead
-from outrider.learning.traffic import ClosedText, ServedText, TrafficRing
+from outrider.drafters.observer import DraftObserver
+from outrider.features.learning.candidate import Candidate
+from outrider.features.learning.report import AdaptationReport
+from outrider.features.learning.served_head import ServedHead
+from outrider.features.learning.traffic import ClosedText, ServedText, TrafficRing
 
 log = logging.getLogger("outrider")
 
@@ -78,15 +81,17 @@ class TextsForgotten(Exception):
     """Raised if the target's weights have changed since the round began: its texts are then another model's."""
 
 
-class DrafterLearner:
+class DrafterLearner(DraftObserver, BackgroundWork):
     """Records served texts, trains a copy of the head on them, and serves with better weights. The thread of steps
     calls all methods, except those that begin with an underscore and run in the trainer's thread."""
 
-    def __init__(self, served: ServedHead, limits: Limits, settings: LearningSettings, segment_tokens: int) -> None:
+    def __init__(self, served: ServedHead, limits: Limits, settings: LearningSettings, num_tokens: int,
+                 segment_tokens: int) -> None:
+        """num_tokens: of served texts that are kept; segment_tokens: most of one text."""
         head = served.head
         self.served, self._settings = served, settings
-        self.ring = TrafficRing(limits, len(head.aux_layers), head.target.hidden_size, segment_tokens=segment_tokens,
-                                dtype=head.target.dtype, device=served.device)
+        self.ring = TrafficRing(limits, num_tokens, len(head.aux_layers), head.target.hidden_size,
+                                segment_tokens=segment_tokens, dtype=head.target.dtype, device=served.device)
         self._candidate = Candidate(served, settings.rate)
         self._stream = torch.cuda.Stream(served.device) if served.device.type == "cuda" else None
         self._random = random.Random(0)
@@ -109,7 +114,6 @@ class DrafterLearner:
     # On the thread of steps
 
     def start(self) -> None:
-        """Start the trainer's thread."""
         num_threads = torch.get_num_threads()
         ready = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(ready,), name="outrider-trainer", daemon=True)
@@ -143,12 +147,11 @@ class DrafterLearner:
     def bind(self, limits: Limits) -> None:
         self.ring.bind(limits)
 
-    def begin_step(self, ends: Sequence[RowEnd]) -> None:
-        """Called before every step, in order with the steps: rows have lost their requests, and better weights may
-        wait."""
+    def begin(self, batch: ScheduledBatch) -> None:
+        """Rows have lost their requests, and better weights may wait."""
         self._last_step = time.monotonic()
         self._num_in_flight += 1
-        self._try_recording(lambda: self.ring.end(ends))
+        self._try_recording(lambda: self.ring.end(batch.drafting.ends))
         if self._offer.is_set():
             self._swap()
 
@@ -156,7 +159,6 @@ class DrafterLearner:
         self._try_recording(lambda: self.ring.admit(admissions))
 
     def record(self, step: Step) -> None:
-        """Keep what the step has computed and accepted. Called before drafters, which may write to hidden states."""
         self._try_recording(lambda: self.ring.record(step))
 
     def reset(self) -> None:
@@ -164,7 +166,7 @@ class DrafterLearner:
         self._try_recording(self.ring.reset)
 
     def end_step(self) -> AdaptationReport | None:
-        """Called when a step's result is read. Returns the report, if it has changed since the last step."""
+        """The report, if it has changed since the last step."""
         self._last_step = time.monotonic()
         self._num_in_flight = max(0, self._num_in_flight - 1)
         report = self.report
@@ -178,7 +180,6 @@ class DrafterLearner:
         return replace(self._report, num_texts=self.ring.num_texts)
 
     def pause(self) -> None:
-        """Wait for the trainer's micro-batch, and keep it from beginning another one."""
         if not self._is_paused:
             self._working.acquire()
             self._is_paused = True
@@ -190,7 +191,6 @@ class DrafterLearner:
 
     @contextmanager
     def resting(self) -> Iterator[None]:
-        """A context in which the trainer does not work."""
         was_paused = self._is_paused
         self.pause()
         try:
@@ -199,8 +199,7 @@ class DrafterLearner:
             if not was_paused:
                 self.resume()
 
-    def forget(self) -> None:
-        """The target's weights have changed, so what was recorded is another model's. The trainer must be paused."""
+    def forget_model(self) -> None:
         assert self._is_paused
         self._offer.clear()
         self._has_forgotten = True

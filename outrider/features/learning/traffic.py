@@ -6,7 +6,7 @@ tokens that it has computed and accepted there, position p at place p modulo the
 keeps the last tokens of its text. When the request leaves its row, its segment is closed: nothing is written to it any
 more, and the trainer may read it until it is given to another request, the oldest first.
 
-    segment   | 0 ................ | 1 ................ | ... | nowhere |     places of SERVED_TOKENS
+    segment   | 0 ................ | 1 ................ | ... | nowhere |     places
     of row    |        3           |      closed        |     | padding, rejected drafts, rows without a segment
 
 The thread of steps calls `admit`, `record`, `end` and `reset`; the trainer's thread calls `closed` and `read`.
@@ -62,14 +62,14 @@ class ServedText:
 
 
 class TrafficRing:
-    def __init__(self, limits: Limits, num_aux: int, hidden_size: int, *, segment_tokens: int, dtype: torch.dtype,
-                 device: torch.device) -> None:
+    def __init__(self, limits: Limits, num_tokens: int, num_aux: int, hidden_size: int, *, segment_tokens: int,
+                 dtype: torch.dtype, device: torch.device) -> None:
         self.segment_tokens, self._device = segment_tokens, device
-        self._nowhere = limits.num_served_tokens
-        num_places = limits.extent(Axis.SERVED_TOKENS)
-        self.tokens = buffer(limits, Axis.SERVED_TOKENS, dtype=torch.int64, device=device)
-        self.positions = buffer(limits, Axis.SERVED_TOKENS, dtype=torch.int64, device=device, fill=-1)
-        # [SERVED_TOKENS, hidden] of each auxiliary state. On a CPU they take memory when they are first written.
+        self._nowhere = num_tokens  # the last place: of states of no token that counts
+        num_places = num_tokens + 1
+        self.tokens = torch.zeros(num_places, dtype=torch.int64, device=device)
+        self.positions = torch.full((num_places,), -1, dtype=torch.int64, device=device)
+        # [places, hidden] of each auxiliary state. On a CPU they take memory when they are first written.
         self.aux_states = [lazy_zeros(num_places, hidden_size, dtype=dtype, device=device) for _ in range(num_aux)]
         self._lock = threading.Lock()
         self._free = [RingSegment(start) for start in range(0, self._nowhere, segment_tokens)]

@@ -1,0 +1,54 @@
+"""BackgroundWork: what a feature does beside the steps of a worker, with the weights of its model. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class BackgroundWork:
+    """Methods do nothing unless a feature defines them. The worker calls them, in order with its steps."""
+
+    def start(self) -> None:
+        """The worker is ready to serve."""
+
+    def pause(self) -> None:
+        """Wait for the piece of work that is being done, and begin no other one. Weights may go or change now."""
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+
+    def forget_model(self) -> None:
+        """The model's weights have changed, so what was made with the old ones counts no more. Called in a pause."""
+
+    def close(self) -> None:
+        """End, and wait for the end: the worker is closed."""
+
+
+class AllBackgroundWork(BackgroundWork):
+    """The work of several features, as one."""
+
+    def __init__(self, each: Sequence[BackgroundWork] = ()) -> None:
+        self._each = each
+
+    def start(self) -> None:
+        for work in self._each:
+            work.start()
+
+    def pause(self) -> None:
+        for work in self._each:
+            work.pause()
+
+    def resume(self) -> None:
+        for work in self._each:
+            work.resume()
+
+    def forget_model(self) -> None:
+        for work in self._each:
+            work.forget_model()
+
+    def close(self) -> None:
+        for work in self._each:
+            work.close()
+
+
+NO_WORK = BackgroundWork()

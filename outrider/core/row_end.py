@@ -1,0 +1,13 @@
+"""RowEnd: a row has lost its request. No torch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class RowEnd(NamedTuple):
+    """Says that a request has left its row, because it ended or was preempted."""
+
+    row: int
+    # Tokens of its text, the prompt's included, that count. 0 for a request that was preempted, aborted or failed.
+    num_served: int

@@ -1,0 +1,28 @@
+"""DraftObserver: follows what steps serve, for a drafter's sake."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from outrider.core import Limits, StepPart
+from outrider.core.feature_parts import ResultPart
+from outrider.drafters.base import Step
+
+
+class DraftObserver(StepPart):
+    """Methods do nothing unless an observer defines them. None may raise: a step goes on whatever becomes of it."""
+
+    def bind(self, limits: Limits) -> None:
+        """Begin with rows that hold nothing."""
+
+    def record(self, step: Step) -> None:
+        """A step has computed and accepted its tokens; drafters come next. Captured with the step: no host reads."""
+
+    def end_step(self) -> ResultPart | None:
+        """A step's result is read. Returns what is to be told with it."""
+        return None
+
+    def resting(self) -> AbstractContextManager[None]:
+        """A context in which the observer does not use the device: a capture lets go of the scratch memory of library
+        products, which another thread must not use meanwhile."""
+        return nullcontext()
