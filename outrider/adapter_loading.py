@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.engine.engine import Engine
-from outrider.lora_request import AdapterHold, AdapterLoads, LoadedAdapter, LoRARequest
+from outrider.lora_request import AdapterChoice, AdapterHold, AdapterLoads, LoadedAdapter, LoRARequest, one_for_each
 
 POLL_SECONDS = 0.005
 Made = TypeVar("Made")
@@ -40,8 +40,9 @@ def with_adapter(request: CheckedRequest, number: int | None) -> CheckedRequest:
 
 @contextmanager
 def loaded(engine: Engine, run: Run, requests: Sequence[CheckedRequest],
-           asked: Sequence[LoRARequest | None]) -> Generator[list[CheckedRequest], None, None]:
+           adapters: AdapterChoice) -> Generator[list[CheckedRequest], None, None]:
     """The requests with the adapters that their callers ask for, which stay loaded while the block runs."""
+    asked = one_for_each(adapters, len(requests))
     if not any(asked):
         yield list(requests)
         return

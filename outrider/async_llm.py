@@ -14,6 +14,7 @@ from threading import Event
 from typing import Any, Never, cast
 
 from outrider.adapter_loading import load, need_adapters, with_adapter
+from outrider.compat.misplaced_arguments import refuse_misplaced, refuse_sampling_field
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import Text, check_value, shown
 from outrider.core.output_reader import OutputReader
@@ -27,7 +28,7 @@ from outrider.engine.engine import Engine, EngineError
 from outrider.engine.engine_thread import EngineThread, tell
 from outrider.engine.named_weights import Weights, weights_command
 from outrider.engine.reader_streams import GrowingOutput, Increments, ParamsError, RequestError, Stream
-from outrider.front import Front, refuse_misplaced, refuse_sampling_field
+from outrider.front import Front
 from outrider.lora_request import LoadedAdapter, LoRARequest, one_for_each
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
 

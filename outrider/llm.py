@@ -6,13 +6,12 @@ from collections.abc import Callable, Generator, Sequence, Set
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Annotated, Any, Never, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Never, TypeVar, cast
 
-from outrider.adapter_loading import loaded
-from outrider.beam_search import BeamRound, BeamSearchOutput, BeamSearchParams, beam_search
-from outrider.compat.metrics import Metric, engine_metrics
+from outrider import compat
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import OneOf, check_value, shown
+from outrider.core.lazy_exports import LateModule
 from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import RequestOutputKind, SamplingParams
@@ -23,18 +22,31 @@ from outrider.core.pooling import (
     PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
+    cosine,
+    raise_failed,
 )
 from outrider.core.pooling_params import TASKS, PoolingParams, RequestParams
 from outrider.core.prompts import Prompt
 from outrider.engine.engine import Engine
-from outrider.engine.named_weights import Weights, weights_command
-from outrider.engine.pooling import cosine, raise_failed
 from outrider.engine.progress import RequestBar
 from outrider.engine.request_loop import Caller, RequestLoop
-from outrider.front import Front, refuse_misplaced, refuse_sampling_field
-from outrider.llm_engine import LLMEngine
-from outrider.lora_request import AdapterChoice, LoRARequest, one_for_each
+from outrider.front import Front
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
+
+if TYPE_CHECKING:
+    from outrider import adapter_loading, llm_engine
+    from outrider import beam_search as beams
+    from outrider.beam_search import BeamRound, BeamSearchOutput, BeamSearchParams
+    from outrider.compat import Metric
+    from outrider.engine import named_weights
+    from outrider.engine.named_weights import Weights
+    from outrider.llm_engine import LLMEngine
+    from outrider.lora_request import AdapterChoice, LoRARequest
+else:
+    adapter_loading = LateModule("outrider.adapter_loading")
+    beams = LateModule("outrider.beam_search")
+    llm_engine = LateModule("outrider.llm_engine")
+    named_weights = LateModule("outrider.engine.named_weights")
 
 T = TypeVar("T")
 
@@ -57,7 +69,8 @@ class LLM(Front):
         """Outputs in the order of the prompts. A prompt that cannot be served raises before any is started. Requests of
         a lower `priority` are served first; one number for all prompts, or one for each. `lora_request`: the adapter of
         all prompts, or a list with one or None for each. `use_tqdm`: show a bar on a terminal."""
-        refuse_misplaced(self.generate, misplaced)
+        if misplaced:
+            compat.refuse_misplaced(self.generate, misplaced)
         if prompts is not None and prompt_token_ids is not None:
             raise ValueError("give prompts or prompt_token_ids, not both")
         given = cast("Prompt | Sequence[Prompt]", prompt_token_ids if prompts is None else prompts)
@@ -160,14 +173,14 @@ class LLM(Front):
                              "supported")
         with self._checked(given, SamplingParams(), 0, lora_request) as checked:
             def generate(asked: BeamRound) -> list[RequestOutput]:
-                beams = self._check(asked.token_ids, asked.sampling, 0)
+                found = self._check(asked.token_ids, asked.sampling, 0)
                 return cast(list[RequestOutput], self._run_checked(
                     [replace(beam, parts=checked[prompt].parts)
-                     for beam, prompt in zip(beams, asked.prompts, strict=True)], use_tqdm=False))
+                     for beam, prompt in zip(found, asked.prompts, strict=True)], use_tqdm=False))
 
             model = self.engine.model
-            return beam_search([request.token_ids for request in checked], params, generate, model.tokenizer,
-                               model.eos_ids, model.limits)
+            return beams.beam_search([request.token_ids for request in checked], params, generate, model.tokenizer,
+                                     model.eos_ids, model.limits)
 
     def follow(self, prompts: Prompt | Sequence[Prompt],
                sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
@@ -175,7 +188,8 @@ class LLM(Front):
                lora_request: AdapterChoice = None, **misplaced: Never) -> Generator[RequestOutput, None, None]:
         """As `generate`, but yields every output whenever it has grown, or as `output_kind` of its parameters says.
         Closing the iterator ends the requests, and so does whatever `before_step` raises."""
-        refuse_misplaced(self.follow, misplaced)
+        if misplaced:
+            compat.refuse_misplaced(self.follow, misplaced)
         if before_step is not None and not callable(before_step):
             raise ValueError(f"before_step must be a function or None, got {shown(before_step)}")
         params = SamplingParams() if sampling_params is None else sampling_params
@@ -193,7 +207,8 @@ class LLM(Front):
                **misplaced: Never) -> Generator[RequestOutput, None, None]:
         """The growing output of one prompt, after every run. A prompt that cannot be served raises here. Closing the
         iterator ends the request."""
-        refuse_misplaced(self.stream, misplaced)
+        if misplaced:
+            compat.refuse_misplaced(self.stream, misplaced)
         return self.follow([prompt], sampling_params, priority=priority, lora_request=lora_request)
 
     def chat(self, messages: Sequence[dict[str, Any]] | Sequence[Sequence[dict[str, Any]]],
@@ -202,7 +217,7 @@ class LLM(Front):
              priority: int | Sequence[int] | None = None, **options: Any) -> list[RequestOutput]:
         """One conversation, or several, through the model's chat template. `options`: see `Tokenizer.render_chat`."""
         for name, value in options.items():
-            refuse_sampling_field(self.chat, name, value)
+            compat.refuse_sampling_field(self.chat, name, value)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
             raise ValueError(f"messages must be a list of dicts, or a list of such lists, got {shown(messages)}: write "
                              "[{'role': 'user', 'content': 'Hello'}], or give plain text to LLM.generate")
@@ -221,11 +236,11 @@ class LLM(Front):
     @cached_property
     def llm_engine(self) -> LLMEngine:
         """The engine inside, for scripts that add requests and make steps themselves."""
-        return LLMEngine.inside(self, self._loop)
+        return llm_engine.LLMEngine.inside(self, self._loop)
 
     def get_metrics(self) -> list[Metric]:
         """Counts and gauges of the engine since it started, under vLLM's names."""
-        return engine_metrics(self.engine, self.engine.model.name)
+        return compat.engine_metrics(self.engine, self.engine.model.name)
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Parameters that a caller may change and use."""
@@ -250,7 +265,7 @@ class LLM(Front):
         checkpoint, or by the path of a folder with safetensors files, of one such file or of a GGUF file. Running
         requests are preempted and go on with the new weights from their tokens so far. Weights that do not fit raise
         ValueError, with nothing changed."""
-        command = weights_command(weights)
+        command = named_weights.weights_command(weights)
         return self._loop.run(lambda: self._maintenance.update_weights(command))
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -313,7 +328,10 @@ class LLM(Front):
                  priority: int | Sequence[int], adapters: AdapterChoice) -> Generator[list[CheckedRequest], None, None]:
         """Requests for the prompts, with their adapters, which stay loaded while the block runs."""
         checked = self._check(prompts, params, priority)
-        with loaded(self.engine, self._loop.run, checked, one_for_each(adapters, len(checked))) as requests:
+        if adapters is None:
+            yield checked
+            return
+        with adapter_loading.loaded(self.engine, self._loop.run, checked, adapters) as requests:
             yield requests
 
     def _check(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],

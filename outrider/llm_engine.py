@@ -17,7 +17,7 @@ from outrider.core.prompts import Prompt
 from outrider.engine.engine import Engine
 from outrider.engine.request_loop import Caller, RequestLoop
 from outrider.front import Front
-from outrider.lora_request import LoRARequest, one_for_each
+from outrider.lora_request import LoRARequest
 
 
 class LLMEngine(Front):
@@ -51,7 +51,7 @@ class LLMEngine(Front):
         if request_id in self._names:
             raise ValueError(f"request id {request_id!r} is in use")
         (request,) = self.engine.checks.check_all([prompt], [params], [priority])
-        with loaded(self.engine, self._loop.run, [request], one_for_each(lora_request, 1)) as requests:
+        with loaded(self.engine, self._loop.run, [request], lora_request) as requests:
             (own,) = self._loop.add(self._caller, requests)
         self._names[request_id] = own
         self._caller.readers[own] = OutputReader(request.sampling.output_kind)

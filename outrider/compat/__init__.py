@@ -6,6 +6,15 @@ modules `missing_modules.py` has the advice that the import's error quotes. Noth
 modules.
 """
 
-from outrider.compat.alias import install_as_vllm
+from typing import TYPE_CHECKING
 
-__all__ = ["install_as_vllm"]
+from outrider.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from outrider.compat.alias import install_as_vllm
+    from outrider.compat.metrics import Metric, engine_metrics
+    from outrider.compat.misplaced_arguments import NOT_SERVED, refuse_misplaced, refuse_sampling_field
+else:
+    __getattr__ = lazy_exports(__name__)
+
+__all__ = ["NOT_SERVED", "Metric", "engine_metrics", "install_as_vllm", "refuse_misplaced", "refuse_sampling_field"]

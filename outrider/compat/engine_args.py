@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict, dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from outrider.compat.argument_parser import add_engine_flags, engine_settings
 from outrider.compat.environment import explain_variables
-from outrider.compat.settings import translate
-from outrider.compat.vllm_config import VllmConfig
 from outrider.config import EngineConfig
+from outrider.core.lazy_exports import LateModule
+
+if TYPE_CHECKING:
+    from outrider.compat import argument_parser, vllm_config
+    from outrider.compat import settings as vllm_settings
+    from outrider.compat.vllm_config import VllmConfig
+else:
+    argument_parser = LateModule("outrider.compat.argument_parser")
+    vllm_config = LateModule("outrider.compat.vllm_config")
+    vllm_settings = LateModule("outrider.compat.settings")
 
 AnyParser = TypeVar("AnyParser", bound=argparse.ArgumentParser)
 
@@ -19,7 +26,10 @@ def config_for(front: str, model: str | None, settings: dict[str, Any]) -> Engin
     """The config of a class such as LLM, from its keyword arguments. `front`: the class's name, which begins the
     messages."""
     explain_variables()
-    own = translate(front, settings, EngineConfig.__dataclass_fields__)
+    own = settings
+    if not all(name in EngineConfig.__dataclass_fields__ and isinstance(value, int | float)
+               for name, value in settings.items()):  # a number of a setting that is here means the same in vLLM
+        own = vllm_settings.translate(front, settings, EngineConfig.__dataclass_fields__)
     if model is None:
         raise ValueError(f"{front} needs a model: a folder, a .gguf file, a hub id as owner/name, or 'smollm2'")
     return EngineConfig(model=str(model), **own)
@@ -36,14 +46,14 @@ class EngineArgs(EngineConfig):
     def add_cli_args(parser: AnyParser, async_args_only: bool = False) -> AnyParser:
         """Add a flag for every setting to a parser, including vLLM's. `async_args_only`: add none."""
         if not async_args_only:
-            add_engine_flags(parser)
+            argument_parser.add_engine_flags(parser)
         return parser
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
         """The settings from the arguments of a script with the flags of `add_cli_args`."""
-        return cls(**engine_settings(args))
+        return cls(**argument_parser.engine_settings(args))
 
     def create_engine_config(self, usage_context: object = None) -> VllmConfig:
         """The settings in vLLM's groups, for reading: `EngineArgs(...).create_engine_config().cache_config`."""
-        return VllmConfig.from_engine_config(self)
+        return vllm_config.VllmConfig.from_engine_config(self)

@@ -8,6 +8,13 @@
 The imports under `TYPE_CHECKING` are the package's table of names; a type checker reads them as they are. A module that
 needs a part at once writes `from outrider.layers import MoE`. One that needs it only for some models, devices or
 settings writes `from outrider import layers` and `layers.MoE` where it is used, so the part is imported there.
+
+A single module that is seldom needed is named in the same way. Classes of it are used as `residence.Residence`:
+
+    if TYPE_CHECKING:
+        from outrider.runner import residence
+    else:
+        residence = LateModule("outrider.runner.residence")
 """
 
 from __future__ import annotations
@@ -45,6 +52,16 @@ def exported_names(package: str) -> Mapping[str, tuple[str, str]]:
             if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
             for node in block.body if isinstance(node, ast.ImportFrom)
             for alias in node.names}
+
+
+class LateModule:
+    """A module that is imported when one of its names is first used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self._name), name)
 
 
 def import_attribute(place: str) -> Any:

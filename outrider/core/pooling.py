@@ -5,6 +5,7 @@ The hidden states are those after the model's final norm, which the head would m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -133,6 +134,19 @@ class ScoringRequestOutput:
 
 
 Output: TypeAlias = RequestOutput | PoolingRequestOutput
+
+
+def cosine(one: PoolingRequestOutput, other: PoolingRequestOutput) -> float:
+    """The similarity of two embeddings of length 1."""
+    assert one.outputs.data is not None and other.outputs.data is not None
+    return float(one.outputs.data @ other.outputs.data)
+
+
+def raise_failed(outputs: Sequence[PoolingRequestOutput]) -> None:
+    """Raise the error of the first failed request: a list of embeddings has no place for errors."""
+    for output in outputs:
+        if output.error is not None:
+            raise RuntimeError(f"request {output.request_id}: {output.error}")
 
 
 def empty_output(request_id: str, request: CheckedRequest) -> Output:

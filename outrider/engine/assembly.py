@@ -4,27 +4,38 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
 from outrider.config import EngineConfig
 from outrider.core import FaultRecord
+from outrider.core.lazy_exports import LateModule
 from outrider.core.request_keeper import RequestKeepers
-from outrider.drafters.suffix import SuffixDrafter
 from outrider.engine.engine import Engine
 from outrider.engine.engine_feature import EngineFeature
-from outrider.engine.grammar import GrammarCompiler
-from outrider.engine.kv_events import EventSockets, KvEvents
 from outrider.engine.request_checks import RequestChecks
 from outrider.engine.served_model import ServedModel
-from outrider.engine.text import Tokenizer
 from outrider.feature_list import engine_features
 from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, RunningWorker, WorkerInfo
-from outrider.sched.prompt_time import PromptTime
 from outrider.sched.scheduler import Scheduler
-from outrider.speculation.auto_drafts import auto_drafts
 from outrider.speculation.draft_counts import DraftCounts, FixedDrafts
-from outrider.speculation.host_drafts import HostDrafter
+
+if TYPE_CHECKING:
+    from outrider.drafters import suffix
+    from outrider.engine import kv_events as cache_events
+    from outrider.engine.grammar import GrammarCompiler
+    from outrider.engine.kv_events import EventSockets
+    from outrider.engine.text import Tokenizer
+    from outrider.sched import prompt_time
+    from outrider.sched.prompt_time import PromptTime
+    from outrider.speculation import auto_drafts
+    from outrider.speculation.host_drafts import HostDrafter
+else:
+    auto_drafts = LateModule("outrider.speculation.auto_drafts")
+    cache_events = LateModule("outrider.engine.kv_events")
+    prompt_time = LateModule("outrider.sched.prompt_time")
+    suffix = LateModule("outrider.drafters.suffix")
 
 
 def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokenizer | None = None,
@@ -33,15 +44,15 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
     worker must have too, structured output is refused. `event_sockets`: where events of the cache are published."""
     info, speculative = worker.info, config.speculative
     has_suffixes = speculative is not None and "suffix" in speculative.methods
-    host_faults = FaultRecord.for_drafter(SuffixDrafter()) if has_suffixes else None
+    host_faults = FaultRecord.for_drafter(suffix.SuffixDrafter()) if has_suffixes else None
 
     features: list[EngineFeature] = engine_features(config)
     labels = ChainMap(*(feature.page_labels() for feature in features))
-    kv_events = None if event_sockets is None else KvEvents(info.layout, event_sockets, labels)
+    kv_events = None if event_sockets is None else cache_events.KvEvents(info.layout, event_sockets, labels)
 
     def scheduler(generation: int) -> Scheduler:
         made = make_scheduler(info, enable_prefix_caching=config.enable_prefix_caching, generation=generation,
-                              host_drafter=SuffixDrafter() if has_suffixes else None, host_faults=host_faults,
+                              host_drafter=suffix.SuffixDrafter() if has_suffixes else None, host_faults=host_faults,
                               features=features)
         if kv_events is not None:
             kv_events.follow(made.cache.pool)
@@ -73,12 +84,12 @@ def _draft_counts(info: WorkerInfo) -> DraftCounts | None:
         case FixedDrafting(num_drafts):
             return FixedDrafts(num_drafts)
         case MeasuredDrafting(max_drafts, costs, always_propose):
-            return auto_drafts(max_drafts, costs, always_propose=always_propose)
+            return auto_drafts.auto_drafts(max_drafts, costs, always_propose=always_propose)
     return None
 
 
 def _prompt_time(info: WorkerInfo) -> PromptTime | None:
     match info.prompt_steps:
         case BoundedSteps(max_seconds, costs):
-            return PromptTime(max_seconds, costs)
+            return prompt_time.PromptTime(max_seconds, costs)
     return None

@@ -14,26 +14,33 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from itertools import count
+from typing import TYPE_CHECKING
 
 from outrider.core import FaultRecord, Finish, StepResult
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.feature_parts import ResultPart
+from outrider.core.lazy_exports import LateModule
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import request_seed
 from outrider.core.pooling_params import PoolingParams
 from outrider.core.request_keeper import RequestKeepers
 from outrider.engine.collector import unfreeze_heap, working_thresholds
-from outrider.engine.kv_events import KvEvents
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
-from outrider.engine.pooling import PooledOutput
 from outrider.engine.request_checks import RequestChecks
 from outrider.engine.stats import EngineStats, StatsLog, stamp_admissions
-from outrider.engine.step_trace import StepTrace
 from outrider.runner.commands import Answer, Command
 from outrider.runner.interface import Runner, WorkerDied
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 from outrider.sched.updates import Update
+
+if TYPE_CHECKING:
+    from outrider.engine import pooling
+    from outrider.engine.kv_events import KvEvents
+    from outrider.engine.pooling import PooledOutput
+    from outrider.engine.step_trace import StepTrace
+else:
+    pooling = LateModule("outrider.engine.pooling")
 
 log = logging.getLogger("outrider")
 
@@ -336,7 +343,7 @@ class Engine:
         params, prompt_len = asked.params, len(asked.token_ids)
         metrics = RequestMetrics(arrival_time=time.perf_counter())
         if isinstance(params, PoolingParams):
-            pooled = PooledOutput(SampleKey(request_id, 0, 0, metrics), params, prompt_len, self.model.classes)
+            pooled = pooling.PooledOutput(SampleKey(request_id, 0, 0, metrics), params, prompt_len, self.model.classes)
             only = (Request(next(self._ids), asked, prompt_len), pooled)
             return _Live(request_id, metrics, asked, [only], None, 1)
         longest = self.model.longest(prompt_len, params.max_tokens)

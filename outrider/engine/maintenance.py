@@ -7,8 +7,10 @@ cache is emptied. Requests that run or arrive meanwhile wait; they go on from th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from outrider.core.fields import shown
+from outrider.core.lazy_exports import LateModule
 from outrider.engine.engine import Engine
 from outrider.runner.commands import (
     PARTS,
@@ -22,7 +24,11 @@ from outrider.runner.commands import (
     WeightsIncomplete,
 )
 from outrider.runner.interface import WorkerDied
-from outrider.runner.profiling import StartProfile, StopProfile
+
+if TYPE_CHECKING:
+    from outrider.runner import profiling
+else:
+    profiling = LateModule("outrider.runner.profiling")
 
 LEVELS = (1, 2)
 PAUSED = "the engine is paused: requests wait for resume_generation"
@@ -127,11 +133,11 @@ class Maintenance:
         self._pause()
 
     def start_profile(self, prefix: str | None = None) -> None:
-        self._engine.command(StartProfile(prefix))
+        self._engine.command(profiling.StartProfile(prefix))
 
     def stop_profile(self, folder: str) -> str:
         """End the profile. Returns the path of its file."""
-        return self._engine.command(StopProfile(folder))
+        return self._engine.command(profiling.StopProfile(folder))
 
     def _pause(self) -> None:
         asked = PAUSED if self._is_paused else None

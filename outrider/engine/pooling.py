@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -10,7 +9,6 @@ import numpy as np
 from outrider.core import Finish, RequestResult
 from outrider.core.class_head import ClassHead
 from outrider.core.outputs import OutputIncrement, SampleEnd, SampleKey
-from outrider.core.pooling import PoolingRequestOutput
 from outrider.core.pooling_params import PoolingParams
 
 if TYPE_CHECKING:
@@ -70,15 +68,3 @@ def probabilities(scores: Vectors, activation: str) -> Vectors:
             return np.float32(0.5) * (1 + np.tanh(np.float32(0.5) * scores))
     return scores
 
-
-def cosine(one: PoolingRequestOutput, other: PoolingRequestOutput) -> float:
-    """The similarity of two embeddings of length 1."""
-    assert one.outputs.data is not None and other.outputs.data is not None
-    return float(np.dot(one.outputs.data, other.outputs.data))
-
-
-def raise_failed(outputs: Sequence[PoolingRequestOutput]) -> None:
-    """Raise the error of the first failed request: a list of embeddings has no place for errors."""
-    for output in outputs:
-        if output.error is not None:
-            raise RuntimeError(f"request {output.request_id}: {output.error}")

@@ -7,16 +7,15 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from outrider.config import EngineConfig
+from outrider.core.lazy_exports import LateModule
 from outrider.core.status_line import status_line
 from outrider.engine.assembly import engine_around
 from outrider.engine.collector import collections_paused, freeze_heap
 from outrider.engine.engine import Engine
 from outrider.engine.grammar import GrammarCompiler
-from outrider.engine.grammar.compiler import Announce
-from outrider.engine.kv_events import EventSockets
 from outrider.engine.load import find_model, load_tokenizer
 from outrider.engine.progress import loading_bar
 from outrider.engine.script_import import end_if_importing_script
@@ -26,6 +25,12 @@ from outrider.kernels.compiler_start import hash_compiler_ahead
 from outrider.models.sources import ModelSource
 from outrider.runner.interface import RunningWorker
 
+if TYPE_CHECKING:
+    from outrider.engine import kv_events
+    from outrider.engine.grammar.compiler import Announce
+else:
+    kv_events = LateModule("outrider.engine.kv_events")
+
 PROCESS_ID = os.getpid()  # the process that imported this module
 T = TypeVar("T")
 
@@ -34,7 +39,7 @@ def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
     """Start an engine. `in_process`: the worker gets a process of its own; otherwise it lives in this one. With several
     ranks, each has a process in any case."""
     end_if_importing_script()
-    sockets = None if config.kv_events is None else EventSockets(config.kv_events)
+    sockets = None if config.kv_events is None else kv_events.EventSockets(config.kv_events)
     try:
         return _start_around(config, sockets, in_process or config.tensor_parallel_size > 1)
     except BaseException:
@@ -43,7 +48,7 @@ def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
         raise
 
 
-def _start_around(config: EngineConfig, sockets: EventSockets | None, in_process: bool) -> Engine:
+def _start_around(config: EngineConfig, sockets: kv_events.EventSockets | None, in_process: bool) -> Engine:
     if not in_process:
         load_torch_libraries_ahead()
         hash_compiler_ahead(config.device)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
+from typing import TYPE_CHECKING
 
 from outrider.config import EngineConfig
 from outrider.core import Limits
+from outrider.core.lazy_exports import LateModule
 from outrider.core.status_line import status_line
-from outrider.runner.graphs.costs import measure_costs
-from outrider.runner.graphs.cuda_runner import CudaRunner
-from outrider.runner.graphs.mixed_costs import measure_mixed_costs
+from outrider.runner import graphs
 from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, NoDrafting, UnboundedSteps
 from outrider.runner.local import LocalRunner
 from outrider.runner.memory import enough_memory
-from outrider.runner.remembered_costs import remembered_costs
 from outrider.runner.step import DeviceStep
+
+if TYPE_CHECKING:
+    from outrider.runner import remembered_costs
+    from outrider.runner.graphs import CudaRunner
+else:
+    remembered_costs = LateModule("outrider.runner.remembered_costs")
 
 CAPTURE_ADVICE = "lower gpu_memory_utilization or max_num_seqs, or set enforce_eager"
 log = logging.getLogger("outrider")
@@ -28,14 +33,14 @@ def measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
     if not speculative.auto:
         return FixedDrafting(speculative.num_speculative_tokens)
     with status_line("measuring what steps cost"):
-        if isinstance(runner, CudaRunner):
+        if not isinstance(runner, LocalRunner):
             with enough_memory("captured steps", CAPTURE_ADVICE):
                 runner.capture_fewer_drafts()
-            costs = measure_costs(step, limits, runner.graphs)
+            costs = graphs.measure_costs(step, limits, runner.graphs)
         else:
             is_default = config.shipped_drafter is not None
-            costs = runner.on_thread(lambda: remembered_costs(config, step, limits) if is_default
-                                     else measure_costs(step, limits))
+            costs = runner.on_thread(lambda: remembered_costs.remembered_costs(config, step, limits)
+                                     if is_default else graphs.measure_costs(step, limits))
     log.info("step costs in ms by tokens: %s; of a proposal by requests: %s; of a logit row: %.4f drawn, %.4f filtered",
              ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
              ", ".join(f"{n}: {first * 1e3:.2f} + {each * 1e3:.2f} for each further draft"
@@ -47,11 +52,11 @@ def measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
 
 def bound_prompts(config: EngineConfig, step: DeviceStep, limits: Limits,
                   runner: LocalRunner | CudaRunner) -> UnboundedSteps | BoundedSteps:
-    if config.max_step_ms is None or not isinstance(runner, CudaRunner):
+    if config.max_step_ms is None or isinstance(runner, LocalRunner):
         return UnboundedSteps()
     max_seconds = config.max_step_ms * 1e-3
     with status_line("measuring what steps with prompts cost"):
-        costs = measure_mixed_costs(step, limits, runner.graphs, max_seconds)
+        costs = graphs.measure_mixed_costs(step, limits, runner.graphs, max_seconds)
     log.info("steps with prompts in ms by tokens: %s; at most %.1f ms while requests decode",
              ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
              config.max_step_ms)

@@ -12,11 +12,13 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from outrider import drafters
 from outrider.config import AUTO_METHOD, METHODS, EngineConfig
+from outrider.core.lazy_exports import LateModule
 from outrider.layers import LayeredModule, Linear, find_modules
 from outrider.layers.fuse import restore_order
 from outrider.models.head import DraftHead
@@ -32,14 +34,18 @@ from outrider.runner.commands import (
     WakeReport,
     WeightsIncomplete,
 )
-from outrider.runner.graphs.cuda_runner import CudaRunner
 from outrider.runner.local import LocalRunner
 from outrider.runner.parts import StepParts
 from outrider.runner.preparation import draft_build, prepare_all
 from outrider.runner.step import DeviceStep
 from outrider.runner.storages import FreedMemory, collect_replaced, find_storages, release_copies
 from outrider.runner.target import fill_target
-from outrider.runner.weight_update import WeightUpdate
+
+if TYPE_CHECKING:
+    from outrider.runner import weight_update
+    from outrider.runner.graphs.cuda_runner import CudaRunner
+else:
+    weight_update = LateModule("outrider.runner.weight_update")
 
 log = logging.getLogger("outrider")
 MIB = 1 << 20
@@ -142,7 +148,7 @@ class Residence:
         self._restore(WEIGHTS)  # slots are views
         try:
             stored = {} if self._source is None else quantization_section(self._source.config)
-            update = WeightUpdate(self._parts.model, self._modules(), given, stored)
+            update = weight_update.WeightUpdate(self._parts.model, self._modules(), given, stored)
             names = update.check(is_whole=self._are_incomplete)
         except BaseException:
             self._free_again(WEIGHTS)
@@ -265,7 +271,7 @@ class Residence:
             release_copies()
 
     def _drop_captures(self) -> None:
-        if isinstance(self._runner, CudaRunner) and self._runner.graphs is not None:
+        if not isinstance(self._runner, LocalRunner) and self._runner.graphs is not None:
             self._runner.graphs.drop()
             self._lacks_captures = True
 
@@ -273,7 +279,7 @@ class Residence:
         """Capture the dropped steps again, once all parts are awake. Returns (number of steps, seconds)."""
         if not self._lacks_captures or self._asleep:
             return 0, 0.0
-        assert isinstance(self._runner, CudaRunner)
+        assert not isinstance(self._runner, LocalRunner)
         start = time.perf_counter()
         num_captured = self._runner.capture_again()
         self._synchronize()

@@ -12,22 +12,22 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from outrider.config import AUTO_DRAFTER, AUTO_METHOD, METHODS, EngineConfig
 from outrider.core import Limits, ScheduledBatch, StepResult
+from outrider.core.lazy_exports import LateModule
 from outrider.core.status_line import status_line
 from outrider.drafters.base import Drafter
 from outrider.mixers.cached import can_capture
 from outrider.models.base import Model
 from outrider.models.loader import Watch, blank_model
 from outrider.models.sources.model_source import ModelSource
+from outrider.runner import graphs
 from outrider.runner.commands import Answer, Command
-from outrider.runner.graphs.cuda_runner import CudaRunner
-from outrider.runner.graphs.warm_up import measure_step_memory
 from outrider.runner.interface import Grammars, WorkerInfo
 from outrider.runner.local import LocalRunner, Padding
 from outrider.runner.measuring import CAPTURE_ADVICE, bound_prompts, measure_drafting
@@ -35,9 +35,13 @@ from outrider.runner.memory import StepMemory, enough_memory, fit_max_len, plan_
 from outrider.runner.parts import StepParts
 from outrider.runner.preparation import gather_parts, prepare_all
 from outrider.runner.rank_group import ONE_RANK, WorkerRanks
-from outrider.runner.residence import Residence
 from outrider.runner.step import DeviceStep
 from outrider.runner.target import build_target, fill_target
+
+if TYPE_CHECKING:
+    from outrider.runner import residence as residences
+else:
+    residences = LateModule("outrider.runner.residence")
 
 log = logging.getLogger("outrider")
 Prepare = Callable[[Model, Drafter | None], None]
@@ -78,13 +82,14 @@ class Worker:
         clock.lap("captured steps")
         drafting = measure_drafting(config, self.device_step, limits, self.runner)
         clock.lap("step costs")
-        if isinstance(self.runner, CudaRunner):
+        if not isinstance(self.runner, LocalRunner):
             with status_line("compiling kernels"), enough_memory("captured steps", CAPTURE_ADVICE):
                 self.runner.capture_prompts()
         prompt_steps = bound_prompts(config, self.device_step, limits, self.runner)
         clock.lap("last kernels, steps with prompts")
         log.info("start-up: %s", clock.report())
-        self.residence = Residence(config, parts, self.device_step, self.runner, source)
+        self._make_residence: Callable[[], residences.Residence] = lambda: residences.Residence(
+            config, parts, self.device_step, self.runner, source)
         self._background = parts.background
         self._background.start()
         lookahead = 0 if parts.drafter is None else parts.drafter.lookahead
@@ -103,6 +108,14 @@ class Worker:
         return cls(config, model, eos_ids=source.eos_token_ids, grammars=grammars, source=source, ranks=ranks,
                    fill=partial(fill_target, model, config, source, watch))
 
+    @cached_property
+    def residence(self) -> residences.Residence:
+        """What of the worker's memory is on the device; made when something first sleeps or changes."""
+        return self._make_residence()
+
+    def _is_asleep(self) -> bool:
+        return "residence" in self.__dict__ and bool(self.residence.asleep)
+
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         return self.runner.submit(batch)
 
@@ -114,18 +127,19 @@ class Worker:
         return command.carry_out(self)
 
     def idle(self, quiet_seconds: float) -> float | None:
-        return None if self.residence.asleep else self.runner.idle(quiet_seconds)
+        return None if self._is_asleep() else self.runner.idle(quiet_seconds)
 
     def close(self) -> None:
         """Wait for the steps, and let go of the model, the cache and the captured steps: their memory is free from now
         on, although an engine or a caller still holds the worker."""
         if not hasattr(self, "runner"):
             return  # closed before
-        is_on_gpu, held_bytes = isinstance(self.runner, CudaRunner), self._count_bytes()
+        is_on_gpu, held_bytes = not isinstance(self.runner, LocalRunner), self._count_bytes()
         self._background.close()
         self.runner.close()
         self.device_step.close()
-        del self.runner, self.device_step, self.residence, self._background
+        self.__dict__.pop("residence", None)
+        del self.runner, self.device_step, self._make_residence, self._background
         if is_on_gpu or held_bytes >= LARGE:
             release_dropped()
 
@@ -141,7 +155,7 @@ class Worker:
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
         """Within, no step replays a graph, so that what watches the model's layers sees every step."""
-        if not isinstance(self.runner, CudaRunner):
+        if isinstance(self.runner, LocalRunner):
             yield
             return
         graphs, self.runner.graphs = self.runner.graphs, None
@@ -199,8 +213,8 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, St
     if device.type == "cuda" and config.num_pages is None and config.kv_cache_memory_bytes is None:
         use_graphs = not config.enforce_eager and not parts.edits_logits and can_capture(parts.layout, parts.backend)
         with status_line("measuring the largest step"):
-            step_memory = measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
-                                              use_graphs=use_graphs)
+            step_memory = graphs.measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
+                                                     use_graphs=use_graphs)
     plan = plan_memory(config, parts.layout, limits, device, weight_bytes=parts.weight_bytes,
                        packed_bytes=parts.packed_bytes, step=step_memory, ranks=parts.ranks,
                        feature_bytes=parts.feature_bytes)
@@ -210,11 +224,11 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, St
 
 
 def _make_runner(config: EngineConfig, parts: StepParts, step: DeviceStep, limits: Limits,
-                 step_memory: StepMemory | None) -> LocalRunner | CudaRunner:
+                 step_memory: StepMemory | None) -> LocalRunner | graphs.CudaRunner:
     padding = Padding(config.pad_requests, config.pad_tokens)
     if step.state.device.type != "cuda":
         return LocalRunner(step, padding)
-    runner = CudaRunner(step, limits, use_graphs=not config.enforce_eager, padding=padding)
+    runner = graphs.CudaRunner(step, limits, use_graphs=not config.enforce_eager, padding=padding)
     with status_line("compiling kernels and capturing steps"), enough_memory("captured steps", CAPTURE_ADVICE):
         if step_memory is None:
             runner.begin_compiling()

@@ -332,7 +332,7 @@ def test_the_tokenizer_is_prepared_before_a_grammars_time_begins(monkeypatch: py
         prepared_within.append(limits[-1])
         return byte_tokenizer()
 
-    monkeypatch.setattr(compiler, "run_deep", run)
+    monkeypatch.setattr("outrider.engine.grammar.deep_thread.run_deep", run)
     own = GrammarCompiler(load_tokenizer, (END,))
     for regex in ("a+", "b+"):
         own.check(form(regex=regex).to_plain())

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from outrider.core import ScheduledBatch
-from outrider.runner import worker
 from outrider.runner.memory import StepMemory
 from tests.engine.harness import Ask, greedy, prompt_of
 from tests.gpu.rig import DEVICE, GpuRig, loaded
@@ -33,7 +32,7 @@ def test_the_plan_leaves_room_for_steps() -> None:
 def test_too_little_memory_says_which_setting_to_change(monkeypatch: pytest.MonkeyPatch) -> None:
     model = loaded(folder_of("llama"))
     with monkeypatch.context() as patched, pytest.raises(ValueError, match="gpu_memory_utilization") as caught:
-        patched.setattr(worker, "measure_step_memory", lambda *args, **options: StepMemory(1 << 44, 0))
+        patched.setattr("outrider.runner.graphs.measure_step_memory", lambda *args, **options: StepMemory(1 << 44, 0))
         GpuRig(model, **AUTO)
     assert "max_num_batched_tokens" in str(caught.value) and "missing" in str(caught.value)
     with pytest.raises(ValueError, match="holds not one page"):

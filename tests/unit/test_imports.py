@@ -323,6 +323,19 @@ def test_every_entry_of_a_registry_exists() -> None:
     assert not missing, "\n".join(missing)
 
 
+def test_a_late_module_is_the_one_that_a_type_checker_sees() -> None:
+    for module in modules():
+        seen = {alias.asname or alias.name: f"{node.module}.{alias.name}" for block in source(module).body
+                if isinstance(block, ast.If) and is_type_checking(block.test)
+                for node in block.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+        late = {str(node.targets[0].id): node.value.args[0].value for node in ast.walk(source(module))
+                if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+                and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name)
+                and node.value.func.id == "LateModule" and isinstance(node.value.args[0], ast.Constant)}
+        assert {name: seen.get(name) for name in late} == late, module
+        assert set(late.values()) <= modules().keys(), module
+
+
 def test_packages_export_late_what_they_list() -> None:
     """A late name is not a module's: once that module is imported, it would hide the name."""
     packages = [name for name in modules() if lazy_names(name)]

@@ -14,17 +14,23 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 
+from outrider.core.lazy_exports import LateModule
 from outrider.core.structured import FormClient, StructuredOutputsParams
-from outrider.engine.grammar.check_threads import CheckThreads
-from outrider.engine.grammar.deep_thread import run_deep
-from outrider.engine.grammar.matcher import TokenMatcher
-from outrider.engine.grammar.trial import GrammarTrial, NewForm, short
 from outrider.engine.text import Tokenizer
 from outrider.runner.interface import WorkerDied
+
+if TYPE_CHECKING:
+    from outrider.engine.grammar import check_threads, deep_thread, trial
+    from outrider.engine.grammar import matcher as matchers
+else:  # none of them before the first grammar
+    check_threads = LateModule("outrider.engine.grammar.check_threads")
+    deep_thread = LateModule("outrider.engine.grammar.deep_thread")
+    matchers = LateModule("outrider.engine.grammar.matcher")
+    trial = LateModule("outrider.engine.grammar.trial")
 
 COMPILE_SECONDS = 10.0  # of one grammar
 VOCABULARY_SECONDS = 300.0  # of the tokenizer, once: 1 to 3 seconds, and more on a busy machine
@@ -61,9 +67,23 @@ class GrammarCompiler:
         self._executor: Any = None  # an LLExecutor
         self._has_announced = False
         self._kept: OrderedDict[str, KeptGrammar] = OrderedDict()  # by grammar
-        self._checks = CheckThreads()
-        # Holds no reference to this compiler: the compile process ends when the last one is gone.
-        self._trial = GrammarTrial(partial(_describe, self._own_tokenizer), self._eos_ids)
+        self._made_checks: check_threads.CheckThreads | None = None
+        self._made_trial: trial.GrammarTrial | None = None
+
+    @property
+    def _checks(self) -> check_threads.CheckThreads:
+        with self._lock:
+            if self._made_checks is None:
+                self._made_checks = check_threads.CheckThreads()
+            return self._made_checks
+
+    @property
+    def _trial(self) -> trial.GrammarTrial:
+        """Holds no reference to this compiler: the compile process ends when the last one is gone."""
+        with self._lock:
+            if self._made_trial is None:
+                self._made_trial = trial.GrammarTrial(partial(_describe, self._own_tokenizer), self._eos_ids)
+            return self._made_trial
 
     # Checks, before a request is taken
 
@@ -79,7 +99,7 @@ class GrammarCompiler:
         if self._announce is None and self._find(text) is not None:
             return
         self._begin()
-        form = NewForm(asked, text, parser_limits(), COMPILE_SECONDS, VOCABULARY_SECONDS, caller or FormClient())
+        form = trial.NewForm(asked, text, parser_limits(), COMPILE_SECONDS, VOCABULARY_SECONDS, caller or FormClient())
         self._trial.admit(form, lambda: self._find(text) is not None, lambda size: self._make_ready(form, size))
 
     def start_check(self, check: Callable[[], T], client: str = "") -> Future[T]:
@@ -95,18 +115,18 @@ class GrammarCompiler:
             return self._starting.submit(self._need_vocabulary)
         return self._starting.submit(lambda: self._compiled(asked, num_bytes) and None)
 
-    def start(self, asked: StructuredOutputsParams) -> Future[TokenMatcher]:
+    def start(self, asked: StructuredOutputsParams) -> Future[matchers.TokenMatcher]:
         """Begin to make a matcher that stands at the start of its text. Returns a future, because the worker's own
         thread must not wait for it."""
         return self._starting.submit(self._start, asked)
 
-    def _start(self, asked: StructuredOutputsParams) -> TokenMatcher:
+    def _start(self, asked: StructuredOutputsParams) -> matchers.TokenMatcher:
         first = self._compiled(asked, 0)
         with self._lock:  # a matcher is for one thread at a time
             own = first.deep_copy()
-        return TokenMatcher(own, self._tokenizer, self._eos_ids)
+        return matchers.TokenMatcher(own, self._tokenizer, self._eos_ids)
 
-    def fill(self, wanted: Sequence[tuple[TokenMatcher, list[int], int]], masks: np.ndarray) -> None:
+    def fill(self, wanted: Sequence[tuple[matchers.TokenMatcher, list[int], int]], masks: np.ndarray) -> None:
         """Fill masks [n, words]. Each matcher fills the mask at its index and one after each of its drafts; its grammar
         must allow all these drafts. A mask in which something went wrong has no bit set."""
         import llguidance.numpy as ll
@@ -147,7 +167,7 @@ class GrammarCompiler:
             self._has_announced = True
             self._announce(None, 0)
 
-    def _make_ready(self, form: NewForm, num_bytes: int) -> None:
+    def _make_ready(self, form: trial.NewForm, num_bytes: int) -> None:
         """Compile a form that has passed its trial where matchers are made."""
         if self._announce is None:
             self._compiled(form.asked, num_bytes)
@@ -177,14 +197,14 @@ class GrammarCompiler:
         where = f"structured_outputs.{asked.form}"
         self._need_vocabulary()  # before the grammar's own time begins
         try:
-            matcher, wrong = run_deep(lambda: self._compile(text), COMPILE_SECONDS)
+            matcher, wrong = deep_thread.run_deep(lambda: self._compile(text), COMPILE_SECONDS)
         except TimeoutError:
             raise ValueError(f"{where} takes longer than {COMPILE_SECONDS:g} seconds to compile: make it "
                              "simpler") from None
         except RuntimeError as error:
-            raise ValueError(f"{where} cannot be compiled: {short(str(error))}") from None
+            raise ValueError(f"{where} cannot be compiled: {trial.short(str(error))}") from None
         if wrong:
-            raise ValueError(f"{where} cannot be compiled: {short(wrong)}")
+            raise ValueError(f"{where} cannot be compiled: {trial.short(wrong)}")
         self._keep(text, KeptGrammar(matcher, num_bytes))
         return matcher
 
@@ -198,7 +218,7 @@ class GrammarCompiler:
     def _need_vocabulary(self, begin: Callable[[], object] = lambda: None) -> None:
         """Load the tokenizer, if that has not been done. `begin` is called as soon as it is loaded."""
         if self._tokenizer is None:
-            run_deep(lambda: self._vocabulary(begin), VOCABULARY_SECONDS)
+            deep_thread.run_deep(lambda: self._vocabulary(begin), VOCABULARY_SECONDS)
 
     def _vocabulary(self, begin: Callable[[], object] = lambda: None) -> Any:
         """The tokenizer as llguidance wants it: texts of all tokens, in the order of their bytes."""
@@ -230,4 +250,4 @@ def _text(asked: StructuredOutputsParams) -> str:
     try:
         return grammar_text(asked)
     except ValueError as error:
-        raise ValueError(f"structured_outputs.{asked.form} cannot be read: {short(str(error))}") from None
+        raise ValueError(f"structured_outputs.{asked.form} cannot be read: {trial.short(str(error))}") from None

@@ -78,3 +78,17 @@ layers behind it, are therefore computed for those few tokens only. This holds f
 - Keys and values of all tokens are written; then the layers (`for_rows`) attend over a second view, `logit_view`
   (`runner/batch.py`), through `WantedRows` (`mixers/cached.py`). Backends that can do this set `serves_rows`.
 """
+
+from typing import TYPE_CHECKING
+
+from outrider.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from outrider.runner.graphs.costs import measure_costs
+    from outrider.runner.graphs.cuda_runner import CudaRunner
+    from outrider.runner.graphs.mixed_costs import measure_mixed_costs
+    from outrider.runner.graphs.warm_up import measure_step_memory
+else:
+    __getattr__ = lazy_exports(__name__)
+
+__all__ = ["CudaRunner", "measure_costs", "measure_mixed_costs", "measure_step_memory"]
