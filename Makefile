@@ -15,7 +15,7 @@ QUICK := tests/unit/test_imports.py tests/unit/test_cache_kinds.py tests/unit/te
 	tests/engine/test_generate.py tests/compat/test_examples.py
 
 .PHONY: help setup hooks quick test test-long test-ray test-browser test-gpu lint types site dist lock try-dist try-docs mutants demo
-.PHONY: bench clean
+.PHONY: bench bench-track clean
 .DEFAULT_GOAL := help
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "make try-docs   runs the commands of README.md and docs/ from the wheel"
 	@echo "make mutants    break each rule on purpose and see its tests fail"
 	@echo "make bench      throughput and latency of the small model"
+	@echo "make bench-track  the main speeds of this commit; fails if one is worse than the last by more than noise"
 	@echo "make clean      remove .venv and caches"
 
 setup: $(READY)
@@ -116,6 +117,10 @@ demo: $(READY)
 bench: $(READY)
 	$(BIN)/outrider bench throughput
 	$(BIN)/outrider bench latency
+
+# Run it on an idle machine, before a change and after it. TRACK=--accept takes figures that are worse.
+bench-track: $(READY)
+	$(BIN)/python bench/track.py $(TRACK)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
