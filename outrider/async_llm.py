@@ -24,10 +24,11 @@ from outrider.core.pooling import Output, PoolingRequestOutput, empty_output
 from outrider.core.pooling_params import PoolingParams, RequestParams
 from outrider.core.prompts import Prompt
 from outrider.core.structured import FormClient
-from outrider.engine.engine import Engine, EngineError
+from outrider.engine.engine import Engine
 from outrider.engine.engine_thread import EngineThread, tell
 from outrider.engine.named_weights import Weights, weights_command
 from outrider.engine.reader_streams import GrowingOutput, Increments, ParamsError, RequestError, Stream
+from outrider.engine.worker_line import EngineError
 from outrider.front import Front
 from outrider.lora_request import LoadedAdapter, LoRARequest, one_for_each
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport

@@ -195,7 +195,7 @@ class Check:
         happened)."""
         config = self._config_of(variant)
         with self._loaded.llm(config) as llm:
-            watch = llm.engine.runner = _Watch(llm.engine.runner)
+            watch = llm.engine.worker.runner = _Watch(llm.engine.runner)
             outputs = self._run(llm, variant)
             happened = watch.happened(llm.engine)
         return [output.outputs[0].token_ids for output in outputs], bits_of(outputs), happened

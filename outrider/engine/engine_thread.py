@@ -14,9 +14,10 @@ from typing import Any, TypeVar
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import OutputIncrement
-from outrider.engine.engine import Engine, EngineError
+from outrider.engine.engine import Engine
 from outrider.engine.quiet import wait_for
 from outrider.engine.reader_streams import Stream
+from outrider.engine.worker_line import EngineError
 from outrider.runner.interface import WorkerDied
 
 Made = TypeVar("Made")
@@ -103,7 +104,7 @@ class EngineThread:
                 if self._engine.has_work:
                     self._deliver(self._engine.step())
         except BaseException as cause:
-            self._engine.close_events()
+            self._engine.close_watchers()
             self._end(f"the engine failed: {type(cause).__name__}: {cause}", cause)
             self._engine.runner.close()
             return

@@ -20,9 +20,10 @@ from typing import Any
 
 from outrider.cache.events import AllRemoved, CacheEvent, CacheEvents
 from outrider.cache.groups import CacheLayout
-from outrider.cache.pages import PagePool
 from outrider.config import KVEventsConfig
 from outrider.engine.kv_event_wire import EventWriter
+from outrider.engine.step_watcher import StepWatcher
+from outrider.sched.scheduler import Scheduler
 
 NEEDS = "kv_events_config needs pyzmq and msgpack: pip install 'outrider[events]' (in a clone: '.[events]')"
 REPLAY_SECONDS = 0.05  # at most so long a subscriber waits for an answer while no events come
@@ -88,9 +89,8 @@ def with_rank(endpoint: str, rank: int) -> str:
     return f"{host}:{int(port) + rank}"
 
 
-class KvEvents:
-    """The publisher of an engine's cache events. The cache notes its events in `record`; the engine calls `flush` after
-    each step."""
+class KvEvents(StepWatcher):
+    """The publisher of an engine's cache events. The cache notes its events in `record`."""
 
     def __init__(self, layout: CacheLayout, sockets: EventSockets,
                  labels: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -108,10 +108,9 @@ class KvEvents:
         self._thread = threading.Thread(target=self._run, name="outrider-kv-events", daemon=True)
         self._thread.start()
 
-    def follow(self, pool: PagePool) -> None:
-        """Begin to publish a new, empty pool. Whatever an earlier pool held is gone."""
+    def follow(self, scheduler: Scheduler) -> None:
         self.record.remove_all()
-        pool.events = self.record
+        scheduler.cache.pool.events = self.record
 
     def flush(self) -> None:
         """Hand over the events since the last call. Never waits."""

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from outrider.core.fields import shown
 from outrider.core.lazy_exports import LateModule
 from outrider.engine.engine import Engine
+from outrider.engine.pause import Pause
 from outrider.runner.commands import (
     PARTS,
     WEIGHTS,
@@ -45,7 +46,7 @@ class Maintenance:
         self._asleep: frozenset[str] = frozenset()  # parts of the worker's memory
         self._are_dropped = False  # the weights are asleep at level 2
         self._is_paused = False  # by `pause`
-        self._lacks_weights: str | None = None  # why, if an update has failed half-way
+        self._lacks_weights = ""  # why, if an update has failed half-way
 
     @property
     def is_sleeping(self) -> bool:
@@ -82,7 +83,7 @@ class Maintenance:
             return WakeReport()
         report = self._engine.command(WakeUp(wanted))
         if report.are_weights_whole:  # those that were dropped or incomplete have been read from their files
-            self._lacks_weights = None
+            self._lacks_weights = ""
         if WEIGHTS in wanted:
             self._are_dropped = False
         self._asleep -= set(wanted)
@@ -105,7 +106,7 @@ class Maintenance:
             self._are_dropped |= isinstance(error, WeightsIncomplete) and WEIGHTS in self._asleep
             self._pause()
             raise
-        self._lacks_weights, self._are_dropped = None, False
+        self._lacks_weights, self._are_dropped = "", False
         self._asleep -= {WEIGHTS}
         self._pause()
         return report
@@ -140,6 +141,6 @@ class Maintenance:
         return self._engine.command(profiling.StopProfile(folder))
 
     def _pause(self) -> None:
-        asked = PAUSED if self._is_paused else None
-        self._engine.paused_because = self._lacks_weights or (ASLEEP if self._asleep else asked)
-        self._engine.sleep_level = (2 if self._are_dropped else 1) if self._asleep else 0
+        asked = PAUSED if self._is_paused else ""
+        sleep_level = (2 if self._are_dropped else 1) if self._asleep else 0
+        self._engine.pause = Pause(self._lacks_weights or (ASLEEP if self._asleep else asked), sleep_level)

@@ -79,9 +79,6 @@ class SampleOutput:
         self.is_finished = True
         return OutputIncrement(self._key, [], end=SampleEnd(finish.reason, error=error))
 
-    def add_prompt_logprobs(self, entries: list[dict[int, Logprob] | None]) -> OutputIncrement:
-        return OutputIncrement(self._key, [], prompt_logprobs=entries)
-
 
 def with_texts(entry: TokenLogprobs, texts: TokenTexts) -> TokenLogprobs:
     return TokenLogprobs(entry.token_ids, entry.logprobs, entry.rank, tuple(map(texts.__getitem__, entry.token_ids)))
@@ -90,23 +87,23 @@ def with_texts(entry: TokenLogprobs, texts: TokenTexts) -> TokenLogprobs:
 class PromptLogprobsOutput:
     """Log-probabilities of a prompt's tokens, gathered over chunks. The first token has none."""
 
-    def __init__(self, prompt_len: int, tokenizer: Tokenizer | None) -> None:
-        self._prompt_len = prompt_len
-        self._texts = None if tokenizer is None else tokenizer.token_texts
+    def __init__(self, key: SampleKey, prompt_len: int, tokenizer: Tokenizer | None) -> None:
+        self._key, self._prompt_len = key, prompt_len
+        self._tokenizer = tokenizer
         self._epoch = 0
         self._position = 1  # position of the next row
         self._num_entries = 1  # so far
 
-    def take(self, epoch: int, chunk: list[TokenLogprobs]) -> list[dict[int, Logprob] | None]:
+    def take(self, epoch: int, chunk: list[TokenLogprobs]) -> OutputIncrement:
         """Add the entries of a step's rows. After a preemption the rows come again, from the first one on."""
         if epoch != self._epoch:
             self._epoch, self._position = epoch, 1
         first = max(0, self._num_entries - self._position)
         stop = max(first, self._prompt_len - self._position)  # rows past the prompt's last token speak of outputs
-        entries: list[dict[int, Logprob] | None] = [
-            name_logprobs(entry if self._texts is None else with_texts(entry, self._texts))
-            for entry in chunk[first:stop]
-        ]
+        rows = chunk[first:stop]
+        if self._tokenizer is not None:
+            rows = [with_texts(row, self._tokenizer.token_texts) for row in rows]
+        entries: list[dict[int, Logprob] | None] = [name_logprobs(row) for row in rows]
         self._num_entries += len(entries)
         self._position += len(chunk)
-        return entries
+        return OutputIncrement(self._key, [], prompt_logprobs=entries)

@@ -165,8 +165,8 @@ class RequestLoop:
 
     def _must_wait(self, caller: Caller) -> bool:
         """Whether the engine is paused and has nothing for the caller: another thread must let it go on."""
-        reason = self._engine.paused_because
-        if reason is None or self._engine.has_ended or self._engine.has_work or self._is_mid_change:
+        reason = self._engine.pause.reason
+        if not reason or self._engine.has_ended or self._engine.has_work or self._is_mid_change:
             return False
         if not caller.left.isdisjoint(self._changed):
             return False

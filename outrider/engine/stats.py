@@ -13,9 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from itertools import zip_longest
 
-from outrider.core import RequestResult, ScheduledBatch, StepResult, Uncaptured
+from outrider.core import FaultRecord, RequestResult, ScheduledBatch, StepResult, Uncaptured
 from outrider.core.drafter_faults import DrafterFault, FaultKind
 from outrider.core.outputs import RequestMetrics, count_first
+from outrider.engine.step_watcher import StepWatcher
 
 log = logging.getLogger("outrider")
 
@@ -171,7 +172,7 @@ class EngineStats:
         return f", Drafter faults: {self.num_drafter_faults}{off}"
 
 
-class StatsLog:
+class StatsLog(StepWatcher):
     """Logs what was drafted since the last line, at most every ten seconds, and the totals at the end."""
 
     def __init__(self, stats: EngineStats, clock: Callable[[], float] = time.monotonic) -> None:
@@ -180,7 +181,7 @@ class StatsLog:
         self._last = clock()
         self._before = stats.copy()
 
-    def tick(self) -> None:
+    def flush(self) -> None:
         now = self._clock()
         if now - self._last < LOG_SECONDS:
             return
@@ -192,6 +193,16 @@ class StatsLog:
     def close(self) -> None:
         if self._stats.num_runs:
             log.info("in all: %s", self._stats.line())
+
+
+class HostFaultsWatcher(StepWatcher):
+    """Counts the faults of a drafter on the host."""
+
+    def __init__(self, stats: EngineStats, record: FaultRecord) -> None:
+        self._stats, self._record = stats, record
+
+    def flush(self) -> None:
+        self._stats.observe_faults(self._record.take())
 
 
 def _count(counts: list[int], index: int, times: int = 1) -> None:

@@ -1,7 +1,7 @@
 """StepTrace: follows a few steps of an engine from their schedule to their result, for a tracer that draws their spans.
 
 The engine asks it for batches in place of the scheduler. It marks at most so many steps a second as traced, and all
-others pass through; an engine without a StepTrace has none of this on its way. Knows no OpenTelemetry.
+others pass through. An engine without a tracer has UntracedSteps in its place. Knows no OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from outrider.core import ScheduledBatch, StepResult
 from outrider.core.step_messages import StepTimes
+from outrider.engine.step_watcher import UntracedSteps
 from outrider.sched.scheduler import Scheduler
 
 MAX_PENDING = 16  # traced steps whose results are not there yet; there are fewer steps in flight
@@ -29,7 +30,7 @@ class TracedStep:
     in_worker: StepTimes  # one part, "device", where the worker tells no others
 
 
-class StepTrace:
+class StepTrace(UntracedSteps):
     """Chooses the steps to be traced, and follows them. It belongs to the engine's thread, in which `take` is
     called."""
 

@@ -234,7 +234,7 @@ def _state_routes(service: Service) -> APIRouter:
         if problem is not None:
             raise ApiError(503, problem, retry_after=5)
         pause = service.host.pause
-        return Response() if pause is None else JSONResponse({"status": "paused", "reason": pause})
+        return JSONResponse({"status": "paused", "reason": pause}) if pause else Response()
 
     @routes.get("/ready")
     @routes.head("/ready", include_in_schema=False)
@@ -243,7 +243,7 @@ def _state_routes(service: Service) -> APIRouter:
         room."""
         await health()
         pause = service.host.pause
-        if pause is not None:
+        if pause:
             raise ApiError(503, pause, retry_after=5)
         service.admission.check_room(service.host.llm.engine.limits.max_requests, len(service.config.api_key))
         return Response()

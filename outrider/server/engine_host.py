@@ -90,10 +90,10 @@ class EngineHost:
                 return reason
 
     @property
-    def pause(self) -> str | None:
-        """The reason why requests wait although the engine is healthy: it sleeps, or an update of its weights was cut
-        off."""
-        return self.state.llm.engine.paused_because if isinstance(self.state, Serving) else None
+    def pause(self) -> str:
+        """The reason why requests wait although the engine is healthy, if they do: it sleeps, or an update of its
+        weights was cut off."""
+        return self.state.llm.engine.pause.reason if isinstance(self.state, Serving) else ""
 
     async def run(self) -> None:
         """Load and watch the engine until the task is cancelled or the engine has failed for good."""
@@ -148,7 +148,7 @@ class EngineHost:
             llm.fail("its worker has died")
             return
         steps = llm.engine.stats.num_steps
-        is_paused = llm.engine.paused_because is not None  # it sleeps, say: requests wait for an administrator
+        is_paused = llm.engine.pause.is_on  # it sleeps, say: requests wait for an administrator
         if steps != self._progress[0] or not llm.engine.has_requests or is_paused:
             self._progress = (steps, now)
         waited = now - self._progress[1]

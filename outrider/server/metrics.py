@@ -112,7 +112,7 @@ class ServerMetrics:
                                 {'reason="capacity"': scheduler.num_waiting - num_held_back,
                                  'reason="deferred"': num_held_back})
         yield from self._gauges("engine_sleep_state", "1 for the state that the engine is in.",
-                                {f'sleep_state="{state}"': int(level == engine.sleep_level)
+                                {f'sleep_state="{state}"': int(level == engine.pause.sleep_level)
                                  for level, state in enumerate(SLEEP_STATES)})
         settings = {"block_size": min(group.page_tokens for group in cache.groups),
                     "num_gpu_blocks": cache.pool.num_usable, "enable_prefix_caching": cache.enable_prefix_caching}

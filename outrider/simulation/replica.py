@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from outrider.core import SamplingParams, ScheduledBatch
 from outrider.core.checked_request import CheckedRequest
-from outrider.engine.assembly import make_scheduler
+from outrider.engine.make_scheduler import make_scheduler
 from outrider.sched.decode_run import DecodeRun
 from outrider.sched.request import Request
 from outrider.sched.updates import Update

@@ -22,8 +22,8 @@ from outrider.async_llm import AsyncLLM
 from outrider.beam_search import BeamSearchParams
 from outrider.core.params import RequestOutputKind
 from outrider.engine import engine_thread
-from outrider.engine.engine import EngineError
 from outrider.engine.output import SampleOutput
+from outrider.engine.worker_line import EngineError
 from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder
 from tests.engine.test_interrupts import generate, make_llm
 

@@ -12,7 +12,7 @@ import pytest
 
 from outrider import LLM
 from outrider.engine import collector
-from outrider.engine.engine import EngineError
+from outrider.engine.worker_line import EngineError
 from outrider.layers import Linear, find_modules
 from tests.drafters.checkpoints import make_drafter
 from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder

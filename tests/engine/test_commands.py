@@ -119,7 +119,7 @@ def test_a_command_comes_after_the_steps_before_it_and_before_those_after_it() -
         engine.add({"a": engine.checks.check(list(PROMPTS[0]), greedy(8))})
         engine.step()
         engine._submit()
-        assert begun.wait(60) and len(engine._in_flight) == 2
+        assert begun.wait(60) and engine.worker.num_in_flight == 2
         runner: Any = engine.runner
         runner.seen = ran
         future = runner.command(Seen())

@@ -78,7 +78,7 @@ def captured_runner(rig: Rig) -> CudaRunner:
     runner.capture_decoding()
     runner.capture_prompts()
     runner.chooser.losses.times = TIMES
-    rig.engine.runner = runner
+    rig.engine.worker.runner = runner
     return runner
 
 
@@ -103,14 +103,14 @@ def test_another_rank_gives_the_same_tokens_by_the_choices_it_is_sent() -> None:
 
         runner._carry_out = watched  # type: ignore[method-assign]
         assert run_all(rig) == expected
-        rig.engine.runner = local
+        rig.engine.worker.runner = local
     assert kinds == {Replay, Launch, RunEagerly} and orders == {"before", "behind"}
     assert len(runner.graphs.captured) > num_at_start  # type: ignore[union-attr]
     with Rig(tiny_model("llama"), speculative_config=NGRAM, **SETTINGS) as rig:
         local, runner, choices = rig.runner, captured_runner(rig), iter(sent)
         follow(runner, choices)
         assert run_all(rig) == expected
-        rig.engine.runner = local
+        rig.engine.worker.runner = local
     assert next(choices, None) is None and len(runner.graphs.captured) == num_at_start  # type: ignore[union-attr]
 
 
@@ -138,4 +138,4 @@ def test_captures_while_idle_and_after_a_drop_change_no_token() -> None:
         graphs.drop()
         assert not graphs.captured and runner.capture_again() == len(held) and list(graphs.captured) == held
         assert run_all(rig) == expected
-        rig.engine.runner = local
+        rig.engine.worker.runner = local

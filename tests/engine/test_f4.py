@@ -247,7 +247,7 @@ def test_f4_batches_and_results_are_plain_data() -> None:
     """Checkpoints, folds and restores pass through pickle: a runner may live elsewhere."""
     with StateRig(hybrid("mamba2"), drafter=scripted("mamba2", 5), compares=False,
                   **Cell(17, "scripted", True, True, False).settings) as rig:
-        rig.engine.runner = PicklingRunner(rig.runner)
+        rig.engine.worker.runner = PicklingRunner(rig.runner)
         assert tokens_of(rig.run(ASKS)) == expected("mamba2")
         assert rig.scheduler.cache.states.num_restored > 0
 

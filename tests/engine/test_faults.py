@@ -137,7 +137,7 @@ def run_cases(family: str, depth: int, drafter: str, num_cases: int, seed: int,
 
 def next_request_id(rig: Rig) -> int:
     """The scheduler's id of the request that is added next."""
-    return int(repr(rig.engine._ids)[6:-1])
+    return int(repr(rig.engine._requests._ids)[6:-1])
 
 
 CELLS = {  # family, steps in flight, drafter -> cases

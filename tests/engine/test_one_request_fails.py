@@ -14,8 +14,8 @@ from tokenizers import decoders
 from outrider import LLM, SamplingParams
 from outrider.async_llm import AsyncLLM
 from outrider.core import Admission, ScheduledBatch
-from outrider.engine.engine import EngineError
 from outrider.engine.text import TokenizerError
+from outrider.engine.worker_line import EngineError
 from tests.engine.harness import Ask, Rig, byte_tokenizer, greedy, prompt_of, tiny_model, tokens_of
 
 CURSED = 77
@@ -154,7 +154,7 @@ def test_whatever_adding_raises_is_answered(monkeypatch: pytest.MonkeyPatch) -> 
         stream = llm.generate(PROMPTS[0], greedy(20))
         await anext(stream)
         with monkeypatch.context() as patch:
-            patch.setattr(rig.engine, "_new_live", lambda *_: {}["no such key"])
+            patch.setattr(rig.engine._requests, "_make", lambda *_: {}["no such key"])
             with pytest.raises(KeyError, match="no such key"):
                 await anext(llm.generate([5, 6], greedy(2)))
         await llm.abort([])

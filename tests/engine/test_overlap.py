@@ -44,7 +44,7 @@ def expected(family: str) -> list[list[list[int]]]:
 
 def delayed(rig: Rig, delay: int) -> DelayedRunner:
     runner = DelayedRunner(rig.runner, delay)
-    rig.engine.runner = runner
+    rig.engine.worker.runner = runner
     return runner
 
 
@@ -112,7 +112,7 @@ def test_pages_and_rows_of_the_dead_go_to_the_living(family: str, expected: list
 
 def test_batches_and_results_pass_through_pickle(family: str, expected: list[list[list[int]]]) -> None:
     with Rig(tiny_model(family), **SMALL) as rig:
-        rig.engine.runner = PicklingRunner(rig.runner)
+        rig.engine.worker.runner = PicklingRunner(rig.runner)
         assert tokens_of(rig.run(ASKS)) == expected
         assert rig.scheduler.stats.max_steps_in_flight == 2
 
@@ -123,7 +123,7 @@ def test_a_runner_in_another_process() -> None:
     with Rig(model, overlap=False) as near:
         here = near.run(asks)
     with Rig(model) as far:
-        far.engine.runner = ProcessRunner("gemma3", SETTINGS)
+        far.engine.worker.runner = ProcessRunner("gemma3", SETTINGS)
         there = far.run(asks)
         assert far.scheduler.stats.max_steps_in_flight == 2
     assert tokens_of(there) == tokens_of(here)

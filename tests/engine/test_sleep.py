@@ -22,8 +22,8 @@ from outrider.async_llm import AsyncLLM
 from outrider.config import EngineConfig
 from outrider.core.outputs import RequestOutput
 from outrider.engine.assembly import engine_around
-from outrider.engine.engine import EngineError
 from outrider.engine.start import start_engine
+from outrider.engine.worker_line import EngineError
 from outrider.kernels import cpu as native
 from outrider.layers import Linear, find_modules
 from outrider.runner import storages
@@ -205,7 +205,7 @@ def test_parts_wake_one_by_one(tmp_path: Path) -> None:
         again = llm.sleep(level=1)
         assert again.total_bytes == again.freed_bytes == 0, "it sleeps already"
         llm.wake_up(tags=["weights"])
-        assert llm.is_sleeping() and llm.engine.paused_because is not None
+        assert llm.is_sleeping() and llm.engine.pause.is_on
         llm.wake_up(tags=["weights"])
         llm.wake_up(tags=["kv_cache"])
         assert not llm.is_sleeping() and generated(llm) == expected
@@ -372,11 +372,11 @@ def test_an_interrupt_on_any_line_leaves_an_engine_that_can_be_woken(tmp_path: P
                 num_landed += 1
             with within_limit():
                 llm.wake_up()
-                if llm.engine.paused_because is not None:
+                if llm.engine.pause.is_on:
                     llm.update_weights(folder)
                 *_, last = stream
                 assert last.outputs[0].token_ids == expected[0][0], tracer.where
                 assert generated(llm) == expected, tracer.where
-            assert not llm.is_sleeping() and llm.engine.paused_because is None
+            assert not llm.is_sleeping() and not llm.engine.pause.is_on
             llm.engine.scheduler.check_integrity()
         assert num_landed > num_cases // 2

@@ -198,10 +198,10 @@ def test_an_update_that_fails_half_way_serves_nothing_until_a_whole_one(
             with pytest.raises(WeightsIncomplete, match="failed when some were changed already.*lost its mind"):
                 llm.update_weights(tensors)
         assert not llm.is_sleeping() and llm.engine.has_requests and not llm.engine._submit()
-        assert "until an update with all weights succeeds" in (llm.engine.paused_because or "")
+        assert "until an update with all weights succeeds" in llm.engine.pause.reason
         with pytest.raises(WeightError, match="this update lacks lm_head.weight, "):
             llm.update_weights({NAME: tensors[NAME]})
-        assert llm.engine.paused_because is not None
+        assert llm.engine.pause.is_on
         llm.update_weights(tensors)
         *_, last = stream
         assert last.finished and generated(llm) == theirs
@@ -246,9 +246,9 @@ def test_an_update_that_fails_half_way_leaves_weights_asleep_that_slept(
             with pytest.raises(WeightError, match="this update lacks"):
                 llm.update_weights({NAME: tensors[NAME]})
             llm.wake_up(["kv_cache"])
-            assert llm.is_sleeping() and llm.engine.paused_because is not None
+            assert llm.is_sleeping() and llm.engine.pause.is_on
             llm.wake_up()
-            assert llm.engine.paused_because is None and generated(llm) == ours, "the files were read again"
+            assert not llm.engine.pause.is_on and generated(llm) == ours, "the files were read again"
 
 
 def test_a_running_request_goes_on_with_the_new_weights_from_its_tokens(tmp_path: Path) -> None:

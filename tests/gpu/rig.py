@@ -79,7 +79,7 @@ class GpuRig:
         self.outputs = GrowingOutputs(self.engine)
         self.num_poisoned = 0
         if poison:
-            self.engine.runner = _Poisoning(self)
+            self.engine.worker.runner = _Poisoning(self)
 
     def run(self, asks: Sequence[Ask]) -> list[RequestOutput]:
         outputs: dict[str, RequestOutput] = {}

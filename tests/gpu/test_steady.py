@@ -70,9 +70,9 @@ def test_queueing_a_step_never_waits(name: str, is_eager: bool, monkeypatch: pyt
     with GpuRig(loaded(folder), poison=False, source=folder, speculative_config=speculative, enforce_eager=is_eager,
                 enable_prefix_caching=False) as rig:
         for _ in range(3):
-            rig.engine.runner = rig.runner
+            rig.engine.worker.runner = rig.runner
             rig.run(asks())  # what is captured or allocated when it is first met
-            watched = rig.engine.runner = _NoWaiting(rig.runner)
+            watched = rig.engine.worker.runner = _NoWaiting(rig.runner)
             errors = [output.outputs[0].error for output in rig.run(asks()) if output.outputs[0].error]
             if not errors:
                 break
@@ -90,7 +90,7 @@ def test_a_planted_wait_is_noticed() -> None:
             return queue(batch)
 
         rig.runner._queue = waits
-        rig.engine.runner = _NoWaiting(rig.runner)
+        rig.engine.worker.runner = _NoWaiting(rig.runner)
         (output,) = rig.run([Ask(prompt_of(1, 5), greedy(3))])
         assert "synchronizing" in (output.outputs[0].error or "")
 

@@ -84,7 +84,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
         for slot, page in changes.restored:
             pool.restore_page(page, slots[slot])
 
-    monkeypatch.setattr("outrider.engine.assembly.PagePool", TieredPool)
+    monkeypatch.setattr("outrider.engine.make_scheduler.PagePool", TieredPool)
     monkeypatch.setattr(DevicePool, "apply", apply)
     return slots
 

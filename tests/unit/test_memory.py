@@ -130,7 +130,7 @@ def test_a_step_that_cannot_be_queued_ends_its_requests_and_not_the_engine(error
     with Rig(tiny_model("llama"), poison=False) as rig:
         asks = [Ask(prompt_of(1, 20), greedy(6)), Ask(prompt_of(2, 9), greedy(6))]
         expected = tokens_of(rig.run(asks))
-        runner = rig.engine.runner = _SameThread(rig.runner)
+        runner = rig.engine.worker.runner = _SameThread(rig.runner)
         runner.error = error
         for output in rig.run(asks):
             message = output.outputs[0].error or ""

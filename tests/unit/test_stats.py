@@ -82,7 +82,7 @@ def test_a_line_at_most_every_ten_seconds_and_one_at_the_end(caplog: pytest.LogC
         for now in (1.0, 9.9, 10.0, 11.0, 19.0, 21.0, 40.0):
             if now < 30:
                 stats.observe_runs([result(2, 1, 1)])
-            log.tick()
+            log.flush()
         log.close()
     assert [message.split("Tokens")[0].split("Accepted/drafted: ")[1].split(",")[0] for message in caplog.messages] == [
         "3/3", "3/3", "6/6"]

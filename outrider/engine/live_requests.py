@@ -1,0 +1,196 @@
+"""LiveRequests: the requests of an engine, from their arrival to their last output.
+
+Makes what turns the tokens of each sample into outputs, gives every step's results to it, and keeps the metrics that
+the caller gets.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, TypeAlias
+
+from outrider.core import Finish, ScheduledBatch
+from outrider.core.checked_request import CheckedRequest
+from outrider.core.lazy_exports import LateModule
+from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
+from outrider.core.params import request_seed
+from outrider.core.pooling_params import PoolingParams
+from outrider.core.request_keeper import RequestKeepers
+from outrider.engine.output import PromptLogprobsOutput, SampleOutput
+from outrider.engine.served_model import ServedModel
+from outrider.engine.stats import stamp_admissions
+from outrider.sched.request import Request
+from outrider.sched.scheduler import Scheduler
+from outrider.sched.updates import Update
+
+if TYPE_CHECKING:
+    from outrider.engine import pooling
+    from outrider.engine.pooling import PooledOutput
+else:
+    pooling = LateModule("outrider.engine.pooling")
+
+log = logging.getLogger("outrider")
+Output: TypeAlias = "SampleOutput | PooledOutput"
+
+
+@dataclass(slots=True)
+class _Live:
+    """A request that the caller knows, with its n samples."""
+
+    request_id: str
+    metrics: RequestMetrics
+    asked: CheckedRequest
+    samples: list[tuple[Request, Output]]
+    prompt_logprobs: PromptLogprobsOutput  # used if the request asks for some
+    num_left: int  # samples that have not ended
+    has_tokens: bool = False
+
+    def begin_tokens(self) -> None:
+        self.has_tokens = True
+        self.metrics.first_token_time = time.perf_counter()
+
+    def end_sample(self, request: Request) -> bool:
+        """Count what a sample took. Returns whether it was the last one."""
+        metrics, counted = self.metrics, request.stats
+        metrics.num_cached_tokens = max(metrics.num_cached_tokens, counted.num_hit_tokens)
+        metrics.num_preemptions += counted.num_preemptions
+        metrics.num_steps += counted.num_steps
+        metrics.num_draft_tokens += counted.num_drafted
+        metrics.num_accepted_tokens += counted.num_accepted
+        self.num_left -= 1
+        if not self.num_left:
+            metrics.finished_time = time.perf_counter()
+        return not self.num_left
+
+
+class LiveRequests:
+    def __init__(self, model: ServedModel, keepers: RequestKeepers, seed: int = 0) -> None:
+        """seed: of the engine; those of requests without one are drawn from it."""
+        self.keepers = keepers
+        self._model, self._seed = model, seed
+        self._ids = count()
+        self._num_accepted = 0  # requests, with a seed or without: what the seed of the next one is drawn from
+        self._live: dict[str, _Live] = {}
+        self._samples: dict[int, tuple[_Live, Output]] = {}  # by the scheduler's request id
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._live
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._live)
+
+    def samples_of(self, request_id: str) -> list[Request]:
+        """The request as the scheduler knows it, once for each sample; none if it has ended."""
+        live = self._live.get(request_id)
+        return [request for request, _ in live.samples] if live else []
+
+    # Arrival
+
+    def add(self, requests: Mapping[str, CheckedRequest], scheduler: Scheduler) -> dict[str, CheckedRequest]:
+        """Add all requests, or, with a ValueError, none. Returns them with the seeds that were drawn for them."""
+        for request_id in requests:
+            if request_id in self._live:
+                raise ValueError(f"request id {request_id!r} is in use")
+        requests = self.keepers.renew(requests)
+        seeded = {request_id: asked.with_seed(request_seed(self._seed, self._num_accepted + index))
+                  for index, (request_id, asked) in enumerate(requests.items())}
+        self._enter([self._make(request_id, asked) for request_id, asked in seeded.items()], scheduler)
+        self._num_accepted += len(seeded)
+        return seeded
+
+    def resume(self, request_id: str, queued: CheckedRequest, known: dict[int, list[int]],
+               scheduler: Scheduler) -> dict[int, str]:
+        """See `Engine.resume`."""
+        live = self._make(request_id, queued)
+        live.samples = [own for own in live.samples if own[0].sample_index in known]
+        live.num_left = len(known)
+        texts = {}
+        for request, sample in live.samples:
+            index = request.sample_index
+            request.token_ids += known[index]
+            texts[index] = sample.replay(known[index])
+        self._enter([live] if known else [], scheduler)
+        return texts
+
+    def stamp_admissions(self, batch: ScheduledBatch) -> None:
+        """Note the time at which requests are scheduled first."""
+        if batch.admissions:
+            stamp_admissions(batch, lambda request_id: self._samples[request_id][0].metrics)
+
+    def _make(self, request_id: str, asked: CheckedRequest) -> _Live:
+        """Build the request and the objects that turn its tokens into outputs; nothing is registered yet."""
+        params, prompt_len, model = asked.params, len(asked.token_ids), self._model
+        metrics = RequestMetrics(arrival_time=time.perf_counter())
+        keys = [SampleKey(request_id, index, asked.seed, metrics) for index in range(asked.num_samples)]
+        if isinstance(params, PoolingParams):
+            pooled = pooling.PooledOutput(keys[0], params, prompt_len, model.classes)
+            samples: list[tuple[Request, Output]] = [(Request(next(self._ids), asked, prompt_len), pooled)]
+        else:
+            longest = model.longest(prompt_len, params.max_tokens)
+            samples = [(Request(next(self._ids), asked, longest, model.eos_ids, key.sample_index),
+                        SampleOutput(key, params, model.tokenizer)) for key in keys]
+        prompt = PromptLogprobsOutput(keys[0], prompt_len, model.tokenizer)
+        return _Live(request_id, metrics, asked, samples, prompt, len(samples))
+
+    def _enter(self, lives: Sequence[_Live], scheduler: Scheduler) -> None:
+        """Register all requests atomically: if one is refused, none is added."""
+        asked = [live.asked for live in lives]
+        self.keepers.enter(asked)  # before the scheduler, which looks up what they keep
+        try:
+            scheduler.add(*(request for live in lives for request, _ in live.samples))
+        except Exception:
+            self.keepers.leave(*asked)
+            raise
+        self._live |= {live.request_id: live for live in lives}
+        self._samples |= {request.id: (live, sample) for live in lives for request, sample in live.samples}
+
+    # Outputs, which are added to `increments`
+
+    def emit(self, updates: Iterable[Update], scheduler: Scheduler, increments: list[OutputIncrement]) -> None:
+        """Turn what a step yielded into outputs."""
+        for request, result in updates:
+            live, sample = self._samples[request.id]
+            if result.run:
+                if result.num_accepted:
+                    live.metrics.observe_drafts(result.num_accepted)
+                if not live.has_tokens:
+                    live.begin_tokens()
+            try:
+                if result.prompt_logprobs and not request.sample_index:
+                    increments.append(live.prompt_logprobs.take(result.epoch, result.prompt_logprobs))
+                if result.run or result.finish or result.hidden is not None:
+                    increments.append(sample.take(result))
+            except Exception as error:  # one request's text must not take its batch mates' tokens along
+                log.exception("a request's output failed")
+                increments.append(sample.end(Finish.ERROR, f"the output failed: {error!r}"))
+            if result.finish:
+                self._end(request, increments)
+            elif sample.is_finished:  # by its text: the device does not know
+                scheduler.end(request.id, Finish.STOP)
+
+    def end(self, requests: Iterable[Request], increments: list[OutputIncrement]) -> None:
+        """These requests have ended without a step."""
+        for request in requests:
+            self._end(request, increments)
+
+    def _end(self, request: Request, increments: list[OutputIncrement]) -> None:
+        live, sample = self._samples.pop(request.id)
+        if not sample.is_finished:
+            increments.append(sample.end(request.finish, request.error))
+        if live.end_sample(request):
+            self.keepers.leave(live.asked)
+            del self._live[live.request_id]
+
+    # After an interrupt
+
+    def forget(self) -> None:
+        """Forget all requests, whatever state they are in. Features keep what requests had until `drop_unused`."""
+        self._live, self._samples = {}, {}
+        self.keepers.forget_requests()

@@ -1,0 +1,33 @@
+"""StepWatcher follows an engine from step to step: a log of its counts, for one, or events of its cache. UntracedSteps
+stands where a tracer of steps may stand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from outrider.core import ScheduledBatch, StepResult
+    from outrider.sched.scheduler import Scheduler
+
+
+class StepWatcher:
+    """Methods do nothing unless a watcher defines them. They are called where `Engine.step` is."""
+
+    def follow(self, scheduler: Scheduler) -> None:
+        """The engine goes on with this scheduler, whose cache is empty: whatever an earlier one held is gone."""
+
+    def flush(self) -> None:
+        """Pass on what has happened since the last call: a step is over, or the cache has changed between steps."""
+
+    def close(self) -> None:
+        """The engine ends. Called once."""
+
+
+class UntracedSteps:
+    """Takes batches from the scheduler and traces none."""
+
+    def schedule(self, scheduler: Scheduler) -> ScheduledBatch | None:
+        return scheduler.schedule()
+
+    def finish(self, result: StepResult) -> None:
+        """A step's result was read."""
