@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from outrider.compat.engine_args import EngineArgs
     from outrider.compat.engine_args import EngineArgs as AsyncEngineArgs
     from outrider.core.outputs import CompletionOutput, RequestOutput
-    from outrider.core.pooling import (
+    from outrider.core.prompts import EmbedsPrompt, TextPrompt, TokensPrompt
+    from outrider.core.prompts import PromptType as PromptType
+    from outrider.core.structured import StructuredOutputsParams
+    from outrider.llm import LLM
+    from outrider.llm_engine import LLMEngine
+    from outrider.pooling_outputs import (
         ClassificationRequestOutput,
         EmbeddingRequestOutput,
         PoolingOutput,
         PoolingRequestOutput,
         ScoringRequestOutput,
     )
-    from outrider.core.pooling_params import PoolingParams
-    from outrider.core.prompts import EmbedsPrompt, TextPrompt, TokensPrompt
-    from outrider.core.prompts import PromptType as PromptType
-    from outrider.core.structured import StructuredOutputsParams
-    from outrider.llm import LLM
-    from outrider.llm_engine import LLMEngine
+    from outrider.pooling_params import PoolingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "AsyncEngineArgs", "AsyncLLM", "AsyncLLMEngine", "BeamSearchParams",
@@ -50,14 +50,14 @@ HOMES = {
     "BeamSearchParams": ("outrider.beam_search", "BeamSearchParams"),
     "CompletionOutput": ("outrider.core.outputs", "CompletionOutput"),
     **dict.fromkeys(("ClassificationOutput", "EmbeddingOutput", "ScoringOutput"), ("outrider.outputs", "")),
-    "ClassificationRequestOutput": ("outrider.core.pooling", "ClassificationRequestOutput"),
+    "ClassificationRequestOutput": ("outrider.pooling_outputs", "ClassificationRequestOutput"),
     "EmbedsPrompt": ("outrider.core.prompts", "EmbedsPrompt"),
-    "EmbeddingRequestOutput": ("outrider.core.pooling", "EmbeddingRequestOutput"),
-    "PoolingOutput": ("outrider.core.pooling", "PoolingOutput"),
-    "PoolingParams": ("outrider.core.pooling_params", "PoolingParams"),
-    "PoolingRequestOutput": ("outrider.core.pooling", "PoolingRequestOutput"),
+    "EmbeddingRequestOutput": ("outrider.pooling_outputs", "EmbeddingRequestOutput"),
+    "PoolingOutput": ("outrider.pooling_outputs", "PoolingOutput"),
+    "PoolingParams": ("outrider.pooling_params", "PoolingParams"),
+    "PoolingRequestOutput": ("outrider.pooling_outputs", "PoolingRequestOutput"),
     "PromptType": ("outrider.core.prompts", "PromptType"),
-    "ScoringRequestOutput": ("outrider.core.pooling", "ScoringRequestOutput"),
+    "ScoringRequestOutput": ("outrider.pooling_outputs", "ScoringRequestOutput"),
     "RequestOutput": ("outrider.core.outputs", "RequestOutput"),
     "TextPrompt": ("outrider.core.prompts", "TextPrompt"),
     "TokensPrompt": ("outrider.core.prompts", "TokensPrompt"),

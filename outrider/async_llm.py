@@ -15,13 +15,12 @@ from typing import Any, Never, cast
 
 from outrider.adapter_loading import load, need_adapters, with_adapter
 from outrider.compat.misplaced_arguments import refuse_misplaced, refuse_sampling_field
+from outrider.core import Output, RequestParams, empty_output
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import Text, check_value, shown
 from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import OutputIncrement, RequestOutput
 from outrider.core.params import SamplingParams, need_sampling_params
-from outrider.core.pooling import Output, PoolingRequestOutput, empty_output
-from outrider.core.pooling_params import PoolingParams, RequestParams
 from outrider.core.prompts import Prompt
 from outrider.core.structured import FormClient
 from outrider.engine.engine import Engine
@@ -31,6 +30,8 @@ from outrider.engine.reader_streams import GrowingOutput, Increments, ParamsErro
 from outrider.engine.worker_line import EngineError
 from outrider.front import Front
 from outrider.lora_request import LoadedAdapter, LoRARequest, one_for_each
+from outrider.pooling_outputs import PoolingRequestOutput
+from outrider.pooling_params import PoolingParams
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
 
 __all__ = ["LONG_TEXT", "AsyncLLM", "EngineError", "ParamsError", "RequestError"]

@@ -11,6 +11,7 @@ one from outside the package.
 | `core/step_part.py` StepPart | every step on the device |
 | `drafters/observer.py` DraftObserver | every step, between its tokens and its drafts |
 | `core/background_work.py` BackgroundWork | a worker: when it is ready, pauses, gets new weights or ends |
+| `core/hidden_request.py` HiddenTask, HiddenGatherer, HiddenOutput | the engine, for a request without text |
 | `layers/context.py` DeltaSource, RowDeltas | layers, whose products a feature changes row by row |
 | `runner/logits_part.py` LogitsPart | every step whose logits a feature edits, on the device |
 | `engine/engine_feature.py` EngineFeature | an engine, when it is made: its resource and its keeper |
@@ -27,7 +28,7 @@ from typing import Any
 from outrider.config import EngineConfig
 from outrider.core.lazy_exports import import_attribute
 
-Half = Callable[[EngineConfig], Any] | str  # a class, or `module:class`
+Half = Callable[..., Any] | str  # a class, or `module:class`
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,9 @@ class FeatureEntry:
     """A feature and its halves, each made with the config of an engine that asks for the feature."""
 
     name: str
-    worker: Half  # a WorkerFeature
+    worker: Half | None = None  # a WorkerFeature, if it has this half
     engine: Half | None = None  # an EngineFeature, if it has this half
+    request: Half | None = None  # makes the outputs of requests that read hidden states (a HiddenGatherer)
     is_on: Callable[[EngineConfig], bool] = lambda config: True
 
 
@@ -49,6 +51,7 @@ FEATURES = (
                  is_on=lambda config: bool(config.logits_processors)),
     FeatureEntry("drafter that learns", worker="outrider.features.learning.on_device:LearningOnDevice",
                  is_on=lambda config: config.adapt_drafter),
+    FeatureEntry("pooling", request="outrider.features.pooling.gatherer:PooledVectors"),
 )
 _registered: dict[str, FeatureEntry] = {}  # from outside the package
 
@@ -62,25 +65,31 @@ def register_feature(entry: FeatureEntry) -> None:
 
 def worker_features(config: EngineConfig) -> list[Any]:
     """The WorkerFeature of every feature that the settings ask for."""
-    return [_make(entry.name, entry.worker, config) for entry in _asked_for(config)]
+    return [_find(entry.name, entry.worker)(config) for entry in _asked_for(config) if entry.worker is not None]
 
 
 def engine_features(config: EngineConfig) -> list[Any]:
     """The EngineFeature of every feature that the settings ask for."""
-    return [_make(entry.name, entry.engine, config) for entry in _asked_for(config) if entry.engine is not None]
+    return [_find(entry.name, entry.engine)(config) for entry in _asked_for(config) if entry.engine is not None]
+
+
+def request_half(name: str) -> Any:
+    """What a feature of this name makes of a request's hidden states."""
+    half = next(entry.request for entry in (*FEATURES, *_registered.values()) if entry.name == name)
+    assert half is not None, "the feature has this half"
+    return _find(name, half)
 
 
 def _asked_for(config: EngineConfig) -> list[FeatureEntry]:
     return [entry for entry in (*FEATURES, *_registered.values()) if entry.is_on(config)]
 
 
-def _make(name: str, half: Half, config: EngineConfig) -> Any:
+def _find(name: str, half: Half) -> Any:
     if not isinstance(half, str):
-        return half(config)
+        return half
     try:
-        found = import_attribute(half)
+        return import_attribute(half)
     except ModuleNotFoundError as error:
         if error.name is None or not half.startswith(error.name):
             raise
         raise ValueError(f"this installation of outrider has no {name}: {error.name} is missing") from None
-    return found(config)

@@ -10,11 +10,11 @@ from outrider import compat
 from outrider.compat.engine_args import config_for
 from outrider.config import EngineConfig
 from outrider.core.lazy_exports import LateModule
-from outrider.core.pooling import PoolingRequestOutput
 from outrider.engine.engine import Engine
 from outrider.engine.maintenance import Maintenance
 from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
+from outrider.pooling_outputs import PoolingRequestOutput
 
 if TYPE_CHECKING:
     from outrider.compat import vllm_config as vllm_configs
@@ -77,7 +77,7 @@ class Front:
 
     @staticmethod
     def _as_tensors(outputs: Sequence[PoolingRequestOutput]) -> None:
-        from outrider.runner.prompt_reports import as_tensors  # with torch, which the engine has imported
+        from outrider.features.pooling.tensors import as_tensors  # with torch, which the engine has imported
 
         as_tensors(outputs)
 

@@ -9,28 +9,28 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Never, TypeVar, cast
 
 from outrider import compat
+from outrider.core import Output, RequestParams
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import OneOf, check_value, shown
 from outrider.core.lazy_exports import LateModule
 from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import RequestOutputKind, SamplingParams
-from outrider.core.pooling import (
+from outrider.core.prompts import Prompt
+from outrider.engine.engine import Engine
+from outrider.engine.progress import RequestBar
+from outrider.engine.request_loop import Caller, RequestLoop
+from outrider.front import Front
+from outrider.pooling_outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
-    Output,
     PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
     cosine,
     raise_failed,
 )
-from outrider.core.pooling_params import TASKS, PoolingParams, RequestParams
-from outrider.core.prompts import Prompt
-from outrider.engine.engine import Engine
-from outrider.engine.progress import RequestBar
-from outrider.engine.request_loop import Caller, RequestLoop
-from outrider.front import Front
+from outrider.pooling_params import TASKS, PoolingParams
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from collections.abc import Iterable
 
 from outrider.adapter_loading import loaded
 from outrider.compat.metrics import Metric, engine_metrics
+from outrider.core.any_output import Output
 from outrider.core.fields import Text, check_value
+from outrider.core.hidden_params import RequestParams
 from outrider.core.output_reader import OutputReader
-from outrider.core.pooling import Output
-from outrider.core.pooling_params import RequestParams
 from outrider.core.prompts import Prompt
 from outrider.engine.engine import Engine
 from outrider.engine.request_loop import Caller, RequestLoop

@@ -5,13 +5,14 @@ from typing import TYPE_CHECKING
 from outrider.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from outrider.core.any_output import Output, empty_output
     from outrider.core.class_head import ClassHead
     from outrider.core.drafter_faults import FaultRecord
+    from outrider.core.hidden_params import HiddenReport, RequestParams
     from outrider.core.lengths import Bound, Settled
     from outrider.core.limits import NULL_PAGE, NULL_ROW, PAGE_TOKENS, Axis, Limits
     from outrider.core.outputs import RequestOutput
     from outrider.core.params import SamplingParams
-    from outrider.core.pooling_params import HiddenReport
     from outrider.core.row_end import RowEnd
     from outrider.core.step_messages import (
         Admission,
@@ -47,6 +48,8 @@ __all__ = [
     "FaultRecord",
     "Finish",
     "HiddenReport",
+    "Output",
+    "RequestParams",
     "HostDraft",
     "Limits",
     "NULL_PAGE",
@@ -66,4 +69,5 @@ __all__ = [
     "StepResult",
     "TokenLogprobs",
     "Uncaptured",
+    "empty_output",
 ]

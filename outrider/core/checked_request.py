@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outrider.core.feature_parts import Part, RequestPart, find_part
+from outrider.core.hidden_params import HiddenParams, HiddenReport, RequestParams
 from outrider.core.params import SamplingParams
-from outrider.core.pooling_params import HiddenReport, PoolingParams, RequestParams
 from outrider.core.spans import NO_SPANS, PromptSpans
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class CheckedRequest:
 
     @property
     def hidden(self) -> HiddenReport:
-        return self.params.report if isinstance(self.params, PoolingParams) else HiddenReport.NONE
+        return self.params.report if isinstance(self.params, HiddenParams) else HiddenReport.NONE
 
     @property
     def seed(self) -> int:

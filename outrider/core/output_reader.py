@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from outrider.core.any_output import Output
 from outrider.core.outputs import CompletionOutput, RequestOutput
 from outrider.core.params import RequestOutputKind
-from outrider.core.pooling import Output
 
 
 class OutputReader:

@@ -11,14 +11,13 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from outrider.core import Finish, ScheduledBatch
 from outrider.core.checked_request import CheckedRequest
-from outrider.core.lazy_exports import LateModule
+from outrider.core.hidden_request import HiddenGatherer, HiddenTask
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import request_seed
-from outrider.core.pooling_params import PoolingParams
 from outrider.core.request_keeper import RequestKeepers
 from outrider.engine.output import PromptLogprobsOutput, SampleOutput
 from outrider.engine.served_model import ServedModel
@@ -27,14 +26,8 @@ from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 from outrider.sched.updates import Update
 
-if TYPE_CHECKING:
-    from outrider.engine import pooling
-    from outrider.engine.pooling import PooledOutput
-else:
-    pooling = LateModule("outrider.engine.pooling")
-
 log = logging.getLogger("outrider")
-Output: TypeAlias = "SampleOutput | PooledOutput"
+Output: TypeAlias = SampleOutput | HiddenGatherer
 
 
 @dataclass(slots=True)
@@ -126,16 +119,16 @@ class LiveRequests:
 
     def _make(self, request_id: str, asked: CheckedRequest) -> _Live:
         """Build the request and the objects that turn its tokens into outputs; nothing is registered yet."""
-        params, prompt_len, model = asked.params, len(asked.token_ids), self._model
+        task, prompt_len, model = asked.params, len(asked.token_ids), self._model
         metrics = RequestMetrics(arrival_time=time.perf_counter())
         keys = [SampleKey(request_id, index, asked.seed, metrics) for index in range(asked.num_samples)]
-        if isinstance(params, PoolingParams):
-            pooled = pooling.PooledOutput(keys[0], params, prompt_len, model.classes)
-            samples: list[tuple[Request, Output]] = [(Request(next(self._ids), asked, prompt_len), pooled)]
+        if isinstance(task, HiddenTask):
+            gatherer = task.make_gatherer(keys[0], prompt_len, model.classes)
+            samples: list[tuple[Request, Output]] = [(Request(next(self._ids), asked, prompt_len), gatherer)]
         else:
-            longest = model.longest(prompt_len, params.max_tokens)
+            longest = model.longest(prompt_len, asked.sampling.max_tokens)
             samples = [(Request(next(self._ids), asked, longest, model.eos_ids, key.sample_index),
-                        SampleOutput(key, params, model.tokenizer)) for key in keys]
+                        SampleOutput(key, asked.sampling, model.tokenizer)) for key in keys]
         prompt = PromptLogprobsOutput(keys[0], prompt_len, model.tokenizer)
         return _Live(request_id, metrics, asked, samples, prompt, len(samples))
 

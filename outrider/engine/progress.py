@@ -9,8 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from outrider.core.any_output import Output
 from outrider.core.fields import shown
-from outrider.core.pooling import Output
 from outrider.core.status_line import is_terminal
 
 

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from outrider.core.checked_request import PromptEmbeds
 from outrider.core.fields import shown
+from outrider.core.hidden_params import RequestParams
 from outrider.core.params import SamplingParams
-from outrider.core.pooling_params import RequestParams
 
 
 def read_embeds(given: Any, hidden_size: int) -> NDArray[np.floating]:

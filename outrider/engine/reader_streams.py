@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 from abc import ABC, abstractmethod
 
+from outrider.core.any_output import Output
 from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import OutputIncrement
-from outrider.core.pooling import Output
 from outrider.core.structured import OwnFailure
 
 

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import check_value, did_you_mean, shown
+from outrider.core.hidden_params import HiddenParams, RequestParams
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params
-from outrider.core.pooling_params import PoolingParams, RequestParams
 from outrider.core.prompts import NEEDED_KEYS, PROMPT_KEYS, Prompt
 from outrider.core.spans import NO_SPANS, PromptSpans, check_spans
 from outrider.core.structured import FormClient
@@ -107,7 +107,7 @@ class RequestChecks:
 
     def _check_params(self, given: RequestParams, caller: FormClient | None) -> RequestParams:
         """A copy of the parameters that the engine can serve, with their words as tokens. Requests may share it."""
-        if isinstance(given, PoolingParams):
+        if isinstance(given, HiddenParams):
             return given.checked(self.model.limits.hidden_size, self.model.classes)
         if self.model.classes is not None:
             raise ValueError(f"{self.model.name} classifies and generates no text: use LLM.classify or LLM.encode")

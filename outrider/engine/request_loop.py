@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TypeVar, cast
 
+from outrider.core.any_output import Output, empty_output
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import RequestOutput
-from outrider.core.pooling import Output, empty_output
 from outrider.engine.engine import Engine
 
 log = logging.getLogger("outrider")

@@ -7,13 +7,11 @@ with a report run uncaptured.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from outrider.core import Finish, HiddenReport, RequestResult, ScheduledBatch
-from outrider.core.pooling import PoolingRequestOutput
 from outrider.kernels.buffers import to_device
 from outrider.mixers import WantedRows
 from outrider.models.base import Hidden, Model
@@ -105,13 +103,6 @@ def reported_hidden(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
         parts.append(own.to(wide).flatten())
         shapes.append((own.shape[0], own.shape[1]))
     return HiddenRows(torch.cat(parts), shapes, ends)
-
-
-def as_tensors(outputs: Sequence[PoolingRequestOutput]) -> None:
-    """Make tensors of the data of outputs, in place, for callers who expect vLLM's type."""
-    for output in outputs:
-        if output.outputs.data is not None:
-            output.outputs.data = torch.from_numpy(output.outputs.data)
 
 
 def with_hidden(requests: list[RequestResult], hidden: HiddenRows) -> list[RequestResult]:

@@ -12,10 +12,10 @@ from typing import Any, cast
 from outrider.async_llm import AsyncLLM
 from outrider.beam_search import BeamSearchOutput, BeamSearchParams, beam_rounds, check_beam_params
 from outrider.core import Limits
+from outrider.core.any_output import empty_output
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import CompletionOutput, RequestOutput
 from outrider.core.params import SamplingParams
-from outrider.core.pooling import empty_output
 from outrider.engine.text import Tokenizer
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.protocol import SamplingFields

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from outrider.core.pooling_params import PoolingParams
+from outrider.pooling_params import PoolingParams
 from outrider.server.errors import ApiError
 from outrider.server.pooled import pooled_vectors, prompt_usage
 from outrider.server.protocol import Prompted, Prompts

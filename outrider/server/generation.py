@@ -12,11 +12,11 @@ from contextlib import aclosing
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from outrider.async_llm import AsyncLLM
+from outrider.core.any_output import empty_output
 from outrider.core.checked_request import CheckedRequest
+from outrider.core.hidden_params import RequestParams
 from outrider.core.outputs import Logprob, OutputIncrement, RequestMetrics, RequestOutput, SampleEnd, name_logprobs
 from outrider.core.params import MAX_LOGPROBS_ALL, SamplingParams
-from outrider.core.pooling import empty_output
-from outrider.core.pooling_params import RequestParams
 from outrider.core.prompts import Prompt
 from outrider.core.step_messages import TokenLogprobs
 from outrider.lora_request import LoRARequest

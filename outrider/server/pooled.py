@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field
 
 from outrider.core.checked_request import CheckedRequest
-from outrider.core.pooling import PoolingRequestOutput
-from outrider.core.pooling_params import PoolingParams
+from outrider.pooling_outputs import PoolingRequestOutput
+from outrider.pooling_params import PoolingParams
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.protocol import Prompted
 from outrider.server.service import Service
 from outrider.server.work import compact
 
 if TYPE_CHECKING:
-    from outrider.core.pooling import Vectors
+    from outrider.pooling_outputs import Vectors
 
 Encoding = Literal["float", "base64"]
 

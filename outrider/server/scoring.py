@@ -15,7 +15,7 @@ from pydantic import Field
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import shown
-from outrider.core.pooling_params import PoolingParams
+from outrider.pooling_params import PoolingParams
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.pooled import PooledRequest, pooled_vectors, pooling_params, prompt_usage
 from outrider.server.protocol import Prompts

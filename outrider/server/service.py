@@ -12,8 +12,8 @@ from uuid import uuid4
 
 from outrider.async_llm import LONG_TEXT
 from outrider.core.checked_request import CheckedRequest
+from outrider.core.hidden_params import RequestParams
 from outrider.core.outputs import RequestOutput
-from outrider.core.pooling_params import RequestParams
 from outrider.core.prompts import Prompt
 from outrider.engine.text import Tokenizer
 from outrider.server.admission import QueueBound

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
+from outrider.core.hidden_params import RequestParams
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
-from outrider.core.pooling_params import RequestParams
 from outrider.core.prompts import Prompt
 from outrider.drafters.base import Drafter
 from outrider.engine.assembly import engine_around

@@ -12,12 +12,12 @@ from outrider.core import Admission
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
-from outrider.core.pooling_params import PoolingParams
 from outrider.core.spans import PromptSpans
 from outrider.drafters.base import Step
 from outrider.features.learning import learner as learner_module
 from outrider.features.learning.traffic import RingSegment, ServedText, TrafficRing
 from outrider.lora_request import LoadedAdapter
+from outrider.pooling_params import PoolingParams
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import Ask, Rig, greedy
 from tests.engine.test_no_host_reads import MODES, PlansMayRead, guard_steps

@@ -19,13 +19,13 @@ from outrider.core import Admission, CheckpointWrite, Limits, ScheduledBatch, St
 from outrider.core.checked_request import CheckedRequest, PromptEmbeds
 from outrider.core.decode_sizes import size_for, unequal_sizes
 from outrider.core.params import SamplingParams
-from outrider.core.pooling_params import PoolingParams
 from outrider.core.step_messages import CacheOrders, DraftOrders, StepMode
 from outrider.kernels.packet import StepPacket, empty_packet, unpack
 from outrider.kernels.step import NUM_COUNTS
 from outrider.mixers import EveryPosition, LatentLayer
 from outrider.mixers.batch import DecodeQueries, LengthBound, MixedQueries
 from outrider.mixers.mixer import EVERY_LENGTH
+from outrider.pooling_params import PoolingParams
 from outrider.runner.batch import CapturedShape, pack_captured
 from outrider.runner.graphs import costs
 from outrider.runner.graphs.keys import GraphKey, GraphKeys, SamplerForm

@@ -11,7 +11,7 @@ from outrider.cache.pages import PagePool
 from outrider.core import Limits
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import MixedStepCosts, ReadCost
-from outrider.core.pooling_params import PoolingParams
+from outrider.pooling_params import PoolingParams
 from outrider.sched.prompt_time import PromptTime
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler

@@ -13,7 +13,7 @@ from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepRes
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.params import SamplingParams
-from outrider.core.pooling_params import PoolingParams
+from outrider.pooling_params import PoolingParams
 from outrider.sched.batch import BatchBuilder
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler

@@ -21,11 +21,13 @@ FOLDERS = {  # of FEATURES, by their names
     "adapters": "adapters",
     "logits processors": "processors",
     "drafter that learns": "learning",
+    "pooling": "pooling",
 }
 ASKS: dict[str, dict[str, Any]] = {
     "adapters": {"enable_lora": True},
     "drafter that learns": {"speculative_config": {"method": "eagle3", "model": "tiny", "num_speculative_tokens": 2},
                             "adapt_drafter": True},
+    "pooling": {},
     "logits processors": {"logits_processors": ["outrider.logits_processors:LogitsProcessor"]},
 }
 
@@ -38,15 +40,20 @@ for module in pkgutil.walk_packages(outrider.__path__, "outrider."):
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
             assert not str(error.name).startswith("outrider"), (module.name, error)  # an extra that is not installed
-from outrider import LLM, SamplingParams
+from outrider import LLM, PoolingParams, SamplingParams
 from outrider.config import EngineConfig
 from outrider.feature_list import worker_features
-asked = json.loads(sys.argv[1])
+asked, refusal = json.loads(sys.argv[1]), ""
 try:
     worker_features(EngineConfig("tiny", **asked))
 except ValueError as error:
     refusal = str(error)
 with LLM("smollm2", max_model_len=256) as llm:
+    if not asked:
+        try:
+            llm.encode("The sea is", PoolingParams())
+        except ValueError as error:
+            refusal = str(error)
     (output,) = llm.generate("The sea is", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
 print(json.dumps([outrider.__file__, refusal, output.outputs[0].token_ids]))
 """

@@ -1,7 +1,7 @@
 """outrider.outputs: outputs of requests, at vLLM's place."""
 
 from outrider.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from outrider.core.pooling import (
+from outrider.pooling_outputs import (
     ClassificationOutput,
     ClassificationRequestOutput,
     EmbeddingOutput,

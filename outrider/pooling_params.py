@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import InitVar, dataclass, replace
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
 from outrider.core.class_head import ClassHead
 from outrider.core.fields import Count, OneOf, check_fields, check_names
-from outrider.core.params import SamplingParams
-
-
-class HiddenReport(enum.Enum):
-    """Hidden states of a prompt that the results of its steps carry. A request with any ends with its prompt."""
-
-    NONE = "none: the request generates tokens"
-    LAST = "the last token's"
-    SUM = "the sum over the tokens of each step"
-    ALL = "every token's"
-    CLASSES = "the scores of the classes by the last token's"
-    ALL_CLASSES = "the scores of the classes by every token's"
-
-    @property
-    def covers_prompt(self) -> bool:
-        """Whether the states of all tokens are needed, so that none may come from the prefix cache."""
-        return self in (HiddenReport.SUM, HiddenReport.ALL, HiddenReport.ALL_CLASSES)
-
+from outrider.core.hidden_params import HiddenReport
+from outrider.core.hidden_request import HiddenGatherer, HiddenTask
+from outrider.core.outputs import SampleKey
+from outrider.feature_list import request_half
+from outrider.pooling_outputs import PoolingRequestOutput
 
 REPORTS = {"last": HiddenReport.LAST, "mean": HiddenReport.SUM, "all": HiddenReport.ALL}
 TASKS = ("embed", "classify", "token_embed", "token_classify")
@@ -38,7 +24,7 @@ REFUSED_FIELDS = {
 
 
 @dataclass
-class PoolingParams:
+class PoolingParams(HiddenTask):
     """How the hidden states of a prompt become its embedding."""
 
     pooling: Annotated[str, OneOf(tuple(REPORTS))] = "last"  # all: one vector for each token
@@ -77,7 +63,12 @@ class PoolingParams:
             raise ValueError("this model has no head that classifies: use LLM.embed, LLM.score or LLM.encode")
         if self.dimensions is not None and self.dimensions > hidden_size:
             raise ValueError(f"dimensions={self.dimensions} exceeds the {hidden_size} dimensions of this model")
+        request_half("pooling")  # this installation has it
         return replace(self)
 
+    def make_gatherer(self, key: SampleKey, prompt_len: int, classes: ClassHead | None) -> HiddenGatherer:
+        gatherer: HiddenGatherer = request_half("pooling")(key, self, prompt_len, classes)
+        return gatherer
 
-RequestParams: TypeAlias = SamplingParams | PoolingParams
+    def make_output(self, request_id: str, prompt: str | None, token_ids: list[int]) -> PoolingRequestOutput:
+        return PoolingRequestOutput(request_id, prompt, token_ids)

@@ -9,14 +9,14 @@ import numpy as np
 from outrider.core import Finish, RequestResult
 from outrider.core.class_head import ClassHead
 from outrider.core.outputs import OutputIncrement, SampleEnd, SampleKey
-from outrider.core.pooling_params import PoolingParams
 
 if TYPE_CHECKING:
-    from outrider.core.pooling import Vectors
+    from outrider.pooling_outputs import Vectors
+    from outrider.pooling_params import PoolingParams
 
 
-class PooledOutput:
-    """Gathers the vectors of one request over its steps. Has the methods of SampleOutput that a request needs."""
+class PooledVectors:
+    """Gathers the vectors of one request over its steps. See HiddenGatherer."""
 
     def __init__(self, key: SampleKey, params: PoolingParams, prompt_len: int, classes: ClassHead | None) -> None:
         self.is_finished = False

@@ -1,7 +1,4 @@
-"""Outputs of requests that ask for hidden states instead of text. Names follow vLLM's. No torch.
-
-The hidden states are those after the model's final norm, which the head would make logits of.
-"""
+"""Outputs of requests that ask for hidden states instead of text. Names follow vLLM's. No torch."""
 
 from __future__ import annotations
 
@@ -9,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from outrider.core.checked_request import CheckedRequest
-from outrider.core.outputs import OutputIncrement, RequestMetrics, RequestOutput
+from outrider.core.outputs import OutputIncrement, RequestMetrics
 
 if TYPE_CHECKING:
     import numpy as np
@@ -133,9 +129,6 @@ class ScoringRequestOutput:
     finished: bool = True
 
 
-Output: TypeAlias = RequestOutput | PoolingRequestOutput
-
-
 def cosine(one: PoolingRequestOutput, other: PoolingRequestOutput) -> float:
     """The similarity of two embeddings of length 1."""
     assert one.outputs.data is not None and other.outputs.data is not None
@@ -147,11 +140,3 @@ def raise_failed(outputs: Sequence[PoolingRequestOutput]) -> None:
     for output in outputs:
         if output.error is not None:
             raise RuntimeError(f"request {output.request_id}: {output.error}")
-
-
-def empty_output(request_id: str, request: CheckedRequest) -> Output:
-    """The output of a request that has just been added."""
-    token_ids = list(request.token_ids)
-    if not request.generates:
-        return PoolingRequestOutput(request_id, request.text, token_ids)
-    return RequestOutput.empty(request_id, request.text, token_ids, request.sampling)

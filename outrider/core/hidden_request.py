@@ -1,0 +1,65 @@
+"""Requests for hidden states of their prompts, instead of text. No torch.
+
+The hidden states are those after the model's final norm, which the head would make logits of. The core reports them
+with the results of steps. What becomes of them is a feature's: its parameters are a HiddenTask, its outputs
+HiddenOutputs, and a HiddenGatherer makes one of the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from outrider.core.class_head import ClassHead
+from outrider.core.hidden_params import HiddenParams
+from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
+from outrider.core.step_messages import Finish, RequestResult
+
+
+class HiddenGatherer(Protocol):
+    """Gathers the vectors of one request over its steps. Has the methods of SampleOutput that a request needs."""
+
+    is_finished: bool
+
+    def take(self, result: RequestResult) -> OutputIncrement: ...
+
+    def replay(self, token_ids: list[int]) -> str: ...
+
+    def end(self, finish: Finish, error: str | None = None) -> OutputIncrement: ...
+
+
+class HiddenOutput(Protocol):
+    """The output of a request for hidden states. It has the methods of RequestOutput that grow and end it."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    metrics: RequestMetrics
+    finished: bool
+
+    @property
+    def num_cached_tokens(self) -> int: ...
+
+    @property
+    def error(self) -> str | None: ...
+
+    @property
+    def num_output_tokens(self) -> int: ...
+
+    def grow(self, increment: OutputIncrement) -> None: ...
+
+    def cut_back(self) -> dict[int, list[int]]: ...
+
+    def fail(self, error: str) -> None: ...
+
+    def copy(self) -> Any: ...
+
+
+class HiddenTask(HiddenParams):
+    """Parameters, and what makes the output of a request that has them."""
+
+    def make_gatherer(self, key: SampleKey, prompt_len: int, classes: ClassHead | None) -> HiddenGatherer:
+        raise NotImplementedError
+
+    def make_output(self, request_id: str, prompt: str | None, token_ids: list[int]) -> HiddenOutput:
+        """The output of a request that has just been added."""
+        raise NotImplementedError

@@ -1,0 +1,16 @@
+"""Data of outputs as torch tensors, for callers who expect vLLM's type."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from outrider.pooling_outputs import PoolingRequestOutput
+
+
+def as_tensors(outputs: Sequence[PoolingRequestOutput]) -> None:
+    """Make tensors of the data of outputs, in place."""
+    for output in outputs:
+        if output.outputs.data is not None:
+            output.outputs.data = torch.from_numpy(output.outputs.data)
