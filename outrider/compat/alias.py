@@ -21,7 +21,9 @@ NAME = "vllm"
 OWN = "outrider"
 # Packages that have the same name here and there, and other modules.
 OTHER_PACKAGES = ("kernels", "models", "ray")
-VLLM_VERSION = "0.33.0"  # the names and settings of this version are here, or are refused by name
+# Scripts choose by it which names they use. Trainers warn of versions that they do not know: TRL 1.16 knows none after
+# this one. Names and settings of later versions, up to 0.33, are here or are refused by name.
+VLLM_VERSION = "0.31.0"
 
 
 class AliasPackage(ModuleType):

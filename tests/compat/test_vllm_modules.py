@@ -31,6 +31,9 @@ NAMES = {
     "engine.arg_utils": ["EngineArgs", "AsyncEngineArgs"],
     "v1.engine.async_llm": ["AsyncLLM"],
     "lora.request": ["LoRARequest"],
+    "distributed.weight_transfer.nccl_common": ["trainer_init"],
+    "distributed.weight_transfer.nccl_engine": ["NCCLTrainerSendWeightsArgs", "NCCLWeightTransferEngine"],
+    "distributed.weight_transfer.packed_tensor": ["packed_nccl_broadcast_producer"],
 }
 
 
@@ -97,6 +100,16 @@ def test_a_missing_module_says_what_to_use(line: str, words: str) -> None:
         exec(line, {})
 
 
+def test_what_would_send_weights_to_a_server_says_how_they_come() -> None:
+    transfer = "outrider.distributed.weight_transfer"
+    with pytest.raises(NotImplementedError, match="^trainer_init is not supported: weights come to an engine in"):
+        import_module(f"{transfer}.nccl_common").trainer_init(master_address="localhost")
+    with pytest.raises(ImportError, match="nccl_engine.NCCLInitInfo is not supported: weights come"):
+        exec(f"from {transfer}.nccl_engine import NCCLInitInfo", {})
+    with pytest.raises(ModuleNotFoundError, match="weight_transfer.ipc_engine is not supported: LLM.update_weights"):
+        import_module(f"{transfer}.ipc_engine")
+
+
 def test_other_names_are_missing_in_pythons_own_words() -> None:
     with pytest.raises(ModuleNotFoundError, match="^No module named 'outrider.sampling_param'$"):
         import_module("outrider.sampling_param")
@@ -110,8 +123,8 @@ def test_advice_is_one_line_without_an_end() -> None:
 
 def test_the_alias_tells_the_version_of_vllm_that_it_stands_for() -> None:
     program = ("import outrider.compat; outrider.compat.install_as_vllm(); import outrider, vllm, vllm.version; "
-               "assert vllm.__version__ == vllm.version.__version__ == '0.33.0' != outrider.__version__; "
-               "assert vllm.__version_tuple__ == vllm.version.__version_tuple__ == (0, 33, 0); "
+               "assert vllm.__version__ == vllm.version.__version__ == '0.31.0' != outrider.__version__; "
+               "assert vllm.__version_tuple__ == vllm.version.__version_tuple__ == (0, 31, 0); "
                "assert vllm.SamplingParams is outrider.SamplingParams; from vllm import *; assert LLM is outrider.LLM")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,11 @@
+"""outrider.distributed.weight_transfer.nccl_common: importable here, with an error at the call."""
+
+from outrider.compat.weight_transfer import refuse_name, refuse_transfer
+
+__all__ = ["trainer_init"]
+
+trainer_init = refuse_transfer("trainer_init")
+
+
+def __getattr__(name: str) -> object:
+    refuse_name(__name__, name)
