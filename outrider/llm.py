@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence, Set
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Annotated, Any, Never, TypeVar, cast
 
 from outrider import compat
@@ -267,6 +267,25 @@ class LLM(Front):
         ValueError, with nothing changed."""
         command = named_weights.weights_command(weights)
         return self._loop.run(lambda: self._maintenance.update_weights(command))
+
+    def start_weight_update(self) -> None:
+        """Begin an update of all weights that `load_weights` gives one by one and `finish_weight_update` ends. Running
+        requests are preempted and wait for its end; new ones raise WeightsIncomplete."""
+        self._loop.run(self._maintenance.start_weight_update)
+
+    def load_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """Replace weights, each as soon as it comes, so that none is held twice. Names are those of the model's
+        checkpoint, or of `named_parameters()` of the model in transformers. A tensor that does not fit raises
+        ValueError. The update ends with `finish_weight_update`, or if none was started, at the next
+        `reset_prefix_cache`, `wake_up` of the cache, or request. If it fails or is not whole, requests raise
+        WeightsIncomplete until an update with all weights has come."""
+        for given in named_weights.weights_one_by_one(weights):
+            self._loop.run(partial(self._maintenance.stream_weight, given))
+
+    def finish_weight_update(self) -> UpdateReport:
+        """End the update that `start_weight_update` began. If weights are missing, raises WeightsIncomplete with their
+        names."""
+        return self._loop.run(self._maintenance.finish_weight_update)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget cached pages, but those of running requests, unless these are to be preempted too. Returns whether all

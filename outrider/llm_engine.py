@@ -5,9 +5,12 @@ A thin front over the same loop that LLM drives: `llm.llm_engine` shares the eng
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
 
 from outrider.adapter_loading import loaded
+from outrider.compat.executor import VllmPlace, executor_around
 from outrider.compat.metrics import Metric, engine_metrics
 from outrider.core.any_output import Output
 from outrider.core.fields import Text, check_value
@@ -15,6 +18,7 @@ from outrider.core.hidden_params import RequestParams
 from outrider.core.output_reader import OutputReader
 from outrider.core.prompts import Prompt
 from outrider.engine.engine import Engine
+from outrider.engine.named_weights import weights_one_by_one
 from outrider.engine.request_loop import Caller, RequestLoop
 from outrider.front import Front
 from outrider.lora_request import LoRARequest
@@ -33,6 +37,7 @@ class LLMEngine(Front):
         self = cls.__new__(cls)
         self._config = front._config
         Front._start(self, front.engine)
+        self._maintenance = front._maintenance  # which knows what an engine waits for
         self._drive(loop)
         return self
 
@@ -96,6 +101,16 @@ class LLMEngine(Front):
         """Forget cached pages, but those of running requests, unless these are to be preempted too."""
         return self._loop.run(lambda: self._maintenance.reset_prefix_cache(
             reset_running_requests=reset_running_requests))
+
+    @property
+    def model_executor(self) -> VllmPlace:
+        """The place where trainers load weights into an engine of their own process:
+        `model_executor.driver_worker.model_runner.model.load_weights([(name, tensor)])`. See `LLM.load_weights`."""
+        return executor_around(self._load_weights)
+
+    def _load_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        for given in weights_one_by_one(weights):
+            self._loop.run(partial(self._maintenance.stream_weight, given))
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the engine and give its memory back."""

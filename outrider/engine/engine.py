@@ -86,6 +86,7 @@ class Engine:
         """Queue requests, by id, atomically: if one is refused, with a ValueError, none is added. Returns the requests
         with the seeds that were drawn for them."""
         self.check_running()
+        self.pause.admit_requests()
         seeded = self._requests.add(requests, self.scheduler)
         for asked in seeded.values():
             self.stats.add(len(asked.token_ids), asked.num_samples)

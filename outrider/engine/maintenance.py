@@ -7,6 +7,8 @@ cache is emptied. Requests that run or arrive meanwhile wait; they go on from th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from outrider.core.fields import shown
@@ -16,8 +18,12 @@ from outrider.engine.pause import Pause
 from outrider.runner.commands import (
     PARTS,
     WEIGHTS,
+    FinishStream,
+    NamedArray,
+    NamedTensor,
     Sleep,
     SleepReport,
+    StreamWeight,
     UpdateReport,
     UpdateWeights,
     WakeReport,
@@ -35,6 +41,16 @@ LEVELS = (1, 2)
 PAUSED = "the engine is paused: requests wait for resume_generation"
 ASLEEP = "the engine sleeps: requests wait for wake_up"
 UPDATING = "an update of weights was interrupted: requests wait for an update with all weights"
+IN_SESSION = "an update of weights has begun: finish_weight_update() ends it"
+STREAMING = "an update of weights has begun: reset_prefix_cache() ends it"
+
+
+@dataclass
+class _Stream:
+    """An update whose tensors come one by one, and that has not ended."""
+
+    is_session: bool  # `start_weight_update` began it, and only `finish_weight_update` ends it
+    lacked_before: str  # why no request could run before; empty if some could
 
 
 class Maintenance:
@@ -47,6 +63,8 @@ class Maintenance:
         self._are_dropped = False  # the weights are asleep at level 2
         self._is_paused = False  # by `pause`
         self._lacks_weights = ""  # why, if an update has failed half-way
+        self._stream: _Stream | None = None  # an update whose tensors come one by one
+        self._refuses = False  # new requests, from the start of such an update until one is whole
 
     @property
     def is_sleeping(self) -> bool:
@@ -57,6 +75,10 @@ class Maintenance:
         if isinstance(level, bool) or level not in LEVELS:
             raise ValueError(f"level must be 1 (weights stay in the host's memory) or 2 (weights are dropped), got "
                              f"{shown(level)}")
+        self._end_stream()
+        if self._stream is not None:
+            self._break_stream(self._stream, WeightsIncomplete("an update of weights had begun when the engine went to "
+                                                               "sleep: requests wait for an update with all weights"))
         before = self._asleep
         self._engine.rest()
         # Before the command: if an interrupt cuts off the answer, the worker may be asleep, and waking does no harm.
@@ -79,11 +101,13 @@ class Maintenance:
         if tags is not None and (isinstance(tags, str) or not set(tags) <= set(PARTS)):
             raise ValueError(f"tags must be a list of {' and '.join(map(repr, PARTS))}, got {shown(tags)}")
         wanted = PARTS if tags is None else tuple(part for part in PARTS if part in tags)
+        if wanted != (WEIGHTS,):
+            self._end_stream()
         if not self._asleep.intersection(wanted):
             return WakeReport()
         report = self._engine.command(WakeUp(wanted))
         if report.are_weights_whole:  # those that were dropped or incomplete have been read from their files
-            self._lacks_weights = ""
+            self._lacks_weights, self._refuses = "", False
         if WEIGHTS in wanted:
             self._are_dropped = False
         self._asleep -= set(wanted)
@@ -93,6 +117,11 @@ class Maintenance:
     def update_weights(self, command: UpdateWeights) -> UpdateReport:
         """Replace weights. If it is refused, nothing has changed. If it fails later, requests wait until another update
         succeeds."""
+        if self._stream is not None and self._stream.is_session:
+            raise ValueError("an update of weights has begun: give its weights to load_weights, and end it with "
+                             "finish_weight_update()")
+        with suppress(WeightsIncomplete):  # the weights of this update may be all
+            self._end_stream()
         before = self._lacks_weights
         self._engine.rest()
         self._lacks_weights = UPDATING
@@ -106,13 +135,88 @@ class Maintenance:
             self._are_dropped |= isinstance(error, WeightsIncomplete) and WEIGHTS in self._asleep
             self._pause()
             raise
-        self._lacks_weights, self._are_dropped = "", False
+        self._take_new_weights()
+        return report
+
+    # Updates whose tensors come one by one
+
+    def start_weight_update(self) -> None:
+        """Begin an update that `finish_weight_update` ends, and that must have all weights."""
+        if self._stream is not None and self._stream.is_session:
+            raise ValueError("an update of weights has begun already: finish_weight_update() ends it")
+        self._end_stream()
+        self._engine.rest()
+        self._open_stream(is_session=True)
+
+    def stream_weight(self, given: NamedArray | NamedTensor) -> None:
+        """Replace one weight. The update ends with `finish_weight_update`, or if none has been started, before whatever
+        comes next. If the weight does not fit and is the first, nothing has changed."""
+        if self._stream is None:
+            self._engine.rest()
+            self._open_stream(is_session=False)
+        stream = self._stream
+        assert stream is not None
+        try:
+            self._engine.command(StreamWeight(given))
+        except WorkerDied:
+            raise
+        except Exception as error:
+            self._break_stream(stream, error)
+            raise
+
+    def finish_weight_update(self) -> UpdateReport:
+        """End the update that `start_weight_update` began."""
+        if self._stream is None or not self._stream.is_session:
+            raise ValueError("no update of weights has begun: start_weight_update() begins one")
+        return self._finish_stream(self._stream)
+
+    def _open_stream(self, *, is_session: bool) -> None:
+        self._stream = _Stream(is_session, self._lacks_weights)
+        self._lacks_weights = IN_SESSION if is_session else STREAMING
+        self._refuses = True
+        self._pause()
+
+    def _finish_stream(self, stream: _Stream) -> UpdateReport:
+        try:
+            report = self._engine.command(FinishStream(needs_all=stream.is_session))
+        except WorkerDied:
+            raise
+        except Exception as error:
+            self._break_stream(stream, error)
+            raise
+        self._stream = None
+        self._take_new_weights()
+        return report
+
+    def _break_stream(self, stream: _Stream, error: Exception) -> None:
+        """End an update that failed. Its requests wait, and new ones are refused, if any weight was replaced."""
+        self._stream = None
+        self._lacks_weights = str(error) if isinstance(error, WeightsIncomplete) else stream.lacked_before
+        self._are_dropped |= isinstance(error, WeightsIncomplete) and WEIGHTS in self._asleep
+        self._refuses = bool(self._lacks_weights)
+        self._pause()
+
+    def _end_stream(self) -> None:
+        """End an update that was not started by name, because something else follows. Raises WeightsIncomplete if it is
+        not whole."""
+        if self._stream is not None and not self._stream.is_session:
+            self._finish_stream(self._stream)
+
+    def _admit_requests(self) -> None:
+        """Called before requests are added while an update goes on, or after one that was not whole."""
+        self._end_stream()
+        if self._lacks_weights:
+            raise WeightsIncomplete(self._lacks_weights)
+
+    def _take_new_weights(self) -> None:
+        """Called when an update is whole."""
+        self._lacks_weights, self._refuses, self._are_dropped = "", False, False
         self._asleep -= {WEIGHTS}
         self._pause()
-        return report
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         """Forget cached pages. Returns whether no page can be found any more."""
+        self._end_stream()
         if reset_running_requests:
             self._engine.rest()
         return self._engine.forget_cached()
@@ -143,4 +247,5 @@ class Maintenance:
     def _pause(self) -> None:
         asked = PAUSED if self._is_paused else ""
         sleep_level = (2 if self._are_dropped else 1) if self._asleep else 0
-        self._engine.pause = Pause(self._lacks_weights or (ASLEEP if self._asleep else asked), sleep_level)
+        self._engine.pause = Pause(self._lacks_weights or (ASLEEP if self._asleep else asked), sleep_level,
+                                   self._admit_requests if self._refuses else None)

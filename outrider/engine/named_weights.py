@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from outrider.core.fields import shown
-from outrider.runner.commands import NamedArray, UpdateWeights
+from outrider.runner.commands import NamedArray, NamedTensor, UpdateWeights
 
 # A folder with safetensors files, one such file or a GGUF file; or tensors (torch's or numpy's) by name.
 Weights: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -32,15 +32,28 @@ def weights_command(weights: Weights) -> UpdateWeights:
     return UpdateWeights(tuple(_named(pair) for pair in pairs))
 
 
+def weights_one_by_one(weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[NamedArray | NamedTensor]:
+    """The weights, each when it is asked for: no two of an iterable are in memory for this."""
+    pairs = weights.items() if isinstance(weights, Mapping) else weights
+    if isinstance(pairs, str | bytes | os.PathLike) or not isinstance(pairs, Iterable):
+        raise ValueError(f"load_weights: give pairs of a name and a tensor, got {shown(weights)}")
+    return map(_given, pairs)
+
+
 def _named(pair: Any) -> NamedArray:
+    given = _given(pair)
+    return given.as_array() if isinstance(given, NamedTensor) else given
+
+
+def _given(pair: Any) -> NamedArray | NamedTensor:
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
         raise ValueError(f"update_weights: weights must be pairs of a name and a tensor, got {shown(pair)}")
     name, value = pair
     torch = sys.modules.get("torch")  # who has a tensor has imported it
     if torch is not None and isinstance(value, torch.Tensor):
-        data = value.detach().cpu().contiguous()
-        return NamedArray(name, str(data.dtype).removeprefix("torch."), tuple(data.shape),
-                          data.reshape(-1).view(torch.uint8).numpy())
+        if value.is_cuda:  # the worker reads it on a stream of its own
+            torch.cuda.current_stream(value.device).synchronize()
+        return NamedTensor(name, value.detach())
     if isinstance(value, np.ndarray):
         array = np.ascontiguousarray(value)
         array = array if array.flags.writeable else array.copy()

@@ -22,6 +22,7 @@ the weights have slept and were read from their files again. The worker alone kn
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -66,6 +67,7 @@ class WakeReport:
     num_captured: int = 0
     capture_seconds: float = 0.0  # part of `seconds`
     are_weights_whole: bool = True  # False: they are dropped, or an update of them has failed half-way
+    were_weights_read: bool = False  # from the model's files, because they had been dropped
 
 
 @dataclass(frozen=True)
@@ -131,6 +133,25 @@ class NamedArray:
 
 
 @dataclass(frozen=True)
+class NamedTensor:
+    """A tensor of torch under its name in a checkpoint. It reaches a worker of the same process as it is, on whatever
+    device, and another process as a NamedArray."""
+
+    name: str
+    tensor: Any
+
+    def as_array(self) -> NamedArray:
+        """The tensor in the host's memory."""
+        data = self.tensor.cpu().contiguous()
+        return NamedArray(self.name, str(data.dtype).removeprefix("torch."), tuple(data.shape),
+                          data.reshape(-1).view(sys.modules["torch"].uint8).numpy())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        array = self.as_array()
+        return NamedArray, (array.name, array.dtype, array.shape, array.data)
+
+
+@dataclass(frozen=True)
 class UpdateWeights(Command[UpdateReport]):
     """Replace weights by tensors with the names of the model's checkpoint, given as arrays or in files. Nothing is
     changed if one of them does not fit."""
@@ -140,6 +161,30 @@ class UpdateWeights(Command[UpdateReport]):
 
     def carry_out(self, worker: Any) -> UpdateReport:
         report: UpdateReport = worker.residence.update_weights(self)
+        return report
+
+    def combine(self, answers: Sequence[UpdateReport]) -> UpdateReport:
+        return max(answers, key=lambda own: own.seconds)
+
+
+@dataclass(frozen=True)
+class StreamWeight(Command[None]):
+    """Replace one weight of an update whose tensors come one by one. The first begins the update."""
+
+    given: Any  # a NamedArray; in the worker's own process a NamedTensor
+
+    def carry_out(self, worker: Any) -> None:
+        worker.residence.stream_weight(self.given)
+
+
+@dataclass(frozen=True)
+class FinishStream(Command[UpdateReport]):
+    """End an update whose tensors came one by one."""
+
+    needs_all: bool  # whether all weights of the model must have come
+
+    def carry_out(self, worker: Any) -> UpdateReport:
+        report: UpdateReport = worker.residence.finish_stream(self.needs_all)
         return report
 
     def combine(self, answers: Sequence[UpdateReport]) -> UpdateReport:

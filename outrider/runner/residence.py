@@ -22,12 +22,15 @@ from outrider.core.lazy_exports import LateModule
 from outrider.layers import LayeredModule, Linear, find_modules
 from outrider.layers.fuse import restore_order
 from outrider.models.head import DraftHead
-from outrider.models.sources.model_source import ModelSource
+from outrider.models.loader import some_names
+from outrider.models.sources.model_source import ModelSource, WeightError
 from outrider.models.sources.quantization import quantization_section
 from outrider.runner.commands import (
     KV_CACHE,
     PARTS,
     WEIGHTS,
+    NamedArray,
+    NamedTensor,
     SleepReport,
     UpdateReport,
     UpdateWeights,
@@ -49,6 +52,7 @@ else:
 
 log = logging.getLogger("outrider")
 MIB = 1 << 20
+ALL_NEEDED = "no request is served until an update with all weights succeeds"
 
 
 class Residence:
@@ -58,6 +62,9 @@ class Residence:
         self._config, self._parts, self._step, self._runner, self._source = config, parts, step, runner, source
         self._asleep: dict[str, list[FreedMemory]] = {}
         self._are_incomplete = False  # the weights were dropped, or an update of them failed half-way
+        self._stream: weight_update.WeightStream | None = None  # an update that has begun
+        self._was_incomplete = False  # before that update
+        self._are_unread = False  # the weights were dropped and are awake; no file was read, because an update may come
         self._lacks_captures = False  # captured steps were dropped, and not captured again
         self._packed_bytes = parts.packed_bytes  # of second copies of weights, and of others that formats hold
 
@@ -97,6 +104,7 @@ class Residence:
             num_dropped = self._asleep[WEIGHTS][0].drop_content()
             num_total, num_freed = num_total + num_dropped, num_freed + num_dropped
         self._are_incomplete |= level == 2
+        self._are_unread, self._stream = False, None
         self._asleep |= falling
         for first, *others in falling.values():
             num_freed += first.free()
@@ -112,24 +120,31 @@ class Residence:
         return report
 
     def wake_up(self, parts: Collection[str] = PARTS) -> WakeReport:
-        """Bring parts back. If that fails, the part that failed stays asleep, and those after it."""
+        """Bring parts back. If that fails, the part that failed stays asleep, and those after it. Dropped weights are
+        read from their files with the last part: if weights alone wake up, an update of them may follow."""
         with self._background_paused():
             return self._wake_up(parts)
 
     def _wake_up(self, parts: Collection[str]) -> WakeReport:
         start = time.perf_counter()
+        wakes_all, were_read = self._asleep.keys() <= set(parts), False
         for part in (part for part in PARTS if part in parts and part in self._asleep):
+            is_streamed = part == WEIGHTS and self._stream is not None  # its first tensor has restored the memory
+            self._are_unread |= part == WEIGHTS and self._are_incomplete and not is_streamed
             try:
-                self._restore(part)
-                if part == WEIGHTS and self._are_incomplete:
+                if not is_streamed:
+                    self._restore(part)
+                if wakes_all and self._are_unread:
                     self._read_weights()
+                    were_read = True
             except BaseException:
                 self._free_again(part)
+                self._are_unread &= part != WEIGHTS
                 raise
             del self._asleep[part]
         self._release()
         num_captured, seconds = self._capture_again()
-        report = WakeReport(time.perf_counter() - start, num_captured, seconds, not self._are_incomplete)
+        report = WakeReport(time.perf_counter() - start, num_captured, seconds, not self._are_incomplete, were_read)
         log.info("awake: %s in %.2f s, of which %d captured steps took %.2f s", ", ".join(parts), report.seconds,
                  num_captured, seconds)
         return report
@@ -138,9 +153,7 @@ class Residence:
         """Replace weights. Everything is checked before anything is changed. If it fails after that, weights that were
         asleep stay so."""
         with self._background_paused():
-            report = self._update_weights(given)
-            self._parts.background.forget_model()
-            return report
+            return self._update_weights(given)
 
     def _update_weights(self, given: UpdateWeights) -> UpdateReport:
         start = time.perf_counter()
@@ -149,29 +162,92 @@ class Residence:
         try:
             stored = {} if self._source is None else quantization_section(self._source.config)
             update = weight_update.WeightUpdate(self._parts.model, self._modules(), given, stored)
-            names = update.check(is_whole=self._are_incomplete)
+            names = update.check()
+            self._check_whole(update, names)
         except BaseException:
             self._free_again(WEIGHTS)
             raise
-        self._drop_captures()
-        self._release()
-        was_incomplete, self._are_incomplete = self._are_incomplete, True
+        self._begin_update()
         try:
             restore_order([self._parts.model, *self._modules()])
             update.store()
-            if was_incomplete:
-                self._read_drafter(names)
-            self._prepare()
+            self._complete(names)
         except BaseException as error:
             self._free_again(WEIGHTS)
-            raise WeightsIncomplete(f"an update of weights failed when some were changed already ({error!r}): no "
-                                    "request is served until an update with all weights succeeds") from error
+            raise WeightsIncomplete(f"an update of weights failed when some were changed already ({error!r}): "
+                                    f"{ALL_NEEDED}") from error
+        return self._end_update(len(names), start)
+
+    def _check_whole(self, update: weight_update.WeightUpdate, names: Collection[str]) -> None:
+        """Refuse an update that lacks weights which the model lacks, too. Those that were only dropped are read."""
+        if self._are_incomplete and self._are_unread and not update.is_whole(names):
+            self._read_weights()
+        if self._are_incomplete:
+            update.check_whole(names)
+
+    def stream_weight(self, given: NamedArray | NamedTensor) -> None:
+        """Replace one weight of an update whose tensors come one by one. If it does not fit and is the first, nothing
+        has changed. If others came before, the update is over, and the weights are incomplete."""
+        with self._background_paused():
+            self._stream = stream = self._stream or weight_update.WeightStream(self._parts.model, self._modules())
+            start = time.perf_counter()
+            try:
+                tensor = given.tensor if isinstance(given, NamedTensor) else weight_update.as_tensor(given)
+                stream.take(given.name, tensor, self._begin_stream)
+                self._synchronize()  # the tensor is the caller's again
+            except BaseException as error:
+                self._stream = None
+                if not stream.came:
+                    raise
+                self._free_again(WEIGHTS)
+                raise WeightsIncomplete(f"an update of weights ended after {len(stream.came)} tensors ({error}): "
+                                        f"{ALL_NEEDED}") from error
+            stream.seconds += time.perf_counter() - start
+
+    def _begin_stream(self) -> None:
+        self._synchronize()
+        self._restore(WEIGHTS)
+        self._begin_update()
+        restore_order([self._parts.model, *self._modules()])
+
+    def finish_stream(self, needs_all: bool) -> UpdateReport:
+        """End an update whose tensors came one by one. It is whole if all weights came, or if the weights were whole
+        before and `needs_all` is False."""
+        with self._background_paused():
+            stream, self._stream, start = self._stream, None, time.perf_counter()
+            if stream is None or not stream.came:
+                raise WeightError("the update has no tensor that the model uses")
+            missing = stream.missing() if needs_all or self._was_incomplete else ()
+            try:
+                if missing:
+                    raise WeightError(f"it lacks {some_names(missing)}")
+                self._complete(stream.came)
+            except BaseException as error:
+                self._free_again(WEIGHTS)
+                raise WeightsIncomplete(f"an update of weights has ended and is not whole ({error}): "
+                                        f"{ALL_NEEDED}") from error
+            return self._end_update(len(stream.came), start - stream.seconds)
+
+    def _begin_update(self) -> None:
+        """Called before the first weight changes."""
+        self._drop_captures()
+        self._release()
+        self._was_incomplete, self._are_incomplete, self._are_unread = self._are_incomplete, True, False
+
+    def _complete(self, names: Iterable[str]) -> None:
+        """Called when all weights of an update have been replaced: make what depends on them."""
+        if self._was_incomplete:
+            self._read_drafter(names)
+        self._prepare()
+
+    def _end_update(self, num_tensors: int, start: float) -> UpdateReport:
         self._are_incomplete = False
         self._asleep.pop(WEIGHTS, None)
         self._release()
         num_captured, seconds = self._capture_again()
-        report = UpdateReport(len(names), time.perf_counter() - start, num_captured, seconds)
-        log.info("%d tensors updated in %.2f s, of which %d captured steps took %.2f s", len(names), report.seconds,
+        self._parts.background.forget_model()
+        report = UpdateReport(num_tensors, time.perf_counter() - start, num_captured, seconds)
+        log.info("%d tensors updated in %.2f s, of which %d captured steps took %.2f s", num_tensors, report.seconds,
                  num_captured, seconds)
         return report
 
@@ -230,13 +306,15 @@ class Residence:
         fill_target(self._parts.model, self._config, self._source, None)
         self._read_drafter(())
         self._prepare()
-        self._are_incomplete = False
+        self._are_incomplete = self._are_unread = False
 
     def _read_drafter(self, given: Iterable[str]) -> None:
         """Fill the dropped weights of the drafter from one that is made anew, except for those that were given."""
         speculative, parts = self._config.speculative, self._parts
         if parts.drafter is None or speculative is None or not self._makes_drafter:
             return
+        if not any(module.weights().keys() - set(given) for module in self._modules()):
+            return  # an update had them all
         build = replace(draft_build(self._config, parts.model, parts.limits), rounds_output=False)
         fresh = drafters.make_drafter(speculative, build)
         assert fresh is not None

@@ -1,14 +1,15 @@
-"""WeightUpdate: tensors with the names of a checkpoint that replace weights of a loaded model.
+"""Tensors with the names of a checkpoint that replace weights of a loaded model.
 
-The tensors are looked at twice: once to find what does not fit, before anything is changed, and once to copy them.
-Prediction modules (MTP) have their tensors in the target's checkpoint and are updated with it; other drafters have
-files of their own. Weights that stay in the bits of their files are replaced by files of the same form.
+A `WeightUpdate` has all tensors at once. It looks at them twice: once to find what does not fit, before anything is
+changed, and once to copy them. A `WeightStream` gets them one at a time and copies each as it comes. Prediction modules
+(MTP) have their tensors in the target's checkpoint and are updated with it; other drafters have files of their own.
+Weights that stay in the bits of their files are replaced by files of the same form.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,72 +29,29 @@ from outrider.runner.commands import NamedArray, UpdateWeights
 PIECE = 1 << 24  # numbers that are checked together: the device may be full
 
 
-class WeightUpdate:
-    def __init__(self, model: Model, modules: Sequence[LayeredModule], given: UpdateWeights,
-                 stored: Mapping[str, Any]) -> None:
-        """modules: those of the drafters. stored: the `quantization_config` of the model's files, empty for none."""
-        self._model, self._given = model, given
-        self._path = None if given.path is None else Path(given.path)
-        self._is_gguf = self._path is not None and self._path.suffix == ".gguf"
-        section = {} if self._path is None or self._is_gguf else _quantization_of(self._path, stored)
-        self._quantization: Quantization | None = read_quantization(section) if section else None
-        # Bits of another kind than the weight's come as numbers, so those of a GGUF file always fit.
-        self._has_form_of_model = self._is_gguf or (bool(section) and section == stored)
+class UpdatedWeights:
+    """The weights of a model, and of its prediction modules, that an update may replace."""
+
+    def __init__(self, model: Model, modules: Sequence[LayeredModule]) -> None:
+        """modules: those of the drafters."""
+        self._model = model
         self._heads = [module for module in modules if isinstance(module, MTPHead)]
-        self._slots: dict[str, WeightSlot] = dict(model.weights())
+        self.slots: dict[str, WeightSlot] = dict(model.weights())
         for head in self._heads:
-            self._slots |= head.weights()
+            self.slots |= head.weights()
 
-    def check(self, *, is_whole: bool) -> list[str]:
-        """The names of the weights that the update replaces. Raises WeightError, with nothing changed, if a tensor has
-        an unknown name, another shape than its weight or values that are not finite, or if the weight stays in the bits
-        of its file; with `is_whole` also if the update lacks a weight of the model."""
-        names: dict[str, None] = {}
-        unknown: list[str] = []
-        for name, tensor in self._tensors():
-            if name in names:
-                raise WeightError(f"tensor {name} came twice")
-            if name in self._slots:
-                self._check(name, tensor)
-                names[name] = None
-            elif not self._ignores(name):
-                unknown.append(name)
-        if unknown:
-            raise WeightError(f"the model has no weights of these names: {some_names(unknown)}")
-        if is_whole and (missing := self._model.weights().keys() - names.keys()):
-            raise WeightError("the model's weights were dropped (sleep level 2), or an update that failed has changed "
-                              f"some of them, and this update lacks {some_names(missing)}: give all weights; where "
-                              "they were dropped, wake_up(tags=['weights']) reads them first")
-        if not names:
-            raise WeightError("the update has no tensor that the model uses: give pairs of a name of the checkpoint "
-                              "and a tensor, or a folder with safetensors files")
-        return list(names)
-
-    def store(self) -> None:
-        for name, tensor in self._tensors():
-            if name in self._slots:
-                slot = self._slots[name]
-                slot.store(tensor.to(slot.target.dtype))  # converted on the host: the device may be full
-
-    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        named = map(lambda item: (self._model.slot_name(item[0]), item[1]), self._read())
-        for name, tensor in one_by_one(named, self._slots, Counter()):
+    def in_slots(self, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors of an update, each under the name of its slot if there is one."""
+        named = ((self._model.slot_name(name), tensor) for name, tensor in tensors)
+        for name, tensor in one_by_one(named, self.slots, Counter()):
             assert isinstance(tensor, torch.Tensor)
             yield name, tensor
 
-    def _read(self) -> Iterator[tuple[str, Stored]]:
-        if self._path is None:
-            return ((array.name, _tensor(array)) for array in self._given.arrays)
-        if self._is_gguf:
-            return gguf_source(self._path).read()
-        from outrider.models.sources.safetensors_files import safetensors_tensors
-
-        return safetensors_tensors(self._path, self._quantization)
-
-    def _check(self, name: str, tensor: torch.Tensor) -> None:
-        slot = self._slots[name]
+    def check(self, name: str, tensor: torch.Tensor, *, has_form_of_model: bool) -> None:
+        """Refuse a tensor that its slot cannot hold. has_form_of_model: bits come in the form of the model's files."""
+        slot = self.slots[name]
         if slot.kind is not None and slot.quantize is None:
-            if not self._has_form_of_model or tensor.dtype != slot.target.dtype:
+            if not has_form_of_model or tensor.dtype != slot.target.dtype:
                 raise WeightError(f"tensor {name} would replace a weight that stays in the bits of its file "
                                   f"({slot.kind}): start the engine with keep_quantized=False, or give files of the "
                                   f"same form (a folder with the model's {KEY}, or a GGUF file of the same kinds)")
@@ -104,8 +62,105 @@ class WeightUpdate:
         for piece in tensor.reshape(-1).split(PIECE):
             check_finite(name, piece.to(slot.target.device, slot.target.dtype))
 
-    def _ignores(self, name: str) -> bool:
+    def store(self, name: str, tensor: torch.Tensor) -> None:
+        slot = self.slots[name]
+        slot.store(tensor.to(slot.target.dtype))  # converted where it is: the device may be full
+
+    def ignores(self, name: str) -> bool:
         return self._model.ignores(name) or any(name in head.description.names.shared for head in self._heads)
+
+    def missing(self, names: Collection[str]) -> Collection[str]:
+        """The model's weights that are not among the names."""
+        return self._model.weights().keys() - set(names)
+
+
+class WeightUpdate:
+    def __init__(self, model: Model, modules: Sequence[LayeredModule], given: UpdateWeights,
+                 stored: Mapping[str, Any]) -> None:
+        """modules: those of the drafters. stored: the `quantization_config` of the model's files, empty for none."""
+        self._weights, self._given = UpdatedWeights(model, modules), given
+        self._path = None if given.path is None else Path(given.path)
+        self._is_gguf = self._path is not None and self._path.suffix == ".gguf"
+        section = {} if self._path is None or self._is_gguf else _quantization_of(self._path, stored)
+        self._quantization: Quantization | None = read_quantization(section) if section else None
+        # Bits of another kind than the weight's come as numbers, so those of a GGUF file always fit.
+        self._has_form_of_model = self._is_gguf or (bool(section) and section == stored)
+
+    def check(self) -> list[str]:
+        """The names of the weights that the update replaces. Raises WeightError, with nothing changed, if a tensor has
+        an unknown name, another shape than its weight or values that are not finite, or if the weight stays in the bits
+        of its file."""
+        names: dict[str, None] = {}
+        unknown: list[str] = []
+        for name, tensor in self._tensors():
+            if name in names:
+                raise WeightError(f"tensor {name} came twice")
+            if name in self._weights.slots:
+                self._weights.check(name, tensor, has_form_of_model=self._has_form_of_model)
+                names[name] = None
+            elif not self._weights.ignores(name):
+                unknown.append(name)
+        if unknown:
+            raise WeightError(f"the model has no weights of these names: {some_names(unknown)}")
+        if not names:
+            raise WeightError("the update has no tensor that the model uses: give pairs of a name of the checkpoint "
+                              "and a tensor, or a folder with safetensors files")
+        return list(names)
+
+    def is_whole(self, names: Collection[str]) -> bool:
+        return not self._weights.missing(names)
+
+    def check_whole(self, names: Collection[str]) -> None:
+        """Raise WeightError if the names of the update lack a weight of the model."""
+        if missing := self._weights.missing(names):
+            raise WeightError("the model's weights were dropped (sleep level 2), or an update that failed has changed "
+                              f"some of them, and this update lacks {some_names(missing)}: give all weights; where "
+                              "they were dropped, wake_up(tags=['weights']) reads them first")
+
+    def store(self) -> None:
+        for name, tensor in self._tensors():
+            if name in self._weights.slots:
+                self._weights.store(name, tensor)
+
+    def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        return self._weights.in_slots(self._read())
+
+    def _read(self) -> Iterator[tuple[str, Stored]]:
+        if self._path is None:
+            return ((array.name, as_tensor(array)) for array in self._given.arrays)
+        if self._is_gguf:
+            return gguf_source(self._path).read()
+        from outrider.models.sources.safetensors_files import safetensors_tensors
+
+        return safetensors_tensors(self._path, self._quantization)
+
+
+class WeightStream:
+    """An update whose tensors come one at a time. Each is checked, and copied into its place, when it comes."""
+
+    def __init__(self, model: Model, modules: Sequence[LayeredModule]) -> None:
+        self._weights = UpdatedWeights(model, modules)
+        self.came: dict[str, None] = {}  # names of the weights that were replaced
+        self.seconds = 0.0  # that the copies took
+
+    def take(self, name: str, tensor: torch.Tensor, before_first: Callable[[], None]) -> None:
+        """Copy a tensor into its place, or raise WeightError if there is none for it. `before_first` is called before
+        the first weight changes."""
+        for slot, part in self._weights.in_slots([(name, tensor)]):
+            if slot in self.came:
+                raise WeightError(f"tensor {name} came twice in one update: reset_prefix_cache() or "
+                                  "finish_weight_update() ends an update")
+            if slot in self._weights.slots:
+                self._weights.check(slot, part, has_form_of_model=False)
+                if not self.came:
+                    before_first()
+                self.came[slot] = None  # before the copy, which may fail half-way
+                self._weights.store(slot, part)
+            elif not self._weights.ignores(slot):
+                raise WeightError(f"the model has no weight of this name: {name}")
+
+    def missing(self) -> Collection[str]:
+        return self._weights.missing(self.came)
 
 
 def _quantization_of(path: Path, stored: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -113,7 +168,8 @@ def _quantization_of(path: Path, stored: Mapping[str, Any]) -> Mapping[str, Any]
     return quantization_section(read_config(path)) if (path / "config.json").is_file() else stored
 
 
-def _tensor(array: NamedArray) -> torch.Tensor:
+def as_tensor(array: NamedArray) -> torch.Tensor:
+    """The tensor of an array, over the same memory."""
     dtype = getattr(torch, array.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightError(f"tensor {array.name} has dtype {array.dtype}, which torch does not know")

@@ -1,0 +1,32 @@
+"""The objects between an engine of vLLM and its model, through which trainers load weights. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from outrider.compat.missing_modules import WORKER
+
+Weights = Mapping[str, Any] | Iterable[tuple[str, Any]]
+
+
+class VllmPlace:
+    """An object of vLLM of which only some attributes exist here."""
+
+    def __init__(self, path: str, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+        self._path = path
+
+    if not TYPE_CHECKING:  # a checker knows which attributes there are
+
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            raise AttributeError(f"{self._path}.{name} is not supported: {WORKER}")
+
+
+def executor_around(load_weights: Callable[[Weights], None]) -> VllmPlace:
+    """An executor whose `driver_worker.model_runner.model.load_weights` calls the function."""
+    model = VllmPlace("model", load_weights=load_weights)
+    runner = VllmPlace("model_runner", model=model)
+    return VllmPlace("model_executor", driver_worker=VllmPlace("driver_worker", model_runner=runner))

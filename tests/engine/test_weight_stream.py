@@ -1,0 +1,238 @@
+"""Weights that come one by one: each is copied when it comes, and no token comes from a mixture of two updates."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from outrider import LLM
+from outrider.compat.engine_args import config_for
+from outrider.engine.start import start_engine
+from outrider.models.sources.model_source import WeightError
+from outrider.runner.commands import WeightsIncomplete
+from tests.engine.harness import greedy, with_other_weights
+from tests.engine.test_update_weights import FOLDERS, LONG, NAME, PROMPTS, SETTINGS, generated, llama
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path]:
+    folder = llama(tmp_path)
+    return folder, with_other_weights(folder, tmp_path / "other")
+
+
+def tensors_of(folder: Path) -> Tensors:
+    return load_file(folder / "model.safetensors")
+
+
+def answers(folder: Path, **settings: Any) -> Any:
+    with LLM(str(folder), **SETTINGS | settings) as llm:
+        return generated(llm)
+
+
+def stream(llm: LLM, tensors: Tensors) -> None:
+    """As a trainer does it that shares the engine's process."""
+    for name, tensor in tensors.items():
+        llm.llm_engine.model_executor.driver_worker.model_runner.model.load_weights([(name, tensor)])
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] if case in LONG else [])
+                                  for case in FOLDERS])
+def test_tokens_and_drafts_are_those_of_an_engine_started_with_the_weights(case: str, tmp_path: Path) -> None:
+    folder, drafts = FOLDERS[case](tmp_path)
+    other = with_other_weights(folder, tmp_path / "other")
+    theirs = answers(other, speculative_config=drafts)
+    with LLM(str(folder), **SETTINGS | {"speculative_config": drafts}) as llm:
+        ours = generated(llm)
+        stream(llm, tensors_of(other))
+        llm.reset_prefix_cache()
+        assert generated(llm) == theirs != ours
+        stream(llm, tensors_of(folder))
+        assert generated(llm) == ours, "a request ends the update, too"
+        (folder / "model.safetensors").rename(folder / "elsewhere")
+        for _ in range(2):
+            llm.sleep(level=2)
+            llm.wake_up(tags=["weights"])
+            stream(llm, tensors_of(other))
+            llm.reset_prefix_cache()
+            llm.wake_up(tags=["kv_cache"])
+            assert generated(llm)[0] == theirs[0], "no file was read but a drafter's own"
+        llm.sleep(level=2)
+        stream(llm, tensors_of(other))
+        llm.wake_up()
+        assert generated(llm)[0] == theirs[0], "weights came while the engine slept"
+
+
+def test_some_weights_of_a_model_that_is_whole_in_any_type(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    tensors = tensors_of(folders[0])
+    changed = (tensors[NAME] * 1.5).bfloat16()
+    other = shutil.copytree(folders[0], tmp_path / "changed")
+    save_file(tensors | {NAME: changed.float()}, other / "model.safetensors")
+    theirs = answers(other)
+    with LLM(str(folders[0]), **SETTINGS) as llm:
+        ours = generated(llm)
+        for given, expected in [(changed, theirs), (tensors[NAME].double(), ours), (changed.float().numpy(), theirs),
+                                (np.asfortranarray(tensors[NAME].numpy()), ours)]:
+            llm.load_weights([(NAME, given)])
+            assert generated(llm) == expected
+
+
+def test_a_tensor_is_copied_when_it_comes(folders: tuple[Path, Path]) -> None:
+    tensors = tensors_of(folders[1])
+
+    def reused() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in tensors.items():
+            buffer = tensor.clone()
+            yield name, buffer
+            buffer.fill_(torch.nan)
+
+    theirs = answers(folders[1])
+    with LLM(str(folders[0]), **SETTINGS) as llm:
+        llm.load_weights(reused())
+        assert generated(llm) == theirs
+
+
+def test_a_worker_in_a_process_gets_weights(folders: tuple[Path, Path]) -> None:
+    theirs = answers(folders[1])
+    config = config_for("LLM", str(folders[0]), SETTINGS)
+    with LLM.around(start_engine(config, in_process=True)) as llm:
+        llm.load_weights(tensors_of(folders[1]))
+        assert generated(llm) == theirs
+        with pytest.raises(WeightError, match="no weight of this name: model.extra"):
+            llm.load_weights([("model.extra", torch.ones(2))])
+        assert generated(llm) == theirs
+
+
+def bad(tensors: Tensors) -> dict[str, tuple[Any, str]]:
+    broken = tensors[NAME].clone()
+    broken[3, 4] = torch.nan
+    return {
+        "name": (("model.extra", tensors[NAME]), "no weight of this name: model.extra"),
+        "shape": ((NAME, tensors[NAME][1:]), r"has shape \[31, 64\], the model needs \[32, 64\]"),
+        "number": ((NAME, broken), "holds NaN or Inf"),
+        "integers": ((NAME, tensors[NAME].int()), "needs a float type"),
+        "twice": (("model.norm.weight", tensors["model.norm.weight"]), "model.norm.weight came twice in one update"),
+    }
+
+
+def test_a_first_tensor_that_does_not_fit_changes_nothing(folders: tuple[Path, Path]) -> None:
+    tensors = tensors_of(folders[0])
+    with LLM(str(folders[0]), **SETTINGS) as llm:
+        ours = generated(llm)
+        for why, (pair, message) in bad(tensors).items():
+            if why != "twice":
+                with pytest.raises(WeightError, match=message):
+                    llm.load_weights([pair])
+                assert generated(llm) == ours
+        for weights, message in [([NAME], "must be pairs"), (3, "give pairs"), ("folder", "give pairs"),
+                                 ([(NAME, [1.0])], "must be a tensor")]:
+            with pytest.raises(ValueError, match=message):
+                llm.load_weights(weights)  # type: ignore[arg-type]
+        assert generated(llm) == ours
+
+
+@pytest.mark.parametrize("why", ["name", "shape", "number", "integers", "twice"])
+def test_a_later_one_that_does_not_fit_serves_nothing_until_a_whole_update(folders: tuple[Path, Path],
+                                                                           why: str) -> None:
+    folder, other = folders
+    theirs, tensors = answers(other), tensors_of(other)
+    pair, message = bad(tensors)[why]
+    with LLM(str(folder), **SETTINGS) as llm:
+        running = llm.stream(list(PROMPTS[0]), greedy(4))
+        next(running)
+        llm.load_weights({"model.norm.weight": tensors["model.norm.weight"]})
+        with pytest.raises(WeightsIncomplete, match="ended after 1 tensors.*" + message):
+            llm.load_weights([pair])
+        for _ in range(2):
+            with pytest.raises(WeightsIncomplete, match="until an update with all weights"):
+                llm.generate([list(PROMPTS[0])], greedy(4))
+        assert llm.engine.has_requests and not llm.engine._submit(), "the one that ran waits"
+        llm.load_weights({NAME: tensors[NAME]})
+        with pytest.raises(WeightsIncomplete, match="it lacks lm_head.weight, model.embed_tokens.weight"):
+            llm.reset_prefix_cache()
+        with pytest.raises(WeightsIncomplete, match="it lacks"):
+            generated(llm)
+        llm.load_weights(tensors)
+        assert "reset_prefix_cache() ends it" in llm.engine.pause.reason
+        llm.reset_prefix_cache()
+        *_, last = running
+        assert last.finished and generated(llm) == theirs
+
+
+def test_an_update_with_a_start_needs_all_weights_and_its_end(folders: tuple[Path, Path]) -> None:
+    folder, other = folders
+    theirs, tensors = answers(other), tensors_of(other)
+    with LLM(str(folder), **SETTINGS) as llm:
+        ours = generated(llm)
+        with pytest.raises(ValueError, match="start_weight_update"):
+            llm.finish_weight_update()
+        llm.start_weight_update()
+        with pytest.raises(ValueError, match="has begun already"):
+            llm.start_weight_update()
+        with pytest.raises(ValueError, match="give its weights to load_weights"):
+            llm.update_weights(tensors)
+        with pytest.raises(WeightsIncomplete, match=r"has begun: finish_weight_update\(\) ends it"):
+            generated(llm)
+        with pytest.raises(WeightError, match="no tensor that the model uses"):
+            llm.finish_weight_update()
+        assert generated(llm) == ours, "nothing came"
+        llm.start_weight_update()
+        llm.load_weights({NAME: tensors[NAME]})
+        llm.reset_prefix_cache()  # which ends no update that was started by name
+        with pytest.raises(WeightsIncomplete, match="it lacks lm_head.weight"):
+            llm.finish_weight_update()
+        with pytest.raises(WeightsIncomplete, match="it lacks lm_head.weight"):
+            generated(llm)
+        llm.start_weight_update()
+        llm.load_weights(tensors)
+        assert llm.finish_weight_update().num_tensors == len(tensors)
+        assert generated(llm) == theirs
+
+
+def test_a_whole_update_at_once_mends_one_that_was_cut_off(folders: tuple[Path, Path]) -> None:
+    folder, other = folders
+    theirs, tensors = answers(other), tensors_of(other)
+    with LLM(str(folder), **SETTINGS) as llm:
+        ours = generated(llm)
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        llm.load_weights({NAME: tensors[NAME]})
+        with pytest.raises(WeightsIncomplete, match="it lacks"):
+            llm.wake_up(tags=["kv_cache"])
+        llm.wake_up(tags=["kv_cache"])
+        with pytest.raises(WeightsIncomplete, match="it lacks"):
+            generated(llm)  # the files are not read: they are older than what the trainer has
+        with pytest.raises(WeightError, match="this update lacks"):
+            llm.update_weights({NAME: tensors[NAME]})
+        llm.update_weights(tensors)
+        assert generated(llm) == theirs
+        llm.start_weight_update()
+        llm.load_weights({NAME: tensors[NAME]})
+        llm.sleep(level=1)
+        with pytest.raises(WeightsIncomplete, match="when the engine went to sleep"):
+            generated(llm)
+        llm.wake_up()
+        assert generated(llm) == ours, "or they are read from the files"
+
+
+def test_dropped_weights_are_read_with_the_cache_if_none_follow(folders: tuple[Path, Path]) -> None:
+    tensors = tensors_of(folders[1])
+    with LLM(str(folders[0]), **SETTINGS) as llm:
+        ours = generated(llm)
+        for tags in (["weights"], ["kv_cache"]), (["kv_cache"], ["weights"]):
+            llm.sleep(level=2)
+            reports = [llm.wake_up(tags=own) for own in tags]
+            assert [own.were_weights_read for own in reports] == [False, True] and generated(llm) == ours
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        llm.update_weights({NAME: tensors[NAME]})
+        llm.wake_up()
+        assert generated(llm) != ours, "one weight alone, over those of the files"
