@@ -46,7 +46,7 @@ class FakeEngine:
     def __init__(self) -> None:
         self.stats = EngineStats()
         self.limits = SimpleNamespace(max_requests=1024, max_len=1 << 20, vocab_size=1000)
-        self.tokenizer = None
+        self.model = SimpleNamespace(name="fake", limits=self.limits, tokenizer=None)
         self.checks = SimpleNamespace(grammars=None, check_all=self._check_all)
         self.runner = SimpleNamespace(close=lambda: None)
         self._live: dict[str, list[Any]] = {}  # key, tokens that are left

@@ -12,15 +12,11 @@ import pytest
 
 from outrider.async_llm import AsyncLLM
 from tests.browser.webdriver import Browser, browser
-from tests.server.rig import Served, serving, tiny_engine
+from tests.server.rig import Served, served_fixture, serving, tiny_engine
 
 pytestmark = pytest.mark.skipif("OUTRIDER_BROWSER" not in os.environ, reason="needs a browser: make test-browser")
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as served:
-        yield served
+served = served_fixture()
 
 
 @pytest.fixture

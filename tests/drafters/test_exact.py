@@ -16,7 +16,7 @@ import torch
 from outrider.core.params import SamplingParams
 from tests.covering import grid
 from tests.drafters.checkpoints import make_drafter
-from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
+from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_alone, tokens_of
 from tests.engine.test_no_host_reads import guard_steps, quiet_rig
 
 SHARED = prompt_of(0, 32)
@@ -35,8 +35,7 @@ KINDS = ("eagle", "eagle3", "eagle3_speculators", "mtp")
 
 @cache
 def expected(family: str) -> list[list[list[int]]]:
-    with Rig(tiny_model(family), max_num_seqs=1, enable_prefix_caching=False, overlap=False) as rig:
-        return tokens_of(rig.run_one_by_one(ASKS))
+    return tokens_alone(tiny_model(family), ASKS)
 
 
 # Every two of these meet in a quick cell.

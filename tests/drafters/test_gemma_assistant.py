@@ -38,7 +38,7 @@ from tests.drafters.trained import (
     trained_target,
 )
 from tests.engine.captured import AsCaptured
-from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
+from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_alone, tokens_of
 from tests.engine.test_no_host_reads import PlansMayRead, guard_steps
 from tests.models.gemma4 import TARGETS, Candidates, save_assistant, save_target
 from tests.models.oracle import load
@@ -290,8 +290,7 @@ WAVES = two_waves()
 @functools.cache
 def plain_tokens() -> list[list[list[int]]]:
     """Each request alone, in one chunk, without drafts and with everything switched off."""
-    with Rig(trained_target(), max_num_seqs=1, enable_prefix_caching=False, overlap=False) as rig:
-        return tokens_of(rig.run_one_by_one([ask for asks in WAVES for ask in asks]))
+    return tokens_alone(trained_target(), [ask for asks in WAVES for ask in asks])
 
 
 @pytest.mark.parametrize("cell", CELLS)

@@ -31,7 +31,7 @@ from tests.drafters.hybrid_rig import (
     hybrid_of,
     script_with_errors,
 )
-from tests.engine.harness import SETTINGS, Ask, Rig, greedy, prompt_of, tokens_of
+from tests.engine.harness import SETTINGS, Ask, Rig, greedy, prompt_of, tokens_alone, tokens_of
 from tests.models import oracle
 
 K = 3
@@ -58,9 +58,7 @@ SMALL = [Ask([*SHARED[: 16 * (i % 3)], *prompt_of(20 + i, 1 + 5 * i, VOCAB)],
 
 @functools.cache
 def expected(family: str, is_small: bool = False) -> list[list[list[int]]]:
-    """Each request alone, in one chunk, with everything switched off."""
-    with Rig(hybrid_of(family), max_num_seqs=1, enable_prefix_caching=False, overlap=False) as rig:
-        return tokens_of(rig.run_one_by_one(SMALL if is_small else ASKS))
+    return tokens_alone(hybrid_of(family), SMALL if is_small else ASKS)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from tests.covering import grid
 from tests.drafters.hybrid_rig import DRAFTERS, VOCAB, drafter_of, script_with_errors
 from tests.drafters.latent_rig import FAMILIES, TOP_K, latent_of
 from tests.engine.captured import AsCaptured
-from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_of
+from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_alone, tokens_of
 from tests.models.paged import PagedModel, Piece
 
 K = 3
@@ -43,9 +43,7 @@ ASKS = [
 
 @functools.cache
 def expected(family: str) -> list[list[list[int]]]:
-    """Each request alone, in one chunk, with everything switched off."""
-    with Rig(latent_of(family), max_num_seqs=1, enable_prefix_caching=False, overlap=False) as rig:
-        return tokens_of(rig.run_one_by_one(ASKS))
+    return tokens_alone(latent_of(family), ASKS)
 
 
 class Cell(NamedTuple):

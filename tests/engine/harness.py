@@ -262,6 +262,12 @@ def tokens_of(outputs: Sequence[RequestOutput]) -> list[list[list[int]]]:
     return [[sample.token_ids for sample in output.outputs] for output in outputs]
 
 
+def tokens_alone(model: Model, asks: Sequence[Ask]) -> list[list[list[int]]]:
+    """The tokens of requests that run one by one, each prompt in one chunk, without prefix hits, overlap or drafts."""
+    with Rig(model, max_num_seqs=1, enable_prefix_caching=False, overlap=False) as rig:
+        return tokens_of(rig.run_one_by_one(asks))
+
+
 def prompt_of(seed: int, count: int, vocab: int = VOCAB) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, vocab, (count,), generator=generator).tolist()

@@ -14,7 +14,7 @@ import pytest
 
 from outrider.core.params import SamplingParams
 from tests.covering import grid
-from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
+from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, tiny_model, tokens_alone, tokens_of
 from tests.models import oracle
 
 SHARED = prompt_of(0, 32)
@@ -60,9 +60,7 @@ CELLS = grid(list(itertools.product(CONFIGS, CHUNKS, *[(False, True)] * 5)), str
 
 @functools.cache
 def expected(family: str) -> list[list[list[int]]]:
-    """Each request alone, in one chunk, with everything switched off."""
-    with Rig(tiny_model(family), max_num_seqs=1, enable_prefix_caching=False, overlap=False) as rig:
-        return tokens_of(rig.run_one_by_one(ASKS))
+    return tokens_alone(tiny_model(family), ASKS)
 
 
 @pytest.mark.parametrize("family", CONFIGS)

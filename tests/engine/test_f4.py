@@ -24,7 +24,7 @@ from outrider.drafters.base import Drafter
 from outrider.runner.worker import Worker
 from tests.covering import grid, num_examples
 from tests.drafters.scripted_drafter import ScriptedDrafter
-from tests.engine.harness import SETTINGS, Ask, Rig, greedy, prompt_of, tokens_of
+from tests.engine.harness import SETTINGS, Ask, Rig, greedy, prompt_of, tokens_alone, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS, StateRig, hybrid
 from tests.engine.runners import PicklingRunner
 from tests.engine.test_no_host_reads import PlansMayRead, guard_steps
@@ -51,9 +51,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @functools.cache
 def expected(family: str) -> list[list[list[int]]]:
-    """Each request alone, in one chunk, with everything switched off."""
-    with Rig(hybrid(family), max_num_seqs=1, enable_prefix_caching=False, overlap=False) as rig:
-        return tokens_of(rig.run_one_by_one(ASKS))
+    return tokens_alone(hybrid(family), ASKS)
 
 
 class Cell(NamedTuple):
@@ -188,8 +186,7 @@ SMALL = [Ask([*SHARED[: 16 * (i % 3)], *prompt_of(20 + i, 1 + 5 * i)],
 
 @functools.cache
 def small_expected(family: str) -> list[list[list[int]]]:
-    with Rig(hybrid(family), max_num_seqs=1, enable_prefix_caching=False, overlap=False) as rig:
-        return tokens_of(rig.run_one_by_one(SMALL))
+    return tokens_alone(hybrid(family), SMALL)
 
 
 class Life(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 
 from outrider.core.params import SamplingParams
 from outrider.models.base import Model
-from tests.engine.harness import SETTINGS, Ask, Rig, greedy, prompt_of, random_model, tokens_of
+from tests.engine.harness import SETTINGS, Ask, greedy, prompt_of, random_model, tokens_alone, tokens_of
 from tests.engine.recurrent_rig import ALONE, StateRig
 from tests.models import oracle
 from tests.ranks.families import make_model
@@ -39,9 +39,7 @@ def model_of(family: str) -> Model:
 
 @functools.cache
 def expected(family: str) -> list[list[list[int]]]:
-    """Each request alone, in one chunk, with everything switched off."""
-    with Rig(model_of(family), max_num_seqs=1, enable_prefix_caching=False, overlap=False) as rig:
-        return tokens_of(rig.run_one_by_one(ASKS))
+    return tokens_alone(model_of(family), ASKS)
 
 
 @pytest.mark.parametrize("overlap", [False, pytest.param(True, marks=pytest.mark.long)], ids=["", "overlap"])

@@ -35,7 +35,7 @@ from outrider.models.bridge.model import BridgedModel
 from outrider.models.config import ConfigError
 from outrider.models.registry import build_model
 from tests.drafters.checkpoints import make_drafter
-from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
+from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_alone, tokens_of
 from tests.engine.test_no_host_reads import MODES, PlansMayRead, guard_steps
 from tests.models import quantized_files as files
 from tests.models.bridged import BRIDGED, FORCED, hf_config_of, make_bridged, model_class_of
@@ -300,8 +300,7 @@ ASKS = [
 
 @functools.cache
 def expected_tokens() -> list[list[list[int]]]:
-    with Rig(starcoder(), max_num_seqs=1, enable_prefix_caching=False, overlap=False) as rig:
-        return tokens_of(rig.run_one_by_one(ASKS))
+    return tokens_alone(starcoder(), ASKS)
 
 
 @pytest.mark.parametrize("kind", ["eagle3", *(pytest.param(kind, marks=pytest.mark.long)

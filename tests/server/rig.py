@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import openai
+import pytest
 import torch
 import uvicorn
 
@@ -106,3 +107,15 @@ def serving(start: Callable[[], AsyncLLM] | None = None, **settings: Any) -> Ite
         yield served
     finally:
         served.close()
+
+
+def served_fixture(start: Callable[[], AsyncLLM] | None = None, **settings: Any) -> Any:
+    """The fixture `served` of a module: one server for its tests, which must leave no request and no page behind."""
+
+    @pytest.fixture(scope="module")
+    def served() -> Iterator[Served]:
+        with serving(start, **settings) as served:
+            yield served
+            served.assert_idle()
+
+    return served

@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from outrider.server import admin
-from tests.server.rig import MODEL, Served, serving
+from tests.server.rig import MODEL, Served, served_fixture, serving
 
 KEY = {"Authorization": "Bearer first"}
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(admin=True, stall_timeout=0.2, request_timeout=30) as served:
-        yield served
-        served.assert_idle()
+served = served_fixture(admin=True, stall_timeout=0.2, request_timeout=30)
 
 
 def is_sleeping(served: Served) -> bool:

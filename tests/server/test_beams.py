@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from outrider import LLM, BeamSearchParams
 from outrider.async_llm import AsyncLLM
-from tests.server.rig import Served, serving, tiny_engine
+from tests.server.rig import Served, served_fixture, tiny_engine
 
 ROUTES: list[tuple[str, dict[str, Any], str]] = [
     ("/v1/completions", {"prompt": "ab"}, "ab"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]}, "[user]hi[assistant]")]
 EOS = 101
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(lambda: AsyncLLM.around(tiny_engine(max_logprobs=12, eos_ids=(EOS,)).engine)) as served:
-        yield served
-        served.assert_idle()
+served = served_fixture(lambda: AsyncLLM.around(tiny_engine(max_logprobs=12, eos_ids=(EOS,)).engine))
 
 
 def text_of(choice: dict[str, Any]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,13 +10,9 @@ from bench import server_front
 from outrider.benchmarks.server_load import Measured, percentile, summary
 from outrider.cli import main
 from outrider.commands.http_stream import Address
-from tests.server.rig import Served, serving
+from tests.server.rig import Served, served_fixture
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(api_key=("key",), max_num_queued_reqs=1000) as served:
-        yield served
+served = served_fixture(api_key=("key",), max_num_queued_reqs=1000)
 
 
 def bench(served: Served, capsys: pytest.CaptureFixture[str], *flags: str) -> dict[str, float]:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
-import pytest
 
-from tests.server.rig import MODEL, Served, serving
+from tests.server.rig import MODEL, Served, served_fixture
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(pooling="mean", max_prompts=4) as served:
-        yield served
-        served.assert_idle()
+served = served_fixture(pooling="mean", max_prompts=4)
 
 
 def test_openais_client_reads_both_encodings(served: Served) -> None:

@@ -6,17 +6,15 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from outrider.server.messages import MessagesRequest
 from outrider.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.server.responses import ResponsesRequest
-from tests.server.rig import PATIENCE, Served, serving
+from tests.server.rig import PATIENCE, Served, served_fixture
 
 ROUTES: dict[str, Any] = {
     "/v1/completions": CompletionRequest, "/v1/chat/completions": ChatRequest, "/v1/responses": ResponsesRequest,
@@ -28,11 +26,7 @@ SCALARS = st.none() | st.booleans() | st.integers(-2**70, 2**70) | st.floats() |
 VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(max_size=5), v, max_size=3),
                       max_leaves=6)
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(max_num_queued_reqs=40) as served:
-        yield served
+served = served_fixture(max_num_queued_reqs=40)
 
 
 @settings(max_examples=60)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -11,17 +10,12 @@ import pytest
 
 from outrider.engine.text import Tokenizer
 from outrider.server.settings import ServerConfig
-from tests.server.rig import MODEL, Served, serving
+from tests.server.rig import MODEL, Served, served_fixture, serving
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 ROUTES = [("/v1/completions", {"prompt": "Hello"}), ("/v1/chat/completions", CHAT)]
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as served:
-        yield served
-        served.assert_idle()
+served = served_fixture()
 
 
 def chunks(served: Served, path: str, **body: Any) -> list[dict[str, Any]]:

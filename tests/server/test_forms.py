@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
@@ -24,7 +23,7 @@ from outrider.server.forms import chat_form, forced_calls, with_allowed_tools
 from outrider.server.protocol import ChatRequest
 from outrider.server.service import Service
 from tests.counted import count_calls
-from tests.server.rig import MODEL, PATIENCE, Served, chat_tokenizer, serving, tiny_engine
+from tests.server.rig import MODEL, PATIENCE, Served, chat_tokenizer, served_fixture, serving, tiny_engine
 
 jsonschema = pytest.importorskip("jsonschema")
 pytest.importorskip("llguidance")
@@ -41,17 +40,8 @@ TOOLS: list[Any] = [{"type": "function", "function": {"name": name, "parameters"
 def start() -> AsyncLLM:
     return AsyncLLM.around(tiny_engine(eos_ids=(2,), max_model_len=256).engine)
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(start) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def parsed() -> Iterator[Served]:
-    with serving(start, tool_call_parser="hermes", reasoning_parser="qwen3") as served:
-        yield served
+served = served_fixture(start)
+parsed = served_fixture(start, tool_call_parser="hermes", reasoning_parser="qwen3")
 
 
 def test_grammars_that_take_long_delay_no_other_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 
 import pytest
 
@@ -11,7 +10,7 @@ from outrider.commands.serve_replicas import behind_front
 from outrider.replicas.replica import Replica
 from outrider.server.host_names import HostNames
 from outrider.server.settings import ServerConfig
-from tests.server.rig import MODEL, Served, serving
+from tests.server.rig import MODEL, Served, served_fixture
 
 EVIL = {"host": "page.example", "origin": "http://page.example"}
 LOCAL = ["localhost", "localhost:8000", "LOCALHOST.:8000", "a.localhost", "127.0.0.1:8000", "[::1]:8000", "[::1]",
@@ -21,11 +20,7 @@ FOREIGN = ["page.example", "page.example:8000", "localhost.page.example", "127.0
            "[::1].page.example", "page.example.", "xlocalhost.org", "127.0.0.1@page.example", "local.example",
            "1.2.3.4.5", "\xe9.example"]
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(admin=True) as served:
-        yield served
+served = served_fixture(admin=True)
 
 
 def names_of(**settings: object) -> HostNames:

@@ -8,7 +8,7 @@ import itertools
 import json
 import socket
 import time
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from contextlib import suppress
 from typing import Any
 
@@ -19,15 +19,11 @@ import outrider.server.http_protocol as http_protocol
 from outrider.async_llm import AsyncLLM
 from outrider.server.messages import ContentBlocks
 from outrider.server.work import EventStream
-from tests.server.rig import PATIENCE, Served, serving, tiny_engine
+from tests.server.rig import PATIENCE, Served, served_fixture, tiny_engine
 
 CHAT = [{"role": "user", "content": "Go."}]
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(lambda: AsyncLLM.around(tiny_engine(eos_ids=(2,)).engine), tool_call_parser="hermes") as served:
-        yield served
+served = served_fixture(lambda: AsyncLLM.around(tiny_engine(eos_ids=(2,)).engine), tool_call_parser="hermes")
 
 
 def test_a_huge_n_makes_no_parsers(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

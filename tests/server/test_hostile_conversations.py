@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import tracemalloc
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,16 +18,11 @@ from outrider.server.forms import with_allowed_tools
 from outrider.server.protocol import ChatMessage, ChatRequest
 from outrider.server.response_bodies import InputCall, chat_messages
 from outrider.server.service import _check_roles
-from tests.server.rig import Served, serving, tiny_engine
+from tests.server.rig import Served, served_fixture, tiny_engine
 
 MANY = 500
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(lambda: AsyncLLM.around(tiny_engine().engine), admin=True, max_body_bytes=2000) as served:
-        yield served
-        served.assert_idle()
+served = served_fixture(lambda: AsyncLLM.around(tiny_engine().engine), admin=True, max_body_bytes=2000)
 
 
 class CountedText(str):

@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.server.rig import Served, serving
+from tests.server.rig import Served, served_fixture, serving
 
 CHAT = [{"role": "user", "content": "Hello"}]
 FIXED = {"max_tokens": 3, "temperature": 0}
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as served:
-        yield served
-        served.assert_idle()
+served = served_fixture()
 
 
 @pytest.mark.parametrize(("path", "body"), [

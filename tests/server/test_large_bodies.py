@@ -7,7 +7,6 @@ import json
 import random
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,16 +18,12 @@ from outrider.server.body_turns import TURN_SECONDS, BodyTurns
 from outrider.server.body_values import count_values
 from outrider.server.errors import ApiError
 from outrider.server.fair_threads import CURRENT_TENANT, LEAST_THREADS, FairThreads
-from tests.server.rig import PATIENCE, Served, serving, tiny_engine
+from tests.server.rig import PATIENCE, Served, served_fixture, tiny_engine
 
 MANY = MAX_VALUES + 1
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(lambda: AsyncLLM.around(tiny_engine(eos_ids=(2,)).engine), tool_call_parser="hermes",
-                 reasoning_parser="deepseek_r1", max_body_bytes=1 << 26) as served:
-        yield served
+served = served_fixture(lambda: AsyncLLM.around(tiny_engine(eos_ids=(2,)).engine), tool_call_parser="hermes",
+                        reasoning_parser="deepseek_r1", max_body_bytes=1 << 26)
 
 
 def marks_outside_of_texts(body: bytes) -> int:

@@ -8,7 +8,6 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +19,7 @@ from outrider.engine.text import Tokenizer
 from outrider.server.errors import ApiError
 from outrider.server.guard import Guard
 from outrider.server.held_bodies import HeldBodies, HeldBody
-from tests.server.rig import MODEL, PATIENCE, Served, serving, tiny_engine
+from tests.server.rig import MODEL, PATIENCE, Served, served_fixture, tiny_engine
 
 CHAT = [{"role": "user", "content": "hi"}]
 LONG = {"prompt": "x", "max_tokens": 190, "ignore_eos": True, "speculative": False}
@@ -33,17 +32,8 @@ def slow_llm(seconds: float = 0.02) -> AsyncLLM:
     rig.engine.step = lambda: (time.sleep(seconds), inner())[1]  # type: ignore[method-assign]
     return AsyncLLM.around(rig.engine)
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(slow_llm, max_num_queued_reqs=2, max_body_bytes=20_000, max_prompts=3) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def guarded() -> Iterator[Served]:
-    with serving(api_key=("first", "second")) as served:
-        yield served
+served = served_fixture(slow_llm, max_num_queued_reqs=2, max_body_bytes=20_000, max_prompts=3)
+guarded = served_fixture(api_key=("first", "second"))
 
 
 @pytest.mark.parametrize(("field", "value", "words"), [

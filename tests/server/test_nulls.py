@@ -14,7 +14,7 @@ from outrider.async_llm import AsyncLLM
 from outrider.engine.text import Tokenizer
 from outrider.server.app import build_app
 from outrider.server.protocol import UNUSED, Body
-from tests.server.rig import MODEL, Served, serving, tiny_engine
+from tests.server.rig import MODEL, Served, served_fixture, serving, tiny_engine
 from tests.server.test_tools import CHAT, TEXT, TOOLS, say
 
 DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
@@ -55,11 +55,7 @@ BODIES: list[tuple[str, dict[str, Any]]] = [
 ]
 DATA = ("parameters", "schema", "input_schema", "input")  # objects of the client's own, in which a null is a value
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(lambda: AsyncLLM.around(tiny_engine(eos_ids=(2,)).engine)) as served:
-        yield served
+served = served_fixture(lambda: AsyncLLM.around(tiny_engine(eos_ids=(2,)).engine))
 
 
 @pytest.fixture(scope="module")

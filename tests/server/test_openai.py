@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
 from outrider import SamplingParams
-from tests.server.rig import MODEL, Served, serving
+from tests.server.rig import MODEL, Served, served_fixture
 
 PROMPT = "The sea is the sea is"
 CHAT = [{"role": "user", "content": "hello hello"}]
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving() as served:
-        yield served
+served = served_fixture()
 
 
 @pytest.fixture(scope="module")

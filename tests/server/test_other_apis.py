@@ -3,29 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-from tests.server.rig import MODEL, Served, serving
+from tests.server.rig import MODEL, Served, served_fixture
 from tests.server.test_tools import TEXT, say
 
 TOOL: Any = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
 ARGUMENTS = [{"city": "Köln"}, {}]
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(tool_call_parser="hermes", reasoning_parser="qwen3") as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def plain() -> Iterator[Served]:
-    with serving() as served:
-        yield served
+served = served_fixture(tool_call_parser="hermes", reasoning_parser="qwen3")
+plain = served_fixture()
 
 
 def test_a_response_and_its_stream(plain: Served) -> None:

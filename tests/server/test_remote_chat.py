@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,13 +11,9 @@ from outrider.cli import main
 from outrider.commands.http_stream import Address
 from outrider.commands.remote_chat import RemoteConversation, request_body
 from outrider.core.params import SamplingParams
-from tests.server.rig import MODEL, Served, serving
+from tests.server.rig import MODEL, Served, served_fixture
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(api_key=("k",)) as served:
-        yield served
+served = served_fixture(api_key=("k",))
 
 
 def test_it_talks_and_remembers(served: Served, monkeypatch: pytest.MonkeyPatch,

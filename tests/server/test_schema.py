@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,19 +15,14 @@ from outrider.server.app import build_app
 from outrider.server.engine_host import EngineHost
 from outrider.server.service import Service
 from outrider.server.settings import ServerConfig
-from tests.server.rig import MODEL, Served, serving, tiny_engine
+from tests.server.rig import MODEL, Served, served_fixture, tiny_engine
 
 EXAMPLES = 25  # for each operation
 APP = build_app(Service(EngineHost(lambda: AsyncLLM.around(tiny_engine().engine)), ServerConfig(), (MODEL,)))
 SCHEMA = schemathesis.openapi.from_dict(APP.openapi())
 OPERATIONS: dict[str, Any] = {found.ok().label: found.ok() for found in SCHEMA.get_all_operations()}
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(lambda: AsyncLLM.around(tiny_engine(max_model_len=32).engine)) as served:
-        yield served
-        served.assert_idle()
+served = served_fixture(lambda: AsyncLLM.around(tiny_engine(max_model_len=32).engine))
 
 
 @pytest.mark.parametrize("label", sorted(OPERATIONS))

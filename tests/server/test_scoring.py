@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,16 +12,11 @@ import pytest
 
 from outrider.server import embeddings, pooled
 from outrider.server.service import Service
-from tests.server.rig import MODEL, Served, serving
+from tests.server.rig import MODEL, Served, served_fixture
 
 TEXTS = ["a text", "quite another", "b text"]
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(pooling="mean", max_prompts=6) as served:
-        yield served
-        served.assert_idle()
+served = served_fixture(pooling="mean", max_prompts=6)
 
 
 def cosines(served: Served, one: str, others: list[str]) -> np.ndarray[Any, Any]:

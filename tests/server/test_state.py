@@ -6,7 +6,6 @@ import asyncio
 import re
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -17,13 +16,9 @@ from outrider.server import restarts
 from outrider.server.engine_host import Failed, Loading, Serving
 from outrider.server.metrics import Histogram
 from outrider.server.settings import ServerConfig
-from tests.server.rig import Served, serving, tiny_engine
+from tests.server.rig import Served, served_fixture, serving, tiny_engine
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(stall_timeout=0.5) as served:
-        yield served
+served = served_fixture(stall_timeout=0.5)
 
 
 def values(served: Served) -> dict[str, float]:

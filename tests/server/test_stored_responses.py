@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, cast
 
 import openai
@@ -18,24 +17,15 @@ from outrider.server.protocol import ChatMessage, ChatRequest
 from outrider.server.response_store import ResponseStore, StoredItem, StoredResponse
 from outrider.server.service import Service
 from outrider.server.translated_chat import TranslatedChat
-from tests.server.rig import MODEL, Served, serving
+from tests.server.rig import MODEL, Served, served_fixture, serving
 from tests.server.test_tools import TEXT, say
 
 TOOL: Any = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
 ASKED: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_output_tokens": 6}
 LOGPROBS: Any = ["message.output_text.logprobs"]
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(api_key=("one", "two")) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
-def speaking() -> Iterator[Served]:
-    with serving(tool_call_parser="hermes", reasoning_parser="qwen3") as served:
-        yield served
+served = served_fixture(api_key=("one", "two"))
+speaking = served_fixture(tool_call_parser="hermes", reasoning_parser="qwen3")
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "streamed"])

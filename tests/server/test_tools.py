@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import openai
@@ -11,7 +11,7 @@ import pytest
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleEnd, SampleKey
-from tests.server.rig import MODEL, Served, serving
+from tests.server.rig import MODEL, Served, served_fixture
 
 TOOLS = [{"type": "function", "function": {"name": "weather", "description": "of a city", "parameters": {
     "type": "object", "properties": {"city": {"type": "string"}}}}}]
@@ -19,11 +19,7 @@ CHAT: list[Any] = [{"role": "user", "content": "How is the weather?"}]
 TEXT = ('<think>\nI must ask.\n</think>\n\nOne moment.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Köln"}}'
         '\n</tool_call>\n<tool_call>\n{"name": "weather", "arguments": {}}\n</tool_call>')
 
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    with serving(tool_call_parser="hermes", reasoning_parser="qwen3") as served:
-        yield served
+served = served_fixture(tool_call_parser="hermes", reasoning_parser="qwen3")
 
 
 def say(served: Served, text: str, run: int, finish_reason: str = "stop") -> None:
