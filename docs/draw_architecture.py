@@ -12,7 +12,7 @@ def box(x: int, y: int, w: int, h: int, title: str, lines: list[str], fill: str)
     parts.append(f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="8" fill="{fill}" stroke="#8a94a6"/>')
     parts.append(f'<text x="{x + 12}" y="{y + 22}" font-weight="600">{title}</text>')
     for i, line in enumerate(lines):
-        parts.append(f'<text x="{x + 12}" y="{y + 42 + 17 * i}" font-size="12.5" fill="#444">{line}</text>')
+        parts.append(f'<text x="{x + 12}" y="{y + 42 + 17 * i}" font-size="11.5" fill="#444">{line}</text>')
 
 
 def arrow(x1: int, y1: int, x2: int, y2: int, label: str = "", dx: int = 6, dy: int = -5) -> None:
@@ -21,14 +21,14 @@ def arrow(x1: int, y1: int, x2: int, y2: int, label: str = "", dx: int = 6, dy: 
         parts.append(f'<text x="{(x1 + x2) // 2 + dx}" y="{(y1 + y2) // 2 + dy}" font-size="12" fill="#445">{label}</text>')
 
 
-box(30, 20, 920, 62, "llm.py, async_llm.py, server/, cli.py, commands/ and benchmarks/", ["prompts go in; outputs grow by OutputIncrements. Everybody imports core/ (plain data that cross boundaries) and config.py (settings)"], HOST)
+box(30, 20, 920, 62, "llm.py, async_llm.py, server/, cli.py, commands/ and benchmarks/", ["prompts go in; outputs grow by OutputIncrements. All layers import core/ (plain data that crosses boundaries) and config.py (settings)"], HOST)
 box(30, 112, 920, 104, "engine/: the loop, without torch", [
     "batch = scheduler.schedule();   result = runner.submit(batch);   scheduler.update(result);   emit(result)",
     "A step is scheduled before the result of the step before it is read. Runs of tokens become text; stop strings end requests.",
     "request_checks.py refuses what cannot be served; grammar/ compiles structured outputs; pooling.py makes embeddings",
 ], HOST)
 box(30, 240, 440, 190, "sched/, speculation/, cache/: numbers only, no torch", [
-    "Scheduler: rows, settled and bound lengths, epochs; WaitingRequests",
+    "Scheduler: rows, settled and bound lengths, epochs, waiting requests",
     "DraftCounts: measured costs + acceptance -&gt; drafts per request",
     "CacheManager: pages per request and group, allocated by",
     "  bound length, dropped and published by settled length",
@@ -50,7 +50,7 @@ box(530, 418, 400, 54, "finish: sample/", ["one sampler; drafts are accepted whi
 box(530, 478, 400, 54, "commit: kernels/step.py", ["the run becomes known, accepted drafts become computed"], "#fff")
 box(530, 538, 400, 92, "draft: drafters/", [
     "n-gram, draft model, EAGLE, MTP, Gemma assistant, on the same",
-    "batch and in the same pages; suffix on the host. Drafts cannot",
+    "batch and in the same pages; suffix on the host. A draft cannot",
     "change the text",
 ], "#fff")
 box(30, 452, 440, 100, "kernels/: operations", [

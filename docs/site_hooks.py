@@ -31,7 +31,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Links between files of the repository become links between pages."""
+    """Links between files of the repository become links between pages. The first page has all of the width."""
+    if page.file.src_uri == "index.md":
+        page.meta["hide"] = ["toc"]
     return re.sub(r"\]\(([^()\s]+)\)", lambda link: f"]({page_of(link[1])})", markdown)
 
 
