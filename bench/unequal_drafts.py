@@ -58,7 +58,7 @@ def speed(loaded: Loaded, args: argparse.Namespace, batch: int, *, drafts: int, 
     config = make_config(args, batch, drafts=drafts, is_chosen=is_chosen)
     source = random.Random(0)
     marks: list[tuple[float, int]] = []  # time and tokens, after the warm-up and at the end
-    with loaded.llm(config, loaded.worker(config, prepare=spread_experts if args.spread else None)) as llm:
+    with loaded.llm(config, loaded.worker(config, prepare=spread_experts) if args.spread else None) as llm:
         vocab = llm.engine.limits.vocab_size
         prompts: list[Any] = [{"prompt_token_ids": [source.randrange(4, vocab) for _ in range(args.prompt_tokens)]}
                               for _ in range(batch)]

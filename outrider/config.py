@@ -125,7 +125,7 @@ class EngineConfig:
 
     def _check_adapting(self) -> None:
         """Refuse what no drafter of this config could learn with. The worker looks at the head itself."""
-        methods = () if self.speculative is None else self.speculative.methods
+        methods = self.draft_methods
         if not set(methods) & {AUTO_METHOD, "eagle3"}:
             named = " and ".join(map(repr, methods)) or "none"
             raise ValueError(f"adapt_drafter: only EAGLE-3 heads learn while they serve, and the drafter is {named}: "
@@ -149,12 +149,22 @@ class EngineConfig:
         return None if given is None else SpeculativeConfig.parse(given)
 
     @property
+    def draft_methods(self) -> tuple[str, ...]:
+        """The methods of the drafters that guess together; empty where tokens are not guessed."""
+        return () if self.speculative is None else tuple(self.speculative.methods)
+
+    @property
+    def fits_cache_to_device(self) -> bool:
+        """Whether the cache takes what the device has left; otherwise the settings say its size."""
+        return self.num_pages is None and self.kv_cache_memory_bytes is None
+
+    @property
     def drafter_settings(self) -> dict[str, Any] | None:
         """`speculative_config` with the model's own drafter in the place of "auto"."""
         if isinstance(self.speculative_config, dict):
             return self.speculative_config
         drafter = self.shipped_drafter
-        return None if drafter is None or self.shipped_drafter_obstacle is not None else drafter.speculative_config
+        return None if drafter is None or self.shipped_drafter_obstacle else drafter.speculative_config
 
     @property
     def shipped_drafter(self) -> ShippedDrafter | None:
@@ -162,9 +172,9 @@ class EngineConfig:
         return SHIPPED.get(self.model) if self.speculative_config == AUTO_DRAFTER else None
 
     @property
-    def shipped_drafter_obstacle(self) -> str | None:
-        """Why an engine with these settings does without the drafter that comes with its model; None if it may have it.
-        "auto" must not refuse what is served without drafts."""
+    def shipped_drafter_obstacle(self) -> str:
+        """Why an engine with these settings does without the drafter that comes with its model; empty if it may have
+        it. "auto" must not refuse what is served without drafts."""
         drafter = self.shipped_drafter
         if drafter is not None and not drafter.is_there:
             return f"{drafter.folder} lacks its weights"
@@ -176,7 +186,7 @@ class EngineConfig:
             return "hf_overrides make another model of it"
         if self.model_impl == "transformers":
             return "it is for the model as this package computes it"
-        return None
+        return ""
 
     @property
     def kv_events(self) -> KVEventsConfig | None:

@@ -190,7 +190,7 @@ def run(args: argparse.Namespace) -> int:
 def _started(loaded: Loaded | OnRanks, config: EngineConfig, *, spreads: bool) -> LLM:
     if isinstance(loaded, OnRanks):
         return loaded.llm(config)
-    return loaded.llm(config, loaded.worker(config, prepare=spread_experts if spreads else None))
+    return loaded.llm(config, loaded.worker(config, prepare=spread_experts) if spreads else None)
 
 
 def _conditions(args: argparse.Namespace, config: EngineConfig, loaded: Loaded | OnRanks) -> dict[str, Any]:

@@ -54,7 +54,7 @@ class Loaded:
     def device(self) -> torch.device:
         return self.model.device
 
-    def worker(self, config: EngineConfig, *, prepare: Prepare | None = None) -> Worker:
+    def worker(self, config: EngineConfig, *, prepare: Prepare = lambda model, drafter: None) -> Worker:
         from outrider.runner.worker import Worker
 
         return Worker(config, self.model, eos_ids=self.eos_ids, prepare=prepare, grammars=self._grammars)

@@ -148,6 +148,7 @@ class DrafterGuards(StepPart):
         self.aux_layers = () if drafter is None else tuple(drafter.aux_layers)
         self.reads_hidden = HiddenReads.NOTHING if drafter is None else drafter.reads_hidden
         self.has_layers = drafter is not None and bool(drafter.attention_layers)
+        self.lookahead = 0 if drafter is None else drafter.lookahead  # slots past the computed tokens that they write
         self._num_told_off = 0  # drafters that the device knows to be off
         self._choice: ProposalChoice | None = None  # between several drafters
 

@@ -37,8 +37,7 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
                   grammars: GrammarCompiler | None = None, event_sockets: EventSockets | None = None) -> Engine:
     """An engine for a worker that has started. It belongs to the engine from now on. Without `grammars`, which the
     worker must have too, structured output is refused. `event_sockets`: where events of the cache are published."""
-    info, speculative = worker.info, config.speculative
-    has_suffixes = speculative is not None and "suffix" in speculative.methods
+    info, has_suffixes = worker.info, "suffix" in config.draft_methods
     features: list[EngineFeature] = engine_features(config)
     stats, watchers, host_faults = EngineStats(), list[StepWatcher](), None
     if info.limits.max_drafts:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from outrider.mixers.recurrent.recurrent_mixer import (
         Gates,
         MixerParams,
+        NoRecurrentStep,
         RecurrentLayer,
         RecurrentMixer,
         RecurrentStep,
@@ -40,8 +41,8 @@ else:
 __all__ = [
     "Attend", "AttendsTo", "AttentionLayer", "BatchView", "BoundIndexedLayer", "BoundLatentLayer", "CachedLayers",
     "EveryPosition", "ExactQueries", "ForwardBatch", "Gates", "HeadNorms", "IndexedLayer", "IndexedPositions",
-    "KeysFrom", "LatentLayer", "LatentNorms", "MixerParams", "PagedLayer", "PooledPositions", "RecurrentLayer",
-    "RecurrentMixer", "RecurrentRows", "RecurrentState", "RecurrentStep", "ScanOutput",
+    "KeysFrom", "LatentLayer", "LatentNorms", "MixerParams", "NoRecurrentStep", "PagedLayer", "PooledPositions",
+    "RecurrentLayer", "RecurrentMixer", "RecurrentRows", "RecurrentState", "RecurrentStep", "ScanOutput",
     "SharedPositions", "StepOutput", "BlockChoice", "BlockInputs",
     "WantedRows",
 ]

@@ -41,6 +41,9 @@ class StepMemory:
         return self.activation_bytes + self.state_bytes + self.graph_bytes
 
 
+UNMEASURED = StepMemory()
+
+
 class StepOutOfMemory(RuntimeError):
     """The device had no memory left for a step."""
 
@@ -83,7 +86,7 @@ class MemoryPlan:
     rows: RowCapacity  # what recurrent layers keep for one request
     num_rows: int
     max_drafts: int
-    step: StepMemory = StepMemory()
+    step: StepMemory = UNMEASURED
     stored_as: str = ""  # words for the types of the layers' caches
     feature_bytes: Mapping[str, FeatureBytes] = field(default_factory=dict)  # by the names of features
 
@@ -112,10 +115,9 @@ class MemoryPlan:
 
 
 def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, device: torch.device, *, weight_bytes: int,
-                packed_bytes: int = 0, step: StepMemory | None = None, ranks: WorkerRanks = ONE_RANK,
+                packed_bytes: int = 0, step: StepMemory = UNMEASURED, ranks: WorkerRanks = ONE_RANK,
                 feature_bytes: Mapping[str, FeatureBytes] = MappingProxyType({})) -> MemoryPlan:
     """All ranks get the number of pages that the rank with the least memory has room for."""
-    step = step or StepMemory()
     per_request = sum(group.kind.capacity(limits).max_pages for group in layout.groups)
     rows, num_rows = layout.recurrent.capacity(limits), limits.extent(Axis.ROWS)
     # Every row at its longest, with all the checkpoints it can hold. More would hold beginnings of prompts that ended:

@@ -284,9 +284,8 @@ class Residence:
     @property
     def _makes_drafter(self) -> bool:
         """Whether the drafter can be made again from its files, as it was at the start."""
-        speculative = self._config.speculative
-        return speculative is not None and all(
-            method in (AUTO_METHOD, *METHODS) for method in speculative.methods)
+        methods = self._config.draft_methods
+        return bool(methods) and all(method in (AUTO_METHOD, *METHODS) for method in methods)
 
     def _restore(self, part: str) -> None:
         for memory in self._asleep.get(part, ()):

@@ -59,7 +59,7 @@ def with_asked_logprobs(result: DeviceResult, batch: ScheduledBatch, params: Row
 def _run_logprobs(scheduled: ScheduledBatch, result: DeviceResult,
                   counts: list[list[int]]) -> list[list[TokenLogprobs] | None] | None:
     """Each request's log-probabilities of its run, None for one that did not ask."""
-    if result.params is None or result.logprobs is None:
+    if not result.params or result.logprobs is None:
         return None
     nums = [params.logprobs for params in result.params]
     asked = [num for num in nums if num is not None]
@@ -79,7 +79,7 @@ def _run_logprobs(scheduled: ScheduledBatch, result: DeviceResult,
 
 def _prompt_logprobs(result: DeviceResult) -> list[list[TokenLogprobs] | None] | None:
     """Each request's log-probabilities of its prompt, as far as the step computed it."""
-    if result.params is None or result.prompt_logprobs is None:
+    if not result.params or result.prompt_logprobs is None:
         return None
     rows = result.prompt_logprobs.rows.to("cpu")
     reported: list[list[TokenLogprobs] | None] = []

@@ -61,6 +61,11 @@ class RowParams:
     def of_rows(self, rows: list[int]) -> list[SamplingParams]:
         return [self._by_row[row] for row in rows]
 
+    def reported(self, rows: list[int]) -> list[SamplingParams]:
+        """The parameters of all rows, if any of them reports log-probabilities; none otherwise."""
+        asks = not (self._num_logprobs.keys().isdisjoint(rows) and self._prompt_lens.keys().isdisjoint(rows))
+        return self.of_rows(rows) if asks else []
+
     def are_plain(self, rows: list[int]) -> bool:
         """Whether all rows generate tokens, and none asks for more than a draw."""
         return self._not_plain.isdisjoint(rows)

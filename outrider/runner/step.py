@@ -21,7 +21,7 @@ from outrider.kernels.buffers import to_device
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.step import CommittedStep, VerifiedStep
 from outrider.layers import NO_DELTAS, DeltaSource, RowDeltas, StepContext, TokenHistory
-from outrider.mixers import BatchView, CachedLayers, RecurrentRows, RecurrentStep, WantedRows
+from outrider.mixers import BatchView, CachedLayers, NoRecurrentStep, RecurrentRows, RecurrentStep, WantedRows
 from outrider.mixers.paged.backend import Backend
 from outrider.mixers.pool import DevicePool
 from outrider.models.base import Hidden, Model
@@ -67,7 +67,7 @@ class DeviceResult:
     checkpoints: CheckpointPlan
     written: torch.Tensor  # bool, which checkpoints were: [requests] of row checkpoints, [checkpoints] of listed ones
     folded: torch.Tensor  # [folds] bool, which of the rows that ended reached their checkpoint
-    params: list[SamplingParams] | None = None  # those of the scheduled requests, if log-probabilities are reported
+    params: Sequence[SamplingParams] = ()  # those of the scheduled requests, if any reports log-probabilities
     hidden: HiddenRows | None = None
     drafting: DrafterGuards | None = None  # the drafters whose faults the counts report
     shares_drafts: bool = False  # counts of drafts may be the device's: those of a batch that has a `DraftSharing`
@@ -79,7 +79,7 @@ class ForwardHalf:
     """The results that the forward half of a step hands to the finish half. All of it stays on the device."""
 
     inputs: Inputs
-    recurrent: RecurrentStep | None
+    recurrent: RecurrentStep | NoRecurrentStep
     hidden: Hidden
 
 
@@ -207,9 +207,8 @@ class DeviceStep:
                                  exact=self._exact)
         result = self.finish_half(half, plan)
         # Kept with the result: the rows may have other owners when it is read.
-        asked = None if prompts is None and result.logprobs is None else self.state.params.of_rows(scheduled.rows)
-        return replace(result, prompt_logprobs=prompts, folded=self._folded, params=asked, hidden=hidden,
-                       failures=plan.failures)
+        return replace(result, prompt_logprobs=prompts, folded=self._folded, hidden=hidden, failures=plan.failures,
+                       params=self.state.params.reported(scheduled.rows))
 
     # The parts that can be captured, in one graph or in two: no host data but the shape and the plan
 
@@ -255,11 +254,11 @@ class DeviceStep:
         """Both halves, one after the other."""
         return self.finish_half(self.forward_half(shape, ints, plan), plan)
 
-    def forward(self, view: BatchView, plan: StepPlan, recurrent: RecurrentStep | None = None,
+    def forward(self, view: BatchView, plan: StepPlan, recurrent: RecurrentStep | NoRecurrentStep,
                 rows: WantedRows | None = None) -> Hidden:
         """Run the model. rows: the token rows that are wanted; all of them by default."""
-        bound = None if recurrent is None else recurrent.bind()
-        context = StepContext(self.cached.bind(view, bound), view.positions, stand_ins=plan.additions.stand_ins,
+        bound = self.cached.bind(view, recurrent.bind())
+        context = StepContext(bound, view.positions, stand_ins=plan.additions.stand_ins,
                               deltas=self._deltas_of(view, plan.additions.deltas),
                               history=self._history_of(view) if self.model.reads_history else None)
         return self.model.forward(view.token_ids, context, self.drafting.aux_layers_for(plan.num_wanted), rows)
@@ -275,7 +274,7 @@ class DeviceStep:
         sampled = sample(logits, logit_rows, state.sampling, history, plan.needs, plan.extras,
                          logprobs=self._logprobs_mode, row_by_row=self._samples_row_by_row)
         tokens, bad = sampled.tokens, sampled.bad
-        if plan.extras.editor is not None and self.ranks.count > 1:
+        if plan.needs.is_edited and self.ranks.count > 1:
             # An editor may differ from rank to rank, or fail on one alone: rank 0's tokens count.
             packed = torch.stack([tokens, bad.to(tokens.dtype)], 1)
             tokens, bad = self.ranks.integers_of_rank_0(packed).unbind(1)

@@ -31,7 +31,7 @@ from outrider.runner.commands import Answer, Command
 from outrider.runner.interface import Grammars, WorkerInfo
 from outrider.runner.local import LocalRunner, Padding
 from outrider.runner.measuring import CAPTURE_ADVICE, bound_prompts, measure_drafting
-from outrider.runner.memory import StepMemory, enough_memory, fit_max_len, plan_memory, release_dropped
+from outrider.runner.memory import UNMEASURED, StepMemory, enough_memory, fit_max_len, plan_memory, release_dropped
 from outrider.runner.parts import StepParts
 from outrider.runner.preparation import gather_parts, prepare_all
 from outrider.runner.rank_group import ONE_RANK, WorkerRanks
@@ -45,6 +45,7 @@ else:
 
 log = logging.getLogger("outrider")
 Prepare = Callable[[Model, Drafter | None], None]
+Fill = Callable[[StepParts, EngineConfig], None]
 LARGE = 64 << 20  # bytes that are worth a collection, which takes a tenth of a second, when a worker ends on a CPU
 
 
@@ -52,8 +53,8 @@ class Worker:
     """A model that is loaded, ready to run steps."""
 
     def __init__(self, config: EngineConfig, model: Model, *, eos_ids: tuple[int, ...] = (),
-                 drafter: Drafter | None = None, prepare: Prepare | None = None,
-                 grammars: Grammars | None = None, fill: Callable[[], None] | None = None,
+                 drafter: Drafter | None = None, prepare: Prepare = lambda model, drafter: None,
+                 grammars: Grammars | None = None, fill: Fill = lambda parts, config: None,
                  source: ModelSource | None = None, ranks: WorkerRanks = ONE_RANK) -> None:
         """`drafter`: one that is already made, where the config makes none. `prepare` gets model and drafter before
         anything runs: benchmarks change what routers choose. `fill` gives a model with blank weights its own:
@@ -65,17 +66,14 @@ class Worker:
 
         def plan(config: EngineConfig) -> PlannedSteps:
             parts = gather_parts(config, model, drafter, grammars, ranks)
-            if prepare is not None:
-                prepare(model, parts.drafter)
+            prepare(model, parts.drafter)
             clock.lap("drafter and weights' last touches")
             return PlannedSteps(parts, *_plan_cache(config, parts))
 
         config, (parts, limits, num_pages, step_memory) = _plan_with_or_without_drafter(config, plan)
         clock.lap("steps collected, kernels begun")
-        if fill is not None:
-            fill()
-            prepare_all(model, parts.drafter, config)  # again: a layer may be fused by what its weights hold
-            clock.lap("weights")
+        fill(parts, config)
+        clock.lap("weights")
         with enough_memory("the cache", "lower gpu_memory_utilization, num_pages or kv_cache_memory_bytes"):
             self.device_step = parts.make_step(limits, num_pages)
         self.runner = _make_runner(config, parts, self.device_step, limits, step_memory)
@@ -92,9 +90,8 @@ class Worker:
             config, parts, self.device_step, self.runner, source)
         self._background = parts.background
         self._background.start()
-        lookahead = 0 if parts.drafter is None else parts.drafter.lookahead
-        self.info = WorkerInfo(limits, parts.layout, num_pages, lookahead, drafting, eos_ids, prompt_steps,
-                               takes_spans=parts.takes_spans, device_name=parts.device_name,
+        self.info = WorkerInfo(limits, parts.layout, num_pages, parts.drafting.lookahead, drafting, eos_ids,
+                               prompt_steps, takes_spans=parts.takes_spans, device_name=parts.device_name,
                                classes=model.classes)
 
     @classmethod
@@ -104,9 +101,14 @@ class Worker:
         if not _needs_no_weights(config, model.device):
             fill_target(model, config, source, watch)
             return cls(config, model, eos_ids=source.eos_token_ids, grammars=grammars, source=source, ranks=ranks)
+
+        def fill(parts: StepParts, config: EngineConfig) -> None:
+            fill_target(model, config, source, watch)
+            prepare_all(model, parts.drafter, config)  # again: a layer may be fused by what its weights hold
+
         blank_model(model)
         return cls(config, model, eos_ids=source.eos_token_ids, grammars=grammars, source=source, ranks=ranks,
-                   fill=partial(fill_target, model, config, source, watch))
+                   fill=fill)
 
     @cached_property
     def residence(self) -> residences.Residence:
@@ -169,7 +171,7 @@ class PlannedSteps(NamedTuple):
     parts: StepParts
     limits: Limits  # perhaps with a shorter length than the config's
     num_pages: int
-    step_memory: StepMemory | None  # see `_plan_cache`
+    step_memory: StepMemory  # see `_plan_cache`
 
 
 def _plan_with_or_without_drafter(
@@ -183,7 +185,8 @@ def _plan_with_or_without_drafter(
             log.warning("speculative_config='auto': the package has no drafter for %s, so nothing is guessed; name a "
                         "method, as {'method': 'ngram', 'num_speculative_tokens': 4}", config.model)
         return config, plan(config)
-    if (obstacle := config.shipped_drafter_obstacle) is None:
+    obstacle = config.shipped_drafter_obstacle
+    if not obstacle:
         try:
             planned = plan(config)
         except ValueError as error:
@@ -202,15 +205,14 @@ def _plan_with_or_without_drafter(
 def _needs_no_weights(config: EngineConfig, device: torch.device) -> bool:
     """Whether kernels can be compiled before weights are read: there are kernels to compile, and no drafter from
     outside looks at the target's weights. The layers' formats, which decide which kernels these are, are declared."""
-    methods = () if config.speculative is None else config.speculative.methods
-    return device.type == "cuda" and all(method in (AUTO_METHOD, *METHODS) for method in methods)
+    return device.type == "cuda" and all(method in (AUTO_METHOD, *METHODS) for method in config.draft_methods)
 
 
-def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, StepMemory | None]:
-    """(the limits, perhaps with a shorter length; the number of pages; what steps take, if that was measured for these
-    limits: kernels are being compiled then)"""
-    limits, device, step_memory = parts.limits, parts.model.device, None
-    if device.type == "cuda" and config.num_pages is None and config.kv_cache_memory_bytes is None:
+def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, StepMemory]:
+    """(the limits, perhaps with a shorter length; the number of pages; what steps take, or UNMEASURED if that was not
+    measured for these limits. If it was, kernels are being compiled)"""
+    limits, device, step_memory = parts.limits, parts.model.device, UNMEASURED
+    if device.type == "cuda" and config.fits_cache_to_device:
         use_graphs = not config.enforce_eager and not parts.edits_logits and can_capture(parts.layout, parts.backend)
         with status_line("measuring the largest step"):
             step_memory = graphs.measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
@@ -220,19 +222,19 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, St
                        feature_bytes=parts.feature_bytes)
     log.info("%s", plan.report())
     fitting = fit_max_len(config, parts.layout, limits, plan)
-    return fitting, plan.num_pages, step_memory if fitting == limits else None
+    return fitting, plan.num_pages, step_memory if fitting == limits else UNMEASURED
 
 
 def _make_runner(config: EngineConfig, parts: StepParts, step: DeviceStep, limits: Limits,
-                 step_memory: StepMemory | None) -> LocalRunner | graphs.CudaRunner:
+                 step_memory: StepMemory) -> LocalRunner | graphs.CudaRunner:
     padding = Padding(config.pad_requests, config.pad_tokens)
     if step.state.device.type != "cuda":
         return LocalRunner(step, padding)
     runner = graphs.CudaRunner(step, limits, use_graphs=not config.enforce_eager, padding=padding)
     with status_line("compiling kernels and capturing steps"), enough_memory("captured steps", CAPTURE_ADVICE):
-        if step_memory is None:
+        if step_memory is UNMEASURED:
             runner.begin_compiling()
-        runner.capture_decoding(reserved_bytes=0 if step_memory is None else step_memory.activation_bytes)
+        runner.capture_decoding(reserved_bytes=step_memory.activation_bytes)
     return runner
 
 

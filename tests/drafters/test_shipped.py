@@ -95,9 +95,9 @@ def test_a_drafter_that_is_to_learn_does_not_step_aside() -> None:
 
 
 def test_ranks_and_missing_files_are_obstacles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "ranks" in (EngineConfig(MODEL, tensor_parallel_size=2, **AUTO).shipped_drafter_obstacle or "")
+    assert "ranks" in EngineConfig(MODEL, tensor_parallel_size=2, **AUTO).shipped_drafter_obstacle
     monkeypatch.setitem(SHIPPED, MODEL, ShippedDrafter("eagle3", tmp_path, 3))
-    assert "lacks its weights" in (EngineConfig(MODEL, **AUTO).shipped_drafter_obstacle or "")
+    assert "lacks its weights" in EngineConfig(MODEL, **AUTO).shipped_drafter_obstacle
     assert EngineConfig(MODEL, **AUTO).speculative is None
 
 

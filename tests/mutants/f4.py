@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from outrider.mixers.recurrent.recurrent_mixer import RecurrentStep
-from outrider.mixers.recurrent.recurrent_rows import RecurrentRows
 
 NAME = "f4: rejected drafts are folded"
 TESTS = [
@@ -18,9 +17,9 @@ TESTS = [
 
 
 def apply() -> None:
-    commit = RecurrentRows.commit
+    keep = RecurrentStep.keep_drafts
 
-    def commit_all(self: RecurrentRows, step: RecurrentStep | None, num_accepted: torch.Tensor) -> torch.Tensor:
-        return commit(self, step, num_accepted if step is None else step.counts.num_drafts)
+    def keep_all(self: RecurrentStep, pending: torch.Tensor, num_accepted: torch.Tensor) -> None:
+        keep(self, pending, self.counts.num_drafts)
 
-    RecurrentRows.commit = commit_all  # type: ignore[method-assign]
+    RecurrentStep.keep_drafts = keep_all  # type: ignore[method-assign]

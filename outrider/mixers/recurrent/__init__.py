@@ -31,9 +31,9 @@ from outrider.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
     from outrider.kernels.recurrent import CheckpointTargets
-    from outrider.mixers.recurrent.recurrent_mixer import RecurrentStep
+    from outrider.mixers.recurrent.recurrent_mixer import NoRecurrentStep, RecurrentStep
     from outrider.mixers.recurrent.recurrent_rows import RecurrentRows
 else:
     __getattr__ = lazy_exports(__name__)
 
-__all__ = ["CheckpointTargets", "RecurrentRows", "RecurrentStep"]
+__all__ = ["CheckpointTargets", "NoRecurrentStep", "RecurrentRows", "RecurrentStep"]

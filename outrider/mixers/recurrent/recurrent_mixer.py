@@ -124,9 +124,27 @@ class RecurrentStep(ABC):
     def bind(self) -> dict[int, RecurrentLayer]:
         return {layer: partial(self.run, layer) for layer in self.layers.mixers}
 
+    def keep_drafts(self, pending: torch.Tensor, num_accepted: torch.Tensor) -> None:
+        """Note how many accepted drafts [requests] wait, in `pending` [rows]; they are folded in the row's next step. A
+        request that took no part keeps its own."""
+        counts = self.counts
+        pending.index_copy_(0, counts.rows, torch.where(counts.num_known > 0, num_accepted, counts.pending))
+
     @abstractmethod
     def run(self, layer: int, conv_in: torch.Tensor, gates: Gates) -> torch.Tensor:
         """conv_in [tokens, conv_dim], gates [tokens, n] each. Returns [tokens, out_dim]; 0 for dead and padded ones."""
+
+
+class NoRecurrentStep:
+    """The step of a model without recurrent layers."""
+
+    written = None
+
+    def bind(self) -> dict[int, RecurrentLayer]:
+        return {}
+
+    def keep_drafts(self, pending: torch.Tensor, num_accepted: torch.Tensor) -> None:
+        """No drafts wait."""
 
 
 class RecurrentBackend(ABC):

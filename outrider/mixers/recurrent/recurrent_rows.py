@@ -21,6 +21,7 @@ from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages, state_dtype
 from outrider.mixers.recurrent.recurrent_mixer import (
     LayerRows,
+    NoRecurrentStep,
     RecurrentBackend,
     RecurrentMixer,
     RecurrentStep,
@@ -140,11 +141,11 @@ class RecurrentRows:
 
     def begin(self, view: BatchView, computed: torch.Tensor, num_known: torch.Tensor, num_drafts: torch.Tensor, *,
               known: Queries, max_drafts: int, max_pending: int,
-              targets: CheckpointTargets | None) -> RecurrentStep | None:
-        """Begin a step of the recurrent layers; None if the model has none. computed, num_known and num_drafts
+              targets: CheckpointTargets | None) -> RecurrentStep | NoRecurrentStep:
+        """Begin a step of the recurrent layers, if the model has any. computed, num_known and num_drafts
         [requests] are live counts; known: the host's knowledge of the known tokens."""
         if not self.layers:
-            return None
+            return NoRecurrentStep()
         return self.backend.begin(StepCounts(
             view.rows, view.query_starts, view.request_of, computed, num_known, num_drafts, self.pending[view.rows],
             self._lens(view.queries, view.num_requests), self._lens(known, view.num_requests), max_drafts, max_pending,
@@ -162,13 +163,9 @@ class RecurrentRows:
             case _:
                 return (self.backend.scan_from_tokens,) * requests
 
-    def commit(self, step: RecurrentStep | None, num_accepted: torch.Tensor) -> torch.Tensor:
-        """Store the accepted drafts as pending; they are folded in the row's next step. A request that took no part
-        keeps its pending drafts. num_accepted [requests]. Returns which checkpoints were written [targets]."""
-        if step is None:
-            return self.nothing
-        counts = step.counts
-        self.pending.index_copy_(0, counts.rows, torch.where(counts.num_known > 0, num_accepted, counts.pending))
+    def commit(self, step: RecurrentStep | NoRecurrentStep, num_accepted: torch.Tensor) -> torch.Tensor:
+        """Store the accepted drafts [requests] as pending. Returns which checkpoints were written [targets]."""
+        step.keep_drafts(self.pending, num_accepted)
         return self.nothing if step.written is None else step.written
 
     def _make_targets(self, writes: list[CheckpointWrite], requests: list[int],
