@@ -104,9 +104,8 @@ if TYPE_CHECKING:
     from outrider.formats.gguf import TransposedHeads
     from outrider.formats.linear_format import EmbeddingFormat, LinearFormat, NativeProduct, activate
     from outrider.formats.ranks import RankGroup, UnsummedRanks
-    from outrider.formats.registry import FormatChoice, register_format
+    from outrider.formats.registry import FormatChoice, build_format, register_format
     from outrider.formats.slots import HeadLayout, PairedHeads, StoredWeight, TensorShard, WeightSlot, join_names
-    from outrider.formats.summed import build_format
     from outrider.formats.weight_format import WeightFormat
 
 __all__ = [

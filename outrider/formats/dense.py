@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 from outrider.formats.declared import LinearDeclaration, StoredFormat, StoredTensor
 from outrider.formats.linear_format import EmbeddingFormat, NativeProduct
-from outrider.kernels import moe, ops
+from outrider.kernels import ops
+from outrider.kernels.activations import GATED
 from outrider.kernels.buffers import empty_weight
 from outrider.kernels.cpu.products import CpuProduct
 
@@ -85,7 +86,7 @@ class DenseLinear(EmbeddingFormat):
         return out if self._bias is None else out.add_(self._bias)
 
     def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        is_fused = activation == "relu2" or activation in moe.GATED  # some kernel may multiply and activate at once
+        is_fused = activation in (*GATED, "relu2")  # some kernel may multiply and activate at once
         if self._bias is not None or self._prepared is not None or not is_fused:
             return super().activated(x, activation)
         if activation == "relu2":

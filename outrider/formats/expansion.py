@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.formats.declared import LinearDeclaration, StoredFormat, StoredTensor
-from outrider.formats.weight_format import MatrixFormat
+from outrider.formats.weight_format import EXPANSION, MatrixFormat
 from outrider.kernels import ops
 from outrider.kernels.buffers import empty_weight
 
@@ -33,6 +33,7 @@ class ExpansionDeclaration(LinearDeclaration):
 
 
 class ExpansionFormat(MatrixFormat):
+    use = EXPANSION
     declared: ExpansionDeclaration
 
     @property

@@ -13,7 +13,7 @@ import torch
 from outrider.formats.declared import ExpertsDeclaration, StoredFormat, StoredTensor
 from outrider.formats.linear_format import LinearFormat
 from outrider.formats.slots import WeightSlot, join_names
-from outrider.formats.weight_format import WeightFormat
+from outrider.formats.weight_format import EXPERTS, WeightFormat
 from outrider.kernels import moe, ops
 from outrider.kernels.buffers import empty_weight
 
@@ -21,6 +21,8 @@ from outrider.kernels.buffers import empty_weight
 class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
     """The base class of experts' formats. Every expert has a first projection (gate and up, or up only) and a second
     one, down."""
+
+    use, may_be_coded = EXPERTS, True
 
     @abstractmethod
     def tensors(self) -> tuple[Sequence[StoredTensor], Sequence[StoredTensor]]:

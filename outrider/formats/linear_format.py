@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from outrider.formats.weight_format import MatrixFormat
+from outrider.formats.weight_format import LINEAR, MatrixFormat
 from outrider.kernels import cpu as native
 from outrider.kernels import ops
 
@@ -26,6 +26,8 @@ class NativeProduct(NamedTuple):
 
 class LinearFormat(MatrixFormat):
     """The weight [outputs, inputs] of a linear layer, perhaps with a bias [outputs]."""
+
+    use, may_be_coded = LINEAR, True
 
     def prepare(self, allow_copy: bool) -> int:
         """Choose the products for the device. With `allow_copy` the format may hold a second copy of the weight. Return
@@ -113,6 +115,8 @@ def activate(out: torch.Tensor, activation: str, rounding: int = 0) -> torch.Ten
 
 class EmbeddingFormat(LinearFormat):
     """A format that also serves embeddings, and therefore a head that is tied to an embedding."""
+
+    may_be_coded = False
 
     @abstractmethod
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -9,41 +9,57 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from outrider.formats.declared import Ranks, StoredFormat
-from outrider.formats.expansion import ExpansionFormat
-from outrider.formats.experts import ExpertsFormat
-from outrider.formats.gguf import GgufLinear
-from outrider.formats.gguf_codes import as_codes
-from outrider.formats.gguf_experts import GgufExperts
-from outrider.formats.linear_format import LinearFormat
-from outrider.formats.scaled import ScaledExperts, ScaledLinear, choose_made
-from outrider.formats.stacked import StackedLinear
-from outrider.formats.weight_format import WeightFormat
+from outrider.core.lazy_exports import LateModule, import_attribute
+from outrider.formats.declared import (
+    ExpertsDeclaration,
+    InputShard,
+    Ranks,
+    StoredFormat,
+    UnsummedShard,
+    VocabularyShard,
+)
+from outrider.formats.weight_format import EXPANSION, EXPERTS, LINEAR, WeightFormat
+from outrider.kernels.code_kinds import CODES
 from outrider.kernels.gguf_kinds import KINDS
-from outrider.kernels.scaled import CODES
+
+if TYPE_CHECKING:
+    from outrider.formats import gguf_codes, scaled, summed
+else:
+    gguf_codes = LateModule("outrider.formats.gguf_codes")
+    scaled = LateModule("outrider.formats.scaled")
+    summed = LateModule("outrider.formats.summed")
 
 MOST_RANKS = 64  # that a refusal names
 Format = TypeVar("Format", bound=WeightFormat[Any])
-# For each way to use a weight, the formats by kind of stored weights.
-_FORMATS: dict[type[Any], dict[str, type[WeightFormat[Any]]]] = {
-    LinearFormat: {**dict.fromkeys(KINDS, GgufLinear), **dict.fromkeys(CODES, ScaledLinear)},
-    ExpertsFormat: {**dict.fromkeys(KINDS, GgufExperts), **dict.fromkeys(CODES, ScaledExperts)},
-    ExpansionFormat: {},
+SCALED_LINEAR, STACKED_LINEAR = "outrider.formats.scaled:ScaledLinear", "outrider.formats.stacked:StackedLinear"
+# For each way to use a weight, the formats by kind of stored weights; those of the package are imported when a source
+# has the kind.
+_FORMATS: dict[str, dict[str, type[WeightFormat[Any]] | str]] = {
+    LINEAR: {**dict.fromkeys(KINDS, "outrider.formats.gguf:GgufLinear"), **dict.fromkeys(CODES, SCALED_LINEAR)},
+    EXPERTS: {**dict.fromkeys(KINDS, "outrider.formats.gguf_experts:GgufExperts"),
+              **dict.fromkeys(CODES, "outrider.formats.scaled:ScaledExperts")},
+    EXPANSION: {},
 }
+_BASES = {LINEAR: "LinearFormat", EXPERTS: "ExpertsFormat", EXPANSION: "ExpansionFormat"}  # for each way to use one
 
 
 def register_format(kind: str, format_class: type[WeightFormat[Any]]) -> None:
     """Keep stored weights of this kind in this format from now on. The base class decides where: in linear layers and
     embeddings, in experts, or in latent expansions."""
-    bases = [base for base in _FORMATS if issubclass(format_class, base)]
-    if not bases:
-        names = ", ".join(base.__name__ for base in _FORMATS)
-        raise TypeError(f"{format_class.__name__} is no weight format: derive it from one of {names}")
-    _FORMATS[bases[0]][kind] = format_class
+    use = getattr(format_class, "use", None)
+    if use not in _FORMATS:
+        raise TypeError(f"{format_class.__name__} is no weight format: derive it from one of "
+                        f"{', '.join(_BASES.values())}")
+    _FORMATS[use][kind] = format_class
+
+
+def as_codes(stored: StoredFormat, device: torch.device) -> StoredFormat:
+    """How a model on this device keeps a stored weight: a GPU keeps GGUF kinds as codes."""
+    return gguf_codes.as_codes(stored, device) if device.type == "cuda" else stored
 
 
 @dataclass(frozen=True)
@@ -57,7 +73,7 @@ class FormatChoice:
     def kept(self, base: type[Format], declared: Any, names: Iterable[str]) -> Callable[[Any], Format] | None:
         """Return a function that makes the format that keeps the bits of all these matrices. `base`: the base class
         that the format must have. None if the layer must be dense."""
-        (table,) = (table for use, table in _FORMATS.items() if issubclass(base, use))
+        table = _FORMATS[base.use]
         stored: list[StoredFormat] = []
         made, name = self._made(base, declared), ""
         for name in names:
@@ -65,9 +81,10 @@ class FormatChoice:
             if found is None or found.kind not in table:
                 return None  # at the first of experts' matrices, which may be many
             stored.append(as_codes(found, self.device))
-        chosen, *others = {table[held.kind] for held in stored}
-        if chosen is ScaledLinear and len(set(stored)) > 1:
-            chosen = StackedLinear
+        entry, *others = {table[held.kind] for held in stored}
+        if entry == SCALED_LINEAR and len(set(stored)) > 1:
+            entry = STACKED_LINEAR
+        chosen: type[Any] = import_attribute(entry) if isinstance(entry, str) else entry
         if others or not issubclass(chosen, base):
             return None
         if not chosen.serves(declared, stored, self.device):
@@ -78,9 +95,9 @@ class FormatChoice:
     def _made(self, base: type[Any], declared: Any) -> StoredFormat | None:
         """The format into which `quantization` codes a layer's numbers while they are read. None if they are not
         coded."""
-        if self.quantization is None or base not in (LinearFormat, ExpertsFormat):
+        if self.quantization is None or not base.may_be_coded:
             return None
-        return choose_made(self.quantization, *(declared.projections if base is ExpertsFormat else (declared,)))
+        return scaled.choose_made(self.quantization, *(declared.projections if base.use == EXPERTS else (declared,)))
 
 
 def refuse_shard(name: str, kept_by: type[WeightFormat[Any]], declared: Any, stored: list[StoredFormat],
@@ -101,3 +118,18 @@ def refuse_shard(name: str, kept_by: type[WeightFormat[Any]], declared: Any, sto
     raise ValueError(f"{name}: it is stored as {stored[0].kind} in groups of inputs, which {shard.ranks.count} ranks "
                      f"cannot share as whole groups: numbers of ranks that can are {counts}; or set "
                      "keep_quantized=False")
+
+
+def build_format(declared: Any, make: Callable[[Any], Any]) -> Any:
+    """Build the format of a declaration and allocate it. Sharded inputs are wrapped in a sum over ranks, a sharded
+    vocabulary in a sum or a gather."""
+    shard = declared.shard
+    if isinstance(shard, VocabularyShard):
+        return summed.SharedVocabulary(declared, shard, make(declared))
+    is_experts = isinstance(declared, ExpertsDeclaration)
+    is_unsummed = isinstance(shard, UnsummedShard) and (is_experts or not declared.has_bias)
+    if not isinstance(shard, InputShard) or is_unsummed:
+        return make(declared)
+    if is_experts:
+        return summed.SummedExperts(shard, make(declared))
+    return summed.SummedLinear(declared, shard, make(declared.without_bias()))

@@ -20,9 +20,10 @@ from outrider.formats.slots import DUMMY_RANGE, Draw, Recode
 from outrider.kernels import cpu as native
 from outrider.kernels import moe, ops, scaled
 from outrider.kernels.buffers import empty_weight
+from outrider.kernels.code_kinds import FP8, INT4, INT8
 from outrider.kernels.experts_on_host import native_experts
 from outrider.kernels.quantized import ACTIVATION_BITS, kept_bits_are_fast, rounding_error
-from outrider.kernels.scaled import FP8, INT4, INT8, Scaled
+from outrider.kernels.scaled import Scaled
 from outrider.kernels.scaled_on_host import host_weight, packed_rows
 
 INT4_GROUPS = (128, 64, 32)  # inputs that may share a scale, the best first

@@ -7,13 +7,11 @@ Embeddings of a sharded vocabulary are summed, and logits are gathered.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 
 from outrider.formats.declared import (
-    ExpertsDeclaration,
     InputShard,
     LinearDeclaration,
     StoredTensor,
@@ -152,18 +150,3 @@ class SummedExperts(ExpertsFormat):
     ) -> torch.Tensor:
         """`added` and `biases` are this rank's parts, so that the sum over ranks adds each of them once."""
         return self._reduce(self._inner.mix(x, routed, activation, added, biases))
-
-
-def build_format(declared: Any, make: Callable[[Any], Any]) -> Any:
-    """Build the format of a declaration and allocate it. Sharded inputs are wrapped in a sum over ranks, a sharded
-    vocabulary in a sum or a gather."""
-    shard = declared.shard
-    if isinstance(shard, VocabularyShard):
-        return SharedVocabulary(declared, shard, make(declared))
-    is_experts = isinstance(declared, ExpertsDeclaration)
-    is_unsummed = isinstance(shard, UnsummedShard) and (is_experts or not declared.has_bias)
-    if not isinstance(shard, InputShard) or is_unsummed:
-        return make(declared)
-    if is_experts:
-        return SummedExperts(shard, make(declared))
-    return SummedLinear(declared, shard, make(declared.without_bias()))

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 import torch
 
 from outrider.formats.declared import LinearDeclaration, StoredFormat, StoredTensor
 from outrider.formats.slots import WeightSlot, join_names
 
+LINEAR, EXPERTS, EXPANSION = "linear", "experts", "expansion"  # ways to use a weight
 Declaration = TypeVar("Declaration")
 
 
 class WeightFormat(ABC, Generic[Declaration]):
+    use: ClassVar[str]  # one of those above, given by the base class of a way to use a weight
+    may_be_coded: ClassVar[bool] = False  # a weight of numbers may become codes when it is read
+
     def __init__(self, declared: Declaration, stored: Sequence[StoredFormat] = ()) -> None:
         """stored: how the source stores each matrix of the declaration."""
         self.declared = declared

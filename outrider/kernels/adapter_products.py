@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outrider.kernels import moe
+from outrider.kernels.activations import activate
 from outrider.kernels.delta_tables import NO_SLOT, DeltaTables, RowSlots, TargetRange
 
 Product = Callable[[Tensor, Tensor], Tensor]  # token rows [tokens, inputs] and a weight [outputs, inputs]
@@ -78,7 +78,7 @@ def add_adapters_gated(inner: Tensor, out: Tensor, activation: str, rows: RowSlo
     """The gated activation of out [tokens, 2 x width], the output features of a linear layer, to which is added what
     the adapter in each token row's slot adds: [tokens, width]. `out` may be written. inner: see `reduce_adapters`."""
     add_adapters(inner, out, 0, rows, tables, targets)
-    return moe.activate(out, activation)
+    return activate(out, activation)
 
 
 def add_adapter_embeddings(out: Tensor, tokens: Tensor, gain: float, rows: RowSlots, tables: DeltaTables,
@@ -161,7 +161,7 @@ def mix_experts_by(product: Product, out: Tensor, x: Tensor, ids: Tensor, weight
         for row in token_rows.tolist():
             total = torch.zeros(down.shape[1], dtype=weights.dtype, device=x.device)
             for expert, weight in zip(ids[row].tolist(), weights[row], strict=True):
-                inner = moe.activate(project(x[row : row + 1], gate_up, slot, targets.first, expert), activation)
+                inner = activate(project(x[row : row + 1], gate_up, slot, targets.first, expert), activation)
                 total += weight * project(inner.to(x.dtype), down, slot, targets.down, expert)[0]
             own = total.to(out.dtype)
             out[row] = own if added is None else own + added[row]

@@ -7,8 +7,8 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from outrider.kernels import activations, moe, ops
 from outrider.kernels import cpu as native
-from outrider.kernels import moe, ops
 from outrider.kernels.ops import exact
 from outrider.kernels.scaled import Scaled
 
@@ -88,8 +88,8 @@ def _activated(projected: Tensor, activation: str, biases: moe.ExpertBiases | No
     """Apply biases and the activation to one expert's first projection. Changes `projected` in place."""
     if biases is not None:
         projected += biases.gate_up[expert]
-    is_gated = activation in moe.GATED or moe.silu_limit(activation) is not None
-    return ops.gated(projected, activation) if is_gated else moe.activate(projected, activation)
+    is_gated = activation in activations.GATED or activations.silu_limit(activation) is not None
+    return ops.gated(projected, activation) if is_gated else activations.activate(projected, activation)
 
 
 def _with_down_bias(made: Tensor, biases: moe.ExpertBiases | None, expert: int) -> Tensor:

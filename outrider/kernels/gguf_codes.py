@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.kernels.code_kinds import FP4, INT4, INT8
 from outrider.kernels.gguf_kinds import KINDS
-from outrider.kernels.scaled import FP4, INT4, INT8, Scaled, by_outputs, pack_nibbles
+from outrider.kernels.scaled import Scaled, by_outputs, pack_nibbles
 
 
 class CodedForm(NamedTuple):

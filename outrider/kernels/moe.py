@@ -14,30 +14,11 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import reference
+from outrider.kernels.activations import CLAMPED, GATED, PLAIN, activate, is_known, limited_silu
 from outrider.kernels.scaled import Scaled, rounded
 
-GATED = ("silu", "gelu_pytorch_tanh")  # act(gate) * up, by the names configs use
-CLAMPED = "clamped_swiglu"  # gpt-oss's: gate and up are limited, see `reference.clamped_swiglu`
-PLAIN = ("relu2",)  # the square of relu, of one projection
-_LIMITED = "limited_silu:"  # silu(gate) * up with limits, see `reference.limited_silu_mul`; the limit follows
 SCORINGS = ("softmax", "sigmoid")
 GROUP_SCORES = ("max", "top2")  # a group is worth its best expert, or the sum of its two best
-
-
-def limited_silu(limit: float) -> str:
-    """The name of the activation silu(gate) * up that limits gate and up first."""
-    return f"{_LIMITED}{limit}"
-
-
-def silu_limit(activation: str) -> float | None:
-    """The limit of an activation that `limited_silu` named; None for the others."""
-    return float(activation.removeprefix(_LIMITED)) if activation.startswith(_LIMITED) else None
-
-
-def is_known(activation: str) -> bool:
-    return activation in (*GATED, CLAMPED, *PLAIN) or silu_limit(activation) is not None
-
-
 # Most weight elements gathered at a time where no kernel reads them in place; bounds that path's memory.
 MAX_GATHERED = 1 << 26
 # Added to a sum that divides: sigmoid scores may all vanish.
@@ -183,16 +164,6 @@ def check_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor | Sca
     ):
         if tuple(tensor.shape) != shape:
             raise ValueError(f"experts: {name} has shape {list(tensor.shape)}, expected {list(shape)}")
-
-
-def activate(projected: Tensor, activation: str) -> Tensor:
-    if activation == "silu":
-        return reference.silu_mul(projected)
-    if activation == CLAMPED:
-        return reference.clamped_swiglu(projected)
-    if (limit := silu_limit(activation)) is not None:
-        return reference.limited_silu_mul(projected, limit)
-    return reference.gelu_tanh_mul(projected) if activation in GATED else reference.relu2(projected)
 
 
 def combine(made: Tensor, weights: Tensor) -> Tensor:

@@ -14,11 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from outrider.kernels.code_kinds import CODES, FP4, FP8, INT4, INT8
 from outrider.kernels.reference import gelu_tanh_mul, silu_mul, widened
 
 FP8_MAX = 448.0
-FP8, INT8, INT4, FP4 = "fp8", "int8", "int4", "fp4"  # what a code is: e4m3, two integers, e2m1
-CODES = (FP8, INT8, INT4, FP4)
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # values of the codes 0 to 7; those of 8 to 15 are negative
 TILE_OUTPUTS, TILE_INPUTS = 64, 128
 TILED_GROUPS = (16, 32, 64)  # short groups whose codes may lie in tiles

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from outrider.kernels import cpu as native
+from outrider.kernels.code_kinds import FP4, FP8, INT4, INT8
 from outrider.kernels.gguf_kinds import GROUP, Unpacked
 from outrider.kernels.quantized import empty_rows, kept_bits_are_fast
-from outrider.kernels.scaled import E2M1, FP4, FP8, INT4, INT8, Scaled
+from outrider.kernels.scaled import E2M1, Scaled
 
 # By code and whether there are zero points or offsets: the GGUF kind whose packed form holds such codes.
 PACKED_KINDS = {(INT8, False): "Q8_0", (INT4, False): "Q4_0", (INT4, True): "Q4_1", (FP4, False): "MXFP4"}

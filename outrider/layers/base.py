@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from outrider.cache.groups import LayerCache
 from outrider.core.ranks import ShardSize, rank_refusal
 from outrider.formats import (
-    ExpertsFormat,
     FormatChoice,
     InputShard,
     LinearFormat,
@@ -33,6 +32,9 @@ from outrider.formats import (
 from outrider.layers.context import StepContext
 from outrider.layers.rotary import Angles
 from outrider.mixers import WantedRows
+
+if TYPE_CHECKING:
+    from outrider.formats import ExpertsFormat
 
 Format = TypeVar("Format", bound=WeightFormat[Any])
 
@@ -111,6 +113,7 @@ class FormatModule(Module, Generic[Format]):
     before that a source may declare in which format it stores the weight."""
 
     format_base: type[Format]  # what the module needs of a format
+    is_product = False  # the format multiplies token rows, and is prepared before it does
 
     def __init__(self, declared: Any, make_dense: Callable[[Any], Format]) -> None:
         self.declared = declared
@@ -262,6 +265,9 @@ class LayeredModule(Module):
 
     def cache_layers(self) -> list[LayerCache]:
         return [LayerCache(layer.index, layer.cache_spec(self.dtype.itemsize)) for layer in self.attention_layers]
+
+    def follow_target(self) -> None:
+        """Copy again what a draft head copied from its target's weights, because the weights may have changed."""
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may hold this tensor although the model does not use it."""

@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Never, Protocol
+from typing import TYPE_CHECKING, Never, Protocol
 
 import torch
 
@@ -27,8 +27,10 @@ from outrider.core import StepPart
 from outrider.core.step_messages import DeltaReach
 from outrider.formats import activate
 from outrider.kernels.delta_tables import DeltaTables, RowSlots, TargetRange
-from outrider.kernels.moe import Routed
 from outrider.mixers import Attend, WantedRows
+
+if TYPE_CHECKING:
+    from outrider.kernels.moe import Routed
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,11 @@ import torch
 from outrider.kernels.cpu import BoundLayer, LayerDeltas, LayerWeights, pack_layer_targets
 from outrider.kernels.delta_tables import TargetRange
 from outrider.kernels.vendor_products import MANY_ROWS
-from outrider.layers.base import DecoderLayer, LayeredModule, Module, find_modules
+from outrider.layers.base import DecoderLayer, FormatModule, LayeredModule, Module, find_modules
 from outrider.layers.context import AuxRecord, RowDeltas, StepContext
 from outrider.layers.decoder import AttentionMLPLayer
 from outrider.layers.linear import Linear
 from outrider.layers.mlp import ACTIVATIONS, GatedMLP
-from outrider.layers.moe import Experts
 from outrider.layers.rotary import Angles
 from outrider.mixers import PagedLayer, WantedRows
 from outrider.mixers.paged.backend import KeyValueCache
@@ -203,8 +202,7 @@ def prepare(models: Sequence[LayeredModule], allow_copies: bool, exact: bool = F
     prepared again."""
     for module in find_modules(models, Module):
         module.set_exact(exact)
-    num_bytes = sum(linear.format.prepare(allow_copies) for linear in find_modules(models, Linear))
-    num_bytes += sum(experts.format.prepare(allow_copies) for experts in find_modules(models, Experts))
+    num_bytes = sum(module.format.prepare(allow_copies) for module in _find_products(models))
     for mlp in find_modules(models, GatedMLP):
         mlp.prepare()
     for layer in find_modules(models, DecoderLayer):
@@ -212,6 +210,11 @@ def prepare(models: Sequence[LayeredModule], allow_copies: bool, exact: bool = F
     for model in models:
         model.layers = [fuse(layer) for layer in model.layers]
     return num_bytes
+
+
+def _find_products(models: Sequence[LayeredModule]) -> list[FormatModule[Any]]:
+    """The linear layers and experts of models."""
+    return [module for module in find_modules(models, FormatModule) if module.is_product]
 
 
 def restore_order(models: Sequence[LayeredModule]) -> None:
@@ -223,7 +226,7 @@ def restore_order(models: Sequence[LayeredModule]) -> None:
 def use_activation_bits(model: LayeredModule, bits: int) -> str:
     """Round token rows in products to 8 or 16 bits; 32 rounds as finely as float32. Return a line for the log with the
     number of such products and their error."""
-    held: list[Linear | Experts] = [*find_modules([model], Linear), *find_modules([model], Experts)]
+    held = _find_products([model])
     digits = min(bits, 24)
     errors = [error for module in held if (error := module.format.use_activation_bits(digits)) is not None]
     if bits == 8 and not errors:

@@ -34,6 +34,7 @@ class Linear(FormatModule[LinearFormat]):
 
     declared: LinearDeclaration
     format_base = LinearFormat
+    is_product = True
 
     def __init__(
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device,

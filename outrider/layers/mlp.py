@@ -8,14 +8,14 @@ import torch
 
 from outrider.core.ranks import ShardSize
 from outrider.formats import InputShard, LinearFormat, OutputShard, PackedPart, RankGroup, Ranks
-from outrider.kernels import moe
+from outrider.kernels.activations import GATED, silu_limit
 from outrider.layers.base import FeedForward, Module
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, Linear
 
 INNER_KEYS = ("intermediate_size", "shared_expert_intermediate_size", "moe_shared_expert_intermediate_size",
               "shared_intermediate_size")
-ACTIVATIONS = moe.GATED  # names as in configs
+ACTIVATIONS = GATED  # names as in configs
 PACKED = "gate_up_proj"
 
 
@@ -35,7 +35,7 @@ class GatedMLP(FeedForward):
         stored = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         if is_packed:
             stored = {PACKED: 2 * intermediate_size}
-        assert activation in ACTIVATIONS or moe.silu_limit(activation) is not None
+        assert activation in ACTIVATIONS or silu_limit(activation) is not None
         self.activation = activation
         self.gate_up = FusedLinear(hidden_size, stored, bias=bias, dtype=dtype, device=device)
         self.down = Linear(intermediate_size, hidden_size, bias=bias, dtype=dtype, device=device)

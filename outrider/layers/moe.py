@@ -23,7 +23,7 @@ from outrider.formats import (
     UnsummedRanks,
     WeightSlot,
 )
-from outrider.kernels import moe, ops
+from outrider.kernels import activations, moe, ops
 from outrider.layers.base import FeedForward, FormatModule, Module
 from outrider.layers.context import StepContext
 from outrider.layers.linear import Linear
@@ -77,6 +77,7 @@ class Experts(FormatModule[ExpertsFormat]):
 
     declared: ExpertsDeclaration
     format_base = ExpertsFormat
+    is_product = True
 
     def __init__(
         self,
@@ -95,7 +96,7 @@ class Experts(FormatModule[ExpertsFormat]):
         """is_fused: the checkpoint has one tensor of all experts for each projection, instead of tensors by expert.
         is_transposed: numbers in these tensors are stored input by output. names: gate, up and down in a checkpoint
         with tensors by expert. shard: this rank holds a part of every expert's inner features."""
-        assert moe.is_known(activation)
+        assert activations.is_known(activation)
         assert is_fused or not is_transposed
         self.num_experts = num_experts
         self.activation = activation
@@ -126,7 +127,7 @@ class Experts(FormatModule[ExpertsFormat]):
 
     @property
     def is_gated(self) -> bool:
-        return self.activation not in moe.PLAIN
+        return self.activation not in activations.PLAIN
 
     @property
     def takes_deltas(self) -> bool:

@@ -8,16 +8,19 @@ Statistics are taken in float32 (float64 stays float64) and the result is rounde
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
-from outrider.formats import ExpertsFormat, LinearFormat
+from outrider.formats import LinearFormat
 from outrider.kernels import ops
 from outrider.kernels.reference import widened
 from outrider.layers.base import Module, Parameter
 from outrider.mixers import HeadNorms
+
+if TYPE_CHECKING:
+    from outrider.formats import ExpertsFormat
 
 
 class Unnormed(NamedTuple):

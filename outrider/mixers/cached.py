@@ -25,9 +25,8 @@ from outrider.cache.kinds import (
     SlidingSpec,
 )
 from outrider.core import Limits
+from outrider.core.lazy_exports import import_attribute
 from outrider.mixers.batch import BatchView
-from outrider.mixers.indexed.indexed_mixer import IndexedMixer
-from outrider.mixers.latent.latent_mixer import LatentMixer
 from outrider.mixers.mixer import EVERY_LENGTH, Mixer
 from outrider.mixers.paged.backend import Backend, PagedMixer
 from outrider.mixers.pool import DevicePool
@@ -66,15 +65,18 @@ class LayerParams(Protocol):
     def index(self) -> int: ...
 
 
-_MIXERS: dict[type[PagedSpec], type[Mixer]] = {
+INDEXED_MIXER = "outrider.mixers.indexed.indexed_mixer:IndexedMixer"
+LATENT_MIXER = "outrider.mixers.latent.latent_mixer:LatentMixer"
+# By the spec of a layer's first cache claim; named ones are imported for the first model that has such a layer.
+_MIXERS: dict[type[PagedSpec], type[Mixer] | str] = {
     FullSpec: PagedMixer,
     SlidingSpec: PagedMixer,
     ChunkedSpec: PagedMixer,
-    IndexedSpec: IndexedMixer,
-    LatentSpec: LatentMixer,
-    IndexedLatentSpec: LatentMixer,
-    PooledIndexSpec: LatentMixer,
-    ScaledIndexSpec: LatentMixer,
+    IndexedSpec: INDEXED_MIXER,
+    LatentSpec: LATENT_MIXER,
+    IndexedLatentSpec: LATENT_MIXER,
+    PooledIndexSpec: LATENT_MIXER,
+    ScaledIndexSpec: LATENT_MIXER,
 }
 
 
@@ -83,10 +85,16 @@ def register_mixer(spec: type[PagedSpec], mixer: type[Mixer]) -> None:
     _MIXERS[spec] = mixer
 
 
+def mixer_of(spec: type[PagedSpec]) -> type[Mixer] | None:
+    """The mixer that serves layers of this spec. None if there is none."""
+    found = _MIXERS.get(spec)
+    return import_attribute(found) if isinstance(found, str) else found
+
+
 def can_capture(layout: CacheLayout, backend: Backend) -> bool:
     """Whether the backend and every group's mixer let steps be captured. Groups of recurrent layers have no mixer."""
     specs = [group.spec for group in layout.groups]
-    return backend.is_capturable and all(_MIXERS.get(type(spec), Mixer).is_capturable(spec) for spec in specs)
+    return backend.is_capturable and all((mixer_of(type(spec)) or Mixer).is_capturable(spec) for spec in specs)
 
 
 class CachedLayers:
@@ -100,9 +108,9 @@ class CachedLayers:
         by_kind: dict[type[Mixer], list[LayerParams]] = {}
         for layer in layers:
             spec = type(groups[layer.index][0].spec)
-            if spec not in _MIXERS:
+            if (kind := mixer_of(spec)) is None:
                 raise ValueError(f"{spec.__name__} has no mixer: register one with register_mixer")
-            by_kind.setdefault(_MIXERS[spec], []).append(layer)
+            by_kind.setdefault(kind, []).append(layer)
         self.mixers = [make(own, pool, backend) for make, own in by_kind.items()]
         for mixer in self.mixers if exact else ():
             mixer.set_exact(True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from outrider.kernels.moe import limited_silu
+from outrider.kernels.activations import limited_silu
 from outrider.kernels.streams import StreamRule, mean_streams
 from outrider.kernels.token_blocks import TokenBlocks
 from outrider.layers import (

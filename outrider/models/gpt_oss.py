@@ -12,7 +12,8 @@ import torch
 
 from outrider.formats import RankGroup, Ranks, TensorShard, WeightSlot, join_names
 from outrider.formats.declared import ModelSize
-from outrider.kernels.moe import CLAMPED, ExpertBiases
+from outrider.kernels.activations import CLAMPED
+from outrider.kernels.moe import ExpertBiases
 from outrider.layers import Experts, FeedForward, Module, MoE, Parameter, RopeParams, Router, SelfAttention
 from outrider.layers.base import HeldRows
 from outrider.layers.moe import TransposedSlot

@@ -17,7 +17,7 @@ import torch
 
 from outrider.formats import ModelSize, OutputShard, RankGroup, Ranks
 from outrider.kernels import ops
-from outrider.kernels.moe import limited_silu
+from outrider.kernels.activations import limited_silu
 from outrider.kernels.streams import StreamRule
 from outrider.layers import (
     DecoderLayer,

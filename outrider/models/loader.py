@@ -9,16 +9,21 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from outrider.core.lazy_exports import LateModule
 from outrider.formats import FormatChoice, RankGroup, StoredFormat, StoredWeight, WeightSlot
-from outrider.formats.scaled import ScaledWeight
 from outrider.formats.upload import upload
 from outrider.models.base import Model
 from outrider.models.registry import build_model
 from outrider.models.sources.model_source import ModelSource, WeightError
+
+if TYPE_CHECKING:
+    from outrider.formats import scaled
+else:
+    scaled = LateModule("outrider.formats.scaled")
 
 log = logging.getLogger("outrider")
 MOST_NAMED = 12  # in a message
@@ -234,7 +239,7 @@ def _split_experts(tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, We
         if name in slots or not experts.endswith(".experts") or len(tensor.shape) != 3:
             yield name, tensor
         else:
-            joint = tensor if isinstance(tensor, torch.Tensor | ScaledWeight) else tensor.dequantize()
+            joint = tensor if isinstance(tensor, torch.Tensor | scaled.ScaledWeight) else tensor.dequantize()
             parts = [part for part, whole in JOINT_PROJECTIONS.items() if whole == projection] or [projection]
             rows = -(-joint.shape[1] // len(parts))
             for expert in range(joint.shape[0]):

@@ -23,7 +23,8 @@ import torch
 from outrider.formats import DenseLinear, EmbeddingFormat
 from outrider.formats.gguf import GgufLinear
 from outrider.formats.scaled import ScaledFormat, ScaledLinear
-from outrider.kernels.scaled import INT8, TILE_INPUTS, TILE_OUTPUTS
+from outrider.kernels.code_kinds import INT8
+from outrider.kernels.scaled import TILE_INPUTS, TILE_OUTPUTS
 from outrider.layers import Linear, StepContext
 from outrider.models.base import Decoder, Model
 from outrider.models.sources.model_source import WeightError

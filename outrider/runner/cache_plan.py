@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -16,12 +17,15 @@ from outrider.drafters.base import Drafter
 from outrider.formats import ModelSize, RankGroup, Ranks
 from outrider.kernels.fp8_cache import ScaleNumbers
 from outrider.kernels.ops.operation import FP8_CAPABILITY
-from outrider.mixers import AttentionLayer, LatentLayer
+from outrider.mixers import AttentionLayer
 from outrider.mixers.paged.backend import Backend
 from outrider.mixers.paged.codecs import FP8_NAMES, find_cache_type
 from outrider.mixers.paged.registry import make_backend
 from outrider.models.base import Model
 from outrider.models.sources.model_source import ModelSource
+
+if TYPE_CHECKING:
+    from outrider.mixers import LatentLayer
 
 log = logging.getLogger("outrider")
 # Sizes for which kernels over fp8 run on a GPU. Heads of 64, 80, 96, 112, 128, 192, 256 and 512 and latents of 256 and

@@ -13,7 +13,6 @@ from outrider.drafters.guard import DrafterGuards
 from outrider.feature_list import worker_features
 from outrider.layers.fuse import prepare
 from outrider.models.base import Model
-from outrider.models.head import DraftHead
 from outrider.runner.cache_plan import choose_backend, plan_cache
 from outrider.runner.device import gpu_bytes
 from outrider.runner.exact import refuse_inexact
@@ -65,6 +64,6 @@ def prepare_all(model: Model, drafter: Drafter | None, config: EngineConfig) -> 
     """Prepare the model and its drafter. The drafter comes first, and never exact, since drafts cannot change the text:
     layers that both use are as the model needs them."""
     modules = [] if drafter is None else drafter.modules()
-    for head in (module for module in modules if isinstance(module, DraftHead)):
-        head.follow_target()
+    for module in modules:
+        module.follow_target()
     return prepare(modules, config.packed_weights) + prepare([model], config.packed_weights, config.exact)

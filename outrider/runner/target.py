@@ -5,20 +5,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from outrider.config import QUANTIZATIONS, EngineConfig
+from outrider.core.lazy_exports import LateModule
 from outrider.formats.ranks import RankGroup
-from outrider.formats.scaled import INT4_GROUPS, LEAST_OUTPUTS, choose_made
 from outrider.kernels import compiling
 from outrider.kernels import cpu as native
+from outrider.kernels.code_kinds import INT4
 from outrider.kernels.ops.operation import FP8_CAPABILITY
-from outrider.kernels.scaled import INT4
-from outrider.layers.base import find_modules
+from outrider.layers import Linear, find_modules
 from outrider.layers.fuse import use_activation_bits
-from outrider.layers.linear import Linear
 from outrider.models.base import Model
 from outrider.models.loader import Watch, declare_formats, fill_model, stored_formats
 from outrider.models.registry import build_model
@@ -29,6 +28,11 @@ from outrider.runner.check import check_target
 from outrider.runner.device import pick_device, pick_dtype
 from outrider.runner.memory import enough_memory
 from outrider.runner.rank_group import ONE_RANK
+
+if TYPE_CHECKING:
+    from outrider.formats import scaled
+else:
+    scaled = LateModule("outrider.formats.scaled")
 
 log = logging.getLogger("outrider")
 
@@ -75,10 +79,10 @@ def declare_stored(model: Model, config: EngineConfig, source: ModelSource, devi
     if config.keep_quantized:
         declare_formats(model, stored_formats(model, source), device, made)
     if made is not None and not any(slot.quantize for slot in model.weights().values()):
-        if not any(choose_made(made, linear.declared) for linear in find_modules([model], Linear)):
-            groups = f" and inputs that groups of {INT4_GROUPS} divide" if made == INT4 else ""
+        if not any(scaled.choose_made(made, linear.declared) for linear in find_modules([model], Linear)):
+            groups = f" and inputs that groups of {scaled.INT4_GROUPS} divide" if made == INT4 else ""
             raise ValueError(f"quantization={made!r}: no linear layer of {config.model} can be coded so, which takes "
-                             f"{LEAST_OUTPUTS} outputs or more{groups}; leave it out")
+                             f"{scaled.LEAST_OUTPUTS} outputs or more{groups}; leave it out")
         raise ValueError(f"quantization={made!r}: there is no product of {model.dtype} with such weights on {device}; "
                          "choose dtype='bfloat16', or leave it out")
 

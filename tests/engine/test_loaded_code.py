@@ -21,12 +21,18 @@ pytest.importorskip("gguf")
 pytestmark = pytest.mark.skipif(not smollm2_path().is_file(), reason="the small model has not been fetched")
 PACKAGE = Path(__file__).parents[2] / "outrider"
 # A greedy request to the small model -> the lines that it loads.
-LOADED_LINES = {"plain": 33_880, "drafts": 37_440}
+LOADED_LINES = {"plain": 29_920, "drafts": 33_480}
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
 }
-UNUSED = ("adapters.", "kernels.gpu", "learning.", "server", "training")  # by no request without a setting, on a CPU
+# By no request without a setting, to a dense model on a CPU.
+UNUSED = (
+    "beam_search", "compat.vllm_config", "engine.grammar.trial", "engine.kv_events", "features.", "formats.experts",
+    "formats.scaled", "formats.summed", "kernels.gpu", "kernels.moe", "kernels.ops.attention",
+    "kernels.ops.exact", "layers.latent_attention", "layers.moe", "mixers.indexed.", "mixers.latent.", "models.head",
+    "models.mtp", "runner.graphs.cuda_runner", "runner.residence", "runner.weight_update", "server", "training",
+)
 SLACK = 1.02  # of a limit: code grows between two measurements
 SERVE = """
 import json, sys

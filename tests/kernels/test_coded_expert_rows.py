@@ -13,12 +13,14 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels import moe, scaled
+from outrider.kernels import moe
+from outrider.kernels.activations import CLAMPED, limited_silu
+from outrider.kernels.code_kinds import CODES
 from outrider.kernels.gpu import coded_expert_rows as module
 from outrider.kernels.gpu import scaled_experts as experts
 from outrider.kernels.gpu.coded_expert_rows import CodedRowsTile
 from outrider.kernels.gpu.launch import collecting
-from outrider.kernels.moe import CLAMPED, ExpertBiases, limited_silu
+from outrider.kernels.moe import ExpertBiases
 from outrider.kernels.scaled import Scaled
 from tests.kernels.compiled import found_without_interpreter
 from tests.kernels.test_triton_scaled_experts import FORMS, Case, assert_close, draw, make
@@ -136,7 +138,7 @@ def compile_product(code: str, activation: str | None) -> dict[str, Any]:
     is_second = activation is None
     tile = module.tile_for(not is_second, False)
     number, limit = module.activation_number(activation)
-    constants = {"K": 2880, "GROUP": 32, "CODE": scaled.CODES.index(code), "PAIRS_PER_ROW": 1 if is_second else 4,
+    constants = {"K": 2880, "GROUP": 32, "CODE": CODES.index(code), "PAIRS_PER_ROW": 1 if is_second else 4,
                  "ACTIVATION": number, "LIMIT": limit, "OUTPUTS": tile.outputs, "LANES": tile.lanes,
                  "DEPTH": tile.depth, "UNIT": 16, "HAS_ZEROS": False, "HAS_OFFSETS": False, "HAS_FACTORS": False,
                  "HAS_BIAS": not is_second, "ASM": True, "PDL": True, "EARLY": is_second, "scales_n": 1, "shifts_n": 1}

@@ -16,6 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from outrider.kernels import ops, scaled
+from outrider.kernels.code_kinds import CODES
 from outrider.kernels.gpu.hopper import coded_rows
 from outrider.kernels.gpu.hopper.coded_kernel import (
     OF_BLOCKS,
@@ -26,7 +27,7 @@ from outrider.kernels.gpu.hopper.coded_kernel import (
 )
 from outrider.kernels.gpu.launch import collecting
 from outrider.kernels.gpu.scaled_linear import scaled_linear
-from outrider.kernels.scaled import CODES, Scaled
+from outrider.kernels.scaled import Scaled
 from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 
 SHARED_BYTES = 233472  # of a multiprocessor of a Hopper card, of which each program takes 1024 more than it asks for

@@ -19,12 +19,13 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from outrider.kernels import ops, scaled
+from outrider.kernels.code_kinds import CODES
 from outrider.kernels.gpu.hopper import coded_rows, coded_tiles
 from outrider.kernels.gpu.hopper.coded_tile_kernel import coded_tiles_kernel
 from outrider.kernels.gpu.hopper.coded_tiles import SHAPES, TilePlan, TileShape, make_plan
 from outrider.kernels.gpu.launch import collecting
 from outrider.kernels.gpu.scaled_linear import scaled_linear
-from outrider.kernels.scaled import CODES, Scaled
+from outrider.kernels.scaled import Scaled
 from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 from tests.kernels.descriptors import stray_descriptors
 from tests.kernels.gluon_emulator import emulate

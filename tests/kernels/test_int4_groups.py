@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from outrider.kernels.scaled import INT4, Scaled, pack_nibbles, to_int4_groups, to_int8_groups
+from outrider.kernels.code_kinds import INT4
+from outrider.kernels.scaled import Scaled, pack_nibbles, to_int4_groups, to_int8_groups
 
 FORMS = pytest.mark.parametrize(("group", "has_offsets"), [(128, False), (32, False), (32, True)])
 

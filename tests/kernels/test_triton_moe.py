@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from outrider.kernels import moe as reference
-from outrider.kernels.moe import RouteRule, limited_silu
+from outrider.kernels.activations import limited_silu
+from outrider.kernels.moe import RouteRule
 
 pytest.importorskip("triton", reason="needs the triton package")
 

@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import scaled
+from outrider.kernels.code_kinds import CODES
 from outrider.kernels.gpu import scaled_linear as module
 from outrider.kernels.gpu.activation import gelu_tanh_mul, silu_mul
 from outrider.kernels.gpu.launch import collecting
@@ -205,7 +206,7 @@ def compile_for_card(kernel: Any, constants: dict[str, Any], kinds: dict[str, st
 
 
 def compile_product(code: str, group: int, rounding: int, tile: ScaledTile, k: int = 4096) -> dict[str, Any]:
-    constants = {"K": k, "GROUP": group, "CODE": scaled.CODES.index(code), "X_GROUP": rounding, "CHAIN": k,
+    constants = {"K": k, "GROUP": group, "CODE": CODES.index(code), "X_GROUP": rounding, "CHAIN": k,
                  "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "COLUMNS": 128, "TILE_GROUP": 8, "SHARED": False,
                  "HAS_ZEROS": False, "HAS_OFFSETS": group < 128, "HAS_FACTORS": False, "HAS_BIAS": False,
                  "WIDEN": False, "ASM": code == "int4", "PDL": True, "stride_n": 1}
@@ -221,7 +222,7 @@ def compile_product(code: str, group: int, rounding: int, tile: ScaledTile, k: i
 
 
 def compile_expansion(code: str, group: int, k: int = 4096) -> dict[str, Any]:
-    constants = {"K": k, "GROUP": group, "CODE": scaled.CODES.index(code), "ROWS": 32, "COLUMNS": 128,
+    constants = {"K": k, "GROUP": group, "CODE": CODES.index(code), "ROWS": 32, "COLUMNS": 128,
                  "HAS_ZEROS": False, "HAS_OFFSETS": code == "int4" and group < 128, "HAS_FACTORS": False,
                  "TILED": False, "INDEXED": False, "stride_n": 1}
     kinds = {"codes": {"fp8": "*fp8e4nv", "int8": "*i8"}.get(code, "*u8"), "scales": "*bf16", "shifts": "*bf16",

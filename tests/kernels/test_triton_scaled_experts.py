@@ -14,6 +14,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import moe, scaled
+from outrider.kernels.code_kinds import CODES
 from outrider.kernels.gpu import scaled_experts as module
 from outrider.kernels.gpu.launch import collecting
 from outrider.kernels.gpu.scaled_codes import expand
@@ -230,7 +231,7 @@ def test_compiles_for_the_card() -> None:
 def compile_product(code: str, group: int, rounds: bool, k: int, activation: int, tile: ScaledTile) -> dict[str, Any]:
     from tests.kernels.test_triton_scaled import compile_for_card
 
-    constants = {"K": k, "GROUP": group or k, "CODE": scaled.CODES.index(code), "X_GROUP": rounds * (group or k),
+    constants = {"K": k, "GROUP": group or k, "CODE": CODES.index(code), "X_GROUP": rounds * (group or k),
                  "PAIRS_PER_ROW": 8, "ACTIVATION": activation, "FEW": tile.block_m == 16, "PAIRS": 64, "EXPERTS": 64,
                  "BLOCK_M": tile.block_m, "BLOCK_N": tile.block_n, "COLUMNS": 128, "HAS_ZEROS": False,
                  "HAS_OFFSETS": False, "HAS_FACTORS": False, "HAS_BIAS": False, "WIDEN": False,

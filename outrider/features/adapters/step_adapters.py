@@ -14,7 +14,7 @@ import torch
 from outrider.core.step_messages import DeltaReach
 from outrider.features.adapters.arena import AdapterArena
 from outrider.features.adapters.target import EmbeddingTarget, ExpansionTarget
-from outrider.kernels import moe, ops
+from outrider.kernels import activations, moe, ops
 from outrider.kernels.adapter_products import ExpertTargets, HeadColumns
 from outrider.kernels.delta_tables import DeltaTables, RowSlots, TargetRange
 from outrider.layers.context import LinearLayer, ProductChange, RowDeltas, StepFactors
@@ -105,7 +105,7 @@ class FactoredChange(ProductChange):
         ops.add_adapters(self._inner(), out, self.first, self.rows, self.tables, self.targets)
 
     def activated(self, out: torch.Tensor, activation: str) -> torch.Tensor:
-        if activation not in moe.GATED:
+        if activation not in activations.GATED:
             return super().activated(out, activation)
         return ops.add_adapters_gated(self._inner(), out, activation, self.rows, self.tables, self.targets)
 

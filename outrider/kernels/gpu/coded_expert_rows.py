@@ -17,6 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
+from outrider.kernels.activations import CLAMPED
+from outrider.kernels.code_kinds import CODES, FP4, INT4
 from outrider.kernels.gpu.common import (
     FLOATS,
     cdiv,
@@ -31,8 +33,7 @@ from outrider.kernels.gpu.common import (
 from outrider.kernels.gpu.expert_biases import clamped_swiglu_of
 from outrider.kernels.gpu.launch import kernel
 from outrider.kernels.gpu.moe import ACTIVATIONS, activation_code
-from outrider.kernels.moe import CLAMPED
-from outrider.kernels.scaled import CODES, FP4, INT4, Scaled
+from outrider.kernels.scaled import Scaled
 
 MAX_PAIRS = 8  # a power of two: all numbers of pairs whose tiles are compiled together are served here, or none
 MAX_UNIT = 16  # bytes that a thread reads at once

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from outrider.kernels.activations import silu_limit
 from outrider.kernels.adapter_products import ExpertTargets
 from outrider.kernels.delta_tables import DeltaTables, RowSlots
 from outrider.kernels.gpu.activation import gelu_tanh_mul, limited_silu_mul, relu2, silu_mul
@@ -14,7 +15,6 @@ from outrider.kernels.gpu.adapters import add_to_pairs
 from outrider.kernels.gpu.common import FLOATS, refuse, require_tensor, uses_pdl
 from outrider.kernels.gpu.expert_pairs import FEW_PAIRS, sort_pairs
 from outrider.kernels.gpu.moe import combine, product_of_pairs
-from outrider.kernels.moe import silu_limit
 
 _ACTIVATIONS = {"silu": silu_mul, "gelu_pytorch_tanh": gelu_tanh_mul, "relu2": relu2}
 

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from outrider.kernels.activations import CLAMPED, limited_silu, silu_limit
 from outrider.kernels.gpu.activation import gelu_tanh_mul, limited_silu_mul, relu2, silu_mul
 from outrider.kernels.gpu.common import (
     FLOATS,
@@ -42,7 +43,7 @@ from outrider.kernels.gpu.expert_pairs import (
 )
 from outrider.kernels.gpu.expert_rows import MAX_PAIRS, expert_rows, mix_rows
 from outrider.kernels.gpu.launch import is_collecting, kernel
-from outrider.kernels.moe import CLAMPED, ExpertBiases, limited_silu, silu_limit
+from outrider.kernels.moe import ExpertBiases
 
 METHODS = ("rows", "few", "tiles", "library")
 LIBRARY_PAIRS_PER_EXPERT = 64  # from here on a product is bound by arithmetic, and the library's is the faster one

@@ -9,9 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+from outrider.kernels.code_kinds import CODES, FP4, INT4
 from outrider.kernels.gpu.common import cdiv
 from outrider.kernels.gpu.launch import kernel
-from outrider.kernels.scaled import CODES, FP4, INT4, Scaled
+from outrider.kernels.scaled import Scaled
 
 _INT4, _FP4 = tl.constexpr(CODES.index(INT4)), tl.constexpr(CODES.index(FP4))
 _FP8_MAX = tl.constexpr(448.0)

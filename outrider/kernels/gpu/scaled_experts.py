@@ -14,6 +14,8 @@ from functools import lru_cache
 import torch
 import triton.language as tl
 
+from outrider.kernels.activations import CLAMPED
+from outrider.kernels.code_kinds import CODES, FP4, FP8, INT4
 from outrider.kernels.gpu import coded_expert_rows
 from outrider.kernels.gpu.common import (
     FLOATS,
@@ -51,8 +53,8 @@ from outrider.kernels.gpu.rounding import round_rows, rounded_rows
 from outrider.kernels.gpu.scaled_codes import expand
 from outrider.kernels.gpu.scaled_linear import COLUMNS, MAX_NUMBERS, ScaledTile, sum_columns, unpacks_pairs
 from outrider.kernels.gpu.thin_linear import prefetch_rows
-from outrider.kernels.moe import CLAMPED, ExpertBiases
-from outrider.kernels.scaled import CODES, FP4, FP8, INT4, Scaled
+from outrider.kernels.moe import ExpertBiases
+from outrider.kernels.scaled import Scaled
 
 _CODES_OF_ACTIVATIONS = ACTIVATIONS | {CLAMPED: 4}
 NUMBERS_PAIRS_PER_EXPERT = 256  # from here on writing numbers once costs less than making them for every tile

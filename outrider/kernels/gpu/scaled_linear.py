@@ -20,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from outrider.kernels.code_kinds import CODES, FP4, FP8, INT4
 from outrider.kernels.gpu.attention_merge import MIN_COUNTERS, arrive, counters_for
 from outrider.kernels.gpu.common import (
     FLOATS,
@@ -36,7 +37,7 @@ from outrider.kernels.gpu.launch import is_collecting, kernel
 from outrider.kernels.gpu.rounding import LIBRARY_ROWS, rounded_rows
 from outrider.kernels.gpu.scaled_codes import expand, load_groups, spread, unpack, unpack_scaled
 from outrider.kernels.gpu.thin_linear import prefetch_rows
-from outrider.kernels.scaled import BLOCK, CODES, FP4, FP8, INT4, Scaled
+from outrider.kernels.scaled import BLOCK, Scaled
 from outrider.kernels.vendor_products import wide_product
 
 COLUMNS = 128  # of the inner dimension, of one tile

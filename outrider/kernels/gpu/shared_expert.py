@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from outrider.kernels.activations import CLAMPED
 from outrider.kernels.gpu.common import FLOATS, refuse, require_tensor, uses_pdl
 from outrider.kernels.gpu.expert_rows import MAX_PAIRS, expert_rows, mix_rows
 from outrider.kernels.gpu.moe import activation_code
-from outrider.kernels.moe import CLAMPED
 
 
 def experts_with_shared(

@@ -97,8 +97,6 @@ if TYPE_CHECKING:
         latent_attention,
         latent_values,
         list_blocks,
-        paged_attention,
-        rope_write,
         rotate_queries,
         visible_ranges,
         write_block_keys,
@@ -155,6 +153,7 @@ if TYPE_CHECKING:
         triton_kernel,
         using,
     )
+    from outrider.kernels.ops.paged import paged_attention, rope_write
     from outrider.kernels.ops.products import (
         gated_linear,
         linear,
@@ -183,8 +182,10 @@ __all__ = [
     # Norms and activations (elements.py)
     "rms_norm", "add_rms_norm", "norm_add_norm", "gated_norm", "silu_mul", "gelu_tanh_mul", "relu2",
     "limited_silu_mul", "sigmoid_scale", "gelu_scale", "cap_logits", "gated",
+    # Paged attention (paged.py)
+    "rope_write", "paged_attention",
     # Attention (attention.py)
-    "rope_write", "paged_attention", "visible_ranges", "write_latents", "rotate_queries", "head_products",
+    "visible_ranges", "write_latents", "rotate_queries", "head_products",
     "enter_latents", "choose_positions", "latent_attention", "dense_latent_attention", "latent_values",
     "write_block_keys", "write_pooled_keys", "list_blocks", "write_keys_values", "block_attention",
     # Residual streams (streams.py)

@@ -1,33 +1,17 @@
-"""The table's rows of attention: paged on the CPU, latent with its indexer, and to chosen blocks of keys."""
+"""The table's rows of attention: latent with its indexer, and to chosen blocks of keys."""
 
 from __future__ import annotations
 
 import torch
 
-from outrider.kernels import latent, latent_inputs, pooled_keys, reference, token_blocks
-from outrider.kernels.cpu import checks
+from outrider.kernels import latent, latent_inputs, pooled_keys, token_blocks
 from outrider.kernels.ops.operation import (
-    FLOAT32,
     SIXTEEN_BITS,
     UP_TO_FLOAT32,
     Exactness,
     NotExact,
     Operation,
-    native_kernel,
     triton_kernel,
-)
-
-# On the CPU. On a GPU a backend plans its launches (mixers/paged)
-
-rope_write = Operation(
-    reference.rope_write,
-    native_kernel("outrider.kernels.cpu:rope_write", FLOAT32, checks.takes_rope_write),
-    exact=Exactness.ROW_BY_ROW,
-)
-paged_attention = Operation(
-    reference.paged_attention,
-    native_kernel("outrider.kernels.cpu:paged_attention", FLOAT32, checks.takes_paged_attention),
-    exact=Exactness.ROW_BY_ROW,
 )
 
 # Latent attention and its indexer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels import moe, reference
+from outrider.kernels import activations, reference
 from outrider.kernels.cpu import checks
 from outrider.kernels.ops.conditions import is_matrix
 from outrider.kernels.ops.operation import FLOAT32, UP_TO_FLOAT32, Exactness, Operation, native_kernel, triton_kernel
@@ -86,7 +86,7 @@ cap_logits = Operation(
 
 def gated(gate_up: torch.Tensor, activation: str, rounding: int = 0) -> torch.Tensor:
     """act(gate) * up of [tokens, gate | up]. rounding: as in `reference.silu_mul`."""
-    if (limit := moe.silu_limit(activation)) is not None:
+    if (limit := activations.silu_limit(activation)) is not None:
         return limited_silu_mul(gate_up, limit)
     hint = (rounding,) if rounding else ()
     return silu_mul(gate_up, *hint) if activation == "silu" else gelu_tanh_mul(gate_up, *hint)

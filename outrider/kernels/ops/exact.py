@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from outrider.kernels import exact_latent, moe, pooled_keys, reference, scaled, streams, token_blocks
+from outrider.kernels import activations, exact_latent, moe, pooled_keys, reference, scaled, streams, token_blocks
 from outrider.kernels.cpu import checks
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.ops.operation import (
@@ -90,7 +90,7 @@ linear_wide = Operation(
 
 
 def _gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
-    return moe.activate(reference.linear(x, weight), activation)
+    return activations.activate(reference.linear(x, weight), activation)
 
 
 gated_linear = Operation(

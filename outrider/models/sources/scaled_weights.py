@@ -7,7 +7,8 @@ from collections.abc import Collection, Sequence
 import torch
 
 from outrider.formats.scaled import ScaledWeight
-from outrider.kernels.scaled import FP4, FP8, INT4, INT8, Scaled, pack_nibbles
+from outrider.kernels.code_kinds import FP4, FP8, INT4, INT8
+from outrider.kernels.scaled import Scaled, pack_nibbles
 from outrider.models.sources.model_source import WeightError
 
 EXPONENTS = torch.uint8, torch.float8_e8m0fnu  # scales that are powers of two

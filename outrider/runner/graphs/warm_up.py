@@ -10,12 +10,11 @@ from collections.abc import Callable, Iterator
 
 import torch
 
+from outrider import layers
 from outrider.core import NULL_ROW, Axis, Limits, ScheduledBatch
 from outrider.core.step_messages import CacheOrders, DeltaReach
 from outrider.kernels import compiling
 from outrider.kernels.buffers import to_device
-from outrider.layers.base import find_modules
-from outrider.layers.router import Router
 from outrider.runner.batch import PaddedSize, pack_eager
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.sizes import GraphSizes
@@ -195,7 +194,7 @@ def _kinds(limits: Limits) -> Iterator[tuple[list[int], int]]:
 
 def _expert_tiles(step: DeviceStep, limits: Limits) -> Iterator[list[int]]:
     """Tokens of each request in steps whose experts run different kernels: tiles go by the number of token rows."""
-    if find_modules([step.model, *([] if step.drafter is None else step.drafter.modules())], Router):
+    if layers.find_modules([step.model, *([] if step.drafter is None else step.drafter.modules())], layers.Router):
         tokens = 1
         while tokens <= min(limits.max_batched_tokens, limits.max_requests * limits.max_len):
             whole, rest = divmod(tokens, limits.max_len)

@@ -13,13 +13,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from outrider.kernels.code_kinds import CODES, FP8, INT8
 from outrider.kernels.gpu.hopper.dependent_launch import release_dependents, wait_for_inputs
 from outrider.kernels.gpu.hopper.few_rows import add_parts, gated
 from outrider.kernels.gpu.hopper.items import barrier
 from outrider.kernels.gpu.hopper.prefill import make_barriers
 from outrider.kernels.gpu.launch import TritonKernel
 from outrider.kernels.gpu.scaled_codes import NIBBLES_TO_BF16
-from outrider.kernels.scaled import CODES, FP8, INT8
 
 COLUMNS = gl.constexpr(128)  # of the inner dimension, of one step
 OUTPUTS = gl.constexpr(64)  # weight rows of one group of warps

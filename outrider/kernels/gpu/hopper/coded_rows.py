@@ -17,6 +17,7 @@ import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from outrider.kernels.code_kinds import CODES, FP8, INT4, INT8
 from outrider.kernels.gpu.attention_merge import MIN_COUNTERS, counters_for
 from outrider.kernels.gpu.common import cdiv, num_sms, pdl_options, uses_pdl
 from outrider.kernels.gpu.hopper.coded_kernel import (
@@ -32,7 +33,7 @@ from outrider.kernels.gpu.hopper.coded_kernel import (
 from outrider.kernels.gpu.hopper.few_rows import GATES
 from outrider.kernels.gpu.hopper.prefill import is_hopper
 from outrider.kernels.gpu.launch import is_collecting
-from outrider.kernels.scaled import CODES, FP8, INT4, INT8, Scaled, codes_per_byte
+from outrider.kernels.scaled import Scaled, codes_per_byte
 
 MAX_ROWS = 64
 TILE_ROWS = (8, 16, 32, MAX_ROWS)  # token rows of a tile

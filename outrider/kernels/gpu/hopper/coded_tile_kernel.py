@@ -17,13 +17,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from outrider.kernels.code_kinds import CODES, INT8
 from outrider.kernels.gpu.hopper.coded_kernel import COLUMNS, OUTPUTS, int4_halves, int8_half, load_groups
 from outrider.kernels.gpu.hopper.dependent_launch import release_dependents, wait_for_inputs
 from outrider.kernels.gpu.hopper.few_rows import gated
 from outrider.kernels.gpu.hopper.items import barrier, phase_of, slot_of
 from outrider.kernels.gpu.hopper.prefill import make_barriers
 from outrider.kernels.gpu.launch import TritonKernel
-from outrider.kernels.scaled import CODES, INT8
 
 HALF = gl.constexpr(64)  # columns of token rows that are fetched at once: 128 bytes, the widest row that is swizzled
 STORED_ROWS = gl.constexpr(64)  # token rows whose results pass through shared memory at once

@@ -17,6 +17,7 @@ import torch
 import triton.experimental.gluon.language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from outrider.kernels.code_kinds import CODES, INT4, INT8
 from outrider.kernels.gpu.attention_merge import MIN_COUNTERS, counters_for
 from outrider.kernels.gpu.common import FLOATS, cdiv, num_sms, pdl_options, refuse, require_tensor, uses_pdl
 from outrider.kernels.gpu.hopper import coded_rows
@@ -32,7 +33,7 @@ from outrider.kernels.gpu.hopper.coded_tile_kernel import (
 from outrider.kernels.gpu.hopper.few_rows import GATES
 from outrider.kernels.gpu.hopper.prefill import is_hopper
 from outrider.kernels.gpu.launch import is_collecting
-from outrider.kernels.scaled import CODES, INT4, INT8, Scaled, codes_per_byte
+from outrider.kernels.scaled import Scaled, codes_per_byte
 
 MAX_ROWS = 512
 FETCH_REGISTERS = 40
