@@ -25,7 +25,7 @@ from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepRes
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
-from outrider.sched.prompt_time import PromptTime
+from outrider.sched.prompt_time import PromptTime, UnboundedPrompts
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 
@@ -80,7 +80,7 @@ class Engine:
     """One way to serve: a rule for prompts, rows, and the server around them."""
 
     name: str
-    prompt_time: Callable[[], PromptTime | None]
+    prompt_time: Callable[[], UnboundedPrompts]
     max_rows: int
     front: Front = Front()
 
@@ -256,7 +256,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=512)
     args = parser.parse_args()
     slow = Front(client_seconds=0.5e-3, request_seconds=1.5e-3, first_seconds=4e-3, token_seconds=1e-3)
-    engines = [Engine("peer", lambda: None, 1024, slow),
+    engines = [Engine("peer", UnboundedPrompts, 1024, slow),
                Engine("outrider", lambda: PromptTime(args.max_step_ms * 1e-3, COSTS), args.rows)]
     names = ("load", "engine", "tok/s", "first p50", "p99", "gap p50", "p99", "largest")
     print("".join(f"{name:>13}" for name in names))

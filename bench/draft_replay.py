@@ -42,10 +42,11 @@ from outrider.core.draft_confidence import CHANCE_BITS, NUM_LEVELS, WEIGHT_BITS,
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 from outrider.speculation.acceptance import Acceptance
-from outrider.speculation.auto_drafts import auto_drafts
+from outrider.speculation.choosers import auto_drafts
 from outrider.speculation.draft_counts import DraftCounts, DraftPlan, FixedDrafts
 from outrider.speculation.individual_drafts import IndividualDrafts
 from outrider.speculation.sized_drafts import SizedDrafts
+from outrider.speculation.step_drafts import StepDrafts
 
 PROMPT = 16  # tokens of a prompt in a replay
 # Of drafts that are right if their head has seen the whole text, those still right if it has seen so many tokens.
@@ -167,7 +168,7 @@ def replay(texts: Sequence[Text], drafts: DraftCounts, costs: StepCosts, batch_s
     limits = Limits(batch_size, 4096, max(1024, batch_size * (1 + DEPTH)), DEPTH, 32000, steps_in_flight=depth)
     layout = plan_groups([LayerCache(0, FullSpec(1, 8, 2))], checkpoint_interval=64)
     cache = CacheManager(layout, PagePool(batch_size * 600), limits, lookahead=DEPTH, enable_prefix_caching=False)
-    scheduler, device = Scheduler(cache, limits, drafts=drafts), RecordedDevice()
+    scheduler, device = Scheduler(cache, limits, speculation=StepDrafts(drafts)), RecordedDevice()
     coming, in_flight = deque(enumerate(texts)), deque[StepResult]()
     tokens, seconds, num_steps, num_drafts = 0, 0.0, 0, 0
     while coming or scheduler.has_work:
@@ -272,7 +273,7 @@ def record(model: str, drafter: str, prompts: str, out: str, count: int, max_tok
     config = {"method": "eagle3", "model": drafter, "num_speculative_tokens": DEPTH, "auto": False}
     with LLM(model, speculative_config=config, max_num_seqs=16, enable_prefix_caching=False) as llm:
         if num_rests:
-            llm.engine.scheduler._drafts = RestingDrafts(watched, num_rests)
+            llm.engine.scheduler.speculation = StepDrafts(RestingDrafts(watched, num_rests))
         asked = [(own.name, ids) for own in read_sets([prompts]) for ids in own.encode(llm.get_tokenizer(), count)]
         params = [SamplingParams(temperature=0.0, max_tokens=max_tokens, detokenize=False, speculative=False,
                                  seed=FIRST_SEED + index) for index in range(len(asked))]

@@ -29,10 +29,12 @@ from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.draft_confidence import LEVEL_BITS
 from outrider.core.params import SamplingParams
+from outrider.core.speculation import NO_SPECULATION, Speculation
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
-from outrider.speculation.auto_drafts import auto_drafts
-from outrider.speculation.draft_counts import DraftCounts, FixedDrafts
+from outrider.speculation.choosers import auto_drafts
+from outrider.speculation.draft_counts import FixedDrafts
+from outrider.speculation.step_drafts import StepDrafts
 
 REQUESTS = (16, 64, 256, 1024)
 CONTEXTS = (1024, 8192, 65536)
@@ -83,14 +85,14 @@ def answer(batch: ScheduledBatch, source: random.Random | None) -> StepResult:
     return StepResult(batch.step, results)
 
 
-def draft_counts(drafts: int, is_chosen: bool) -> DraftCounts | None:
-    """Chosen ones by the costs of a small model on a fast GPU."""
+def speculation(drafts: int, is_chosen: bool) -> Speculation:
+    """Numbers of drafts are chosen by the costs of a small model on a fast GPU."""
     if not is_chosen:
-        return FixedDrafts(drafts) if drafts else None
+        return StepDrafts(FixedDrafts(drafts)) if drafts else NO_SPECULATION
     sizes = tuple(range(32, 8192, 32))
     costs = StepCosts(sizes, tuple(1.2e-3 + 1e-6 * size for size in sizes),
                       drafting=(DraftCost(1, 1e-4, 8e-5), DraftCost(1024, 2e-4, 1.5e-4)), is_padded=True)
-    return auto_drafts(drafts, costs, always_propose=False)
+    return StepDrafts(auto_drafts(drafts, costs, always_propose=False))
 
 
 def running(layout: CacheLayout, num_requests: int, context: int, num_steps: int, drafts: int,
@@ -103,7 +105,7 @@ def running(layout: CacheLayout, num_requests: int, context: int, num_steps: int
     per_request = 2 * (room // PAGE_TOKENS + 2)
     num_pages = 2 * context // PAGE_TOKENS + num_requests * per_request + 2
     scheduler = Scheduler(CacheManager(layout, PagePool(num_pages), limits), limits,
-                          drafts=draft_counts(drafts, is_chosen))
+                          speculation=speculation(drafts, is_chosen))
     prompt = [i % 1000 for i in range(context)]
     params = SamplingParams(max_tokens=None, seed=0)
     for index in range(num_requests):

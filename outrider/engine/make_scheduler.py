@@ -3,50 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from outrider import speculation
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
 from outrider.core import FaultRecord
-from outrider.core.lazy_exports import LateModule
+from outrider.core.speculation import NO_SPECULATION, Speculation
 from outrider.engine.engine_feature import EngineFeature
-from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, WorkerInfo
+from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, NoDrafting, WorkerInfo
+from outrider.sched.prompt_time import UNBOUNDED_PROMPTS, PromptTime, UnboundedPrompts
 from outrider.sched.scheduler import Scheduler
-from outrider.speculation.draft_counts import DraftCounts, FixedDrafts
-
-if TYPE_CHECKING:
-    from outrider.sched import prompt_time
-    from outrider.sched.prompt_time import PromptTime
-    from outrider.speculation import auto_drafts
-    from outrider.speculation.host_drafts import HostDrafter
-else:
-    auto_drafts = LateModule("outrider.speculation.auto_drafts")
-    prompt_time = LateModule("outrider.sched.prompt_time")
 
 
 def make_scheduler(info: WorkerInfo, *, enable_prefix_caching: bool = True, generation: int = 0,
-                   host_drafter: HostDrafter | None = None, host_faults: FaultRecord | None = None,
+                   host_drafter: speculation.HostDrafter | None = None, host_faults: FaultRecord | None = None,
                    features: Sequence[EngineFeature] = ()) -> Scheduler:
     """A scheduler with an empty cache, for a worker that describes itself so."""
     cache = CacheManager(info.layout, PagePool(info.num_pages), info.limits, lookahead=info.lookahead,
                          enable_prefix_caching=enable_prefix_caching)
     resources = [feature.make_resource(info) for feature in features]
-    return Scheduler(cache, info.limits, drafts=_draft_counts(info), generation=generation,
-                     host_drafter=host_drafter, host_faults=host_faults, prompt_time=_prompt_time(info),
+    return Scheduler(cache, info.limits, speculation=_speculation(info, host_drafter, host_faults),
+                     prompt_time=_prompt_time(info), generation=generation,
                      resources=[resource for resource in resources if resource is not None])
 
 
-def _draft_counts(info: WorkerInfo) -> DraftCounts | None:
+def _speculation(info: WorkerInfo, host_drafter: speculation.HostDrafter | None,
+                 host_faults: FaultRecord | None) -> Speculation:
+    counts: speculation.DraftCounts
     match info.drafting:
         case FixedDrafting(num_drafts):
-            return FixedDrafts(num_drafts)
+            counts = speculation.FixedDrafts(num_drafts)
         case MeasuredDrafting(max_drafts, costs, always_propose):
-            return auto_drafts.auto_drafts(max_drafts, costs, always_propose=always_propose)
-    return None
+            counts = speculation.auto_drafts(max_drafts, costs, always_propose=always_propose)
+        case NoDrafting():
+            return NO_SPECULATION
+    if host_drafter is None:
+        return speculation.StepDrafts(counts)
+    limits = info.limits
+    return speculation.StepDraftsWithHost(
+        counts, speculation.HostDrafts(host_drafter, limits.vocab_size, host_faults, limits.max_drafts))
 
 
-def _prompt_time(info: WorkerInfo) -> PromptTime | None:
+def _prompt_time(info: WorkerInfo) -> UnboundedPrompts:
     match info.prompt_steps:
         case BoundedSteps(max_seconds, costs):
-            return prompt_time.PromptTime(max_seconds, costs)
-    return None
+            return PromptTime(max_seconds, costs)
+    return UNBOUNDED_PROMPTS

@@ -23,7 +23,7 @@ class BatchBuilder:
         # A column of each of its requests' fields: hundreds of requests are added in every step.
         self.requests: list[Request] = []
         self._num_known: list[int] = []
-        self._num_drafts: list[int] = []
+        self.num_drafts: list[int] = []
         self._samples: list[bool] = []
         self.num_pending: list[int] = []  # accepted drafts of each request that wait to be folded, at most
         self._before: list[int] = []  # bounds before the step
@@ -41,7 +41,7 @@ class BatchBuilder:
         own = request.bound
         self.requests.append(request)
         self._num_known.append(num_known)
-        self._num_drafts.append(num_drafts)
+        self.num_drafts.append(num_drafts)
         self._samples.append(samples)
         self.num_pending.append(request.num_pending)
         self._before.append(own.at_most)
@@ -89,7 +89,7 @@ class BatchBuilder:
             epochs=[r.epoch for r in requests],
             rows=[r.row for r in requests],
             num_known=self._num_known,
-            num_drafts=self._num_drafts,
+            num_drafts=self.num_drafts,
             samples=self._samples,
             bounds=[r.bound.at_most for r in requests],
             admissions=list(admissions),

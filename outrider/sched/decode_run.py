@@ -14,7 +14,6 @@ from outrider.cache.kinds import pages_for
 from outrider.core import Bound, ScheduledBatch, Settled
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
-from outrider.speculation.draft_counts import FixedDrafts
 
 SETTLE, RESERVE = 0, 1  # in the order in which a turn of the engine does them
 
@@ -24,9 +23,7 @@ class DecodeRun:
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
-        drafts, cache = scheduler._drafts, scheduler.cache
-        has_drafts = drafts is not None and not (isinstance(drafts, FixedDrafts) and drafts.num_drafts == 0)
-        self._is_possible = not (has_drafts or scheduler._host_drafts is not None or cache.takes_checkpoints)
+        self._is_possible = not (scheduler.speculation.makes_drafts or scheduler.cache.takes_checkpoints)
 
     @property
     def requests(self) -> list[Request]:

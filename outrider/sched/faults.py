@@ -15,9 +15,19 @@ the halves run longer before they are put together.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 MAX_FAILURES = 50  # failed steps after which a request ends, even if no trial has found it guilty
+
+
+class Everyone(Container[int]):
+    """Contains every request."""
+
+    def __contains__(self, request: object) -> bool:
+        return True
+
+
+EVERYONE = Everyone()
 
 
 class Suspects:
@@ -32,9 +42,13 @@ class Suspects:
         return bool(self._points or self._trials)
 
     @property
-    def on_trial(self) -> list[int] | None:
-        """The only requests that may run now; None if all may."""
-        return self._trials[0] if self._trials else None
+    def on_trial(self) -> Container[int]:
+        """The only requests that may run now: all of them if there is no trial."""
+        return self._trials[0] if self._trials else EVERYONE
+
+    @property
+    def has_trial(self) -> bool:
+        return bool(self._trials)
 
     def fail(self, points: Mapping[int, int]) -> list[int]:
         """Record a failed step. `points`: for each of its requests, the most computed tokens it would have had

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from outrider.sched.request import Request, State
 from outrider.sched.shares import Tenant
-from outrider.sched.waiting import Rank
+from outrider.sched.waiting import Rank, WaitingRequests
 
 
 def held_tokens(running: Iterable[Request]) -> Counter[Tenant]:
@@ -67,13 +67,14 @@ class Tenure:
             self._is_kept_free = False
         self.is_short = False
 
-    def keeps_out(self, request: Request, next_of_holder: Request | None) -> bool:
-        """Whether a request may not start now, because pages are kept for the holder. `next_of_holder`: the first
-        request in the line of the holder's tenant. A holder that waits behind others of its own tenant keeps nobody
-        out."""
+    def keeps_out(self, request: Request, waiting: WaitingRequests) -> bool:
+        """Whether a request may not start now, because pages are kept for the holder. A holder that waits behind others
+        of its own tenant keeps nobody out."""
         holder = self.holder
-        return (self._is_kept_free and holder is not None and request is not holder
-                and (holder.state is State.RUNNING or holder is next_of_holder))
+        if holder is None or request is holder or not self._is_kept_free:
+            return False
+        tenant = holder.input.tenant
+        return holder.state is State.RUNNING or waiting.has_next_of(tenant) and holder is waiting.next_of(tenant)
 
     def forget(self, request: Request) -> None:
         """End the tenure of a request that has ended."""

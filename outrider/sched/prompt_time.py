@@ -202,7 +202,19 @@ class Burst:
         return sum(request.prompt_done_at < since for request in decoding)
 
 
-class PromptTime:
+class UnboundedPrompts:
+    """Prompts may fill every step, however long requests that decode wait for it."""
+
+    def begin(self, decoding: list[Request], num_tokens: int, budget: int, line: PromptLine, step: int) -> FullStep:
+        """The room for prompts in the step with this number, in which these requests decode `num_tokens` tokens in
+        all."""
+        return FullStep(budget, line)
+
+
+UNBOUNDED_PROMPTS = UnboundedPrompts()
+
+
+class PromptTime(UnboundedPrompts):
     """Bounds the time of steps that compute prompts while other requests decode."""
 
     def __init__(self, max_seconds: float, costs: MixedStepCosts, patience: Patience = PATIENCE) -> None:
@@ -210,8 +222,6 @@ class PromptTime:
         self._burst = Burst()
 
     def begin(self, decoding: list[Request], num_tokens: int, budget: int, line: PromptLine, step: int) -> TimedStep:
-        """The room for prompts in the step with this number, in which these requests decode `num_tokens` tokens in
-        all."""
         lengths = [request.bound.at_most for request in decoding]
         reading = self._costs.read(lengths)
         seconds = self._costs.step(num_tokens) + reading

@@ -9,9 +9,12 @@ from __future__ import annotations
 import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.feature_parts import BatchPart
+from outrider.sched.request import Request
+from outrider.sched.shares import Tenant
 
 MAX_WITHOUT_ROOM = 128  # requests that wait for room and are passed over in a step
 PATIENCE = 256  # steps for which others may overtake a request that waits for room
@@ -87,3 +90,30 @@ class RowResources:
 
     def _needed(self, asked: CheckedRequest) -> list[RowResource]:
         return [resource for resource in self.all if resource.room_for(asked) is not Room.NOT_NEEDED]
+
+
+class Overdue:
+    """The one request that no other may overtake, because it has waited for long for room, among several tenants."""
+
+    def __init__(self) -> None:
+        self._request: Request | None = None
+
+    def note(self, request: Request, step: int, tenants: AbstractSet[Tenant]) -> bool:
+        """Note that a request finds no room in a step. tenants: those with requests. Returns whether it has waited for
+        long."""
+        is_late = step - request.arrived_at >= PATIENCE
+        if is_late and self._request is None and tenants != {request.input.tenant}:
+            self._request = request
+        return is_late
+
+    def holds_up(self, request: Request) -> bool:
+        """Whether a request that needs a resource must let another one pass."""
+        return self._request is not None and self._request is not request
+
+    def forget(self, request: Request) -> None:
+        """Forget a request that starts or has ended."""
+        if request is self._request:
+            self._request = None
+
+    def forget_all(self) -> None:
+        self._request = None

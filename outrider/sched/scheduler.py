@@ -15,37 +15,30 @@ from outrider.core import (
     Admission,
     Bound,
     CacheOrders,
-    DraftOrders,
-    FaultRecord,
     Finish,
     Limits,
     RequestResult,
-    RowEnd,
     ScheduledBatch,
     StepForm,
     StepResult,
 )
-from outrider.core.draft_confidence import DraftSharing
+from outrider.core.speculation import NO_SPECULATION, Speculation
 from outrider.sched.batch import BatchBuilder
 from outrider.sched.faults import Suspects
 from outrider.sched.giving_way import Tenure, held_tokens, least_important
-from outrider.sched.prompt_time import FullStep, PromptLine, PromptTime
+from outrider.sched.prompt_time import UNBOUNDED_PROMPTS, FullStep, PromptLine, UnboundedPrompts
 from outrider.sched.request import Request, State
-from outrider.sched.row_resources import MAX_WITHOUT_ROOM, PATIENCE, Room, RowResource, RowResources
+from outrider.sched.row_resources import MAX_WITHOUT_ROOM, Overdue, Room, RowResource, RowResources
 from outrider.sched.shares import NO_TENANT, Tenant, TenantShares
 from outrider.sched.updates import SchedulerStats, Update
 from outrider.sched.waiting import WaitingRequests
-from outrider.speculation.draft_counts import DraftCounts, DraftPlan, FixedDrafts, SettledDrafts
-from outrider.speculation.host_drafts import HostDrafter, HostDrafts
 
 
 class Scheduler:
-    def __init__(self, cache: CacheManager, limits: Limits, *, drafts: DraftCounts | None = None,
-                 host_drafter: HostDrafter | None = None, host_faults: FaultRecord | None = None,
-                 prompt_time: PromptTime | None = None, generation: int = 0,
+    def __init__(self, cache: CacheManager, limits: Limits, *, speculation: Speculation = NO_SPECULATION,
+                 prompt_time: UnboundedPrompts = UNBOUNDED_PROMPTS, generation: int = 0,
                  resources: Sequence[RowResource] = ()) -> None:
-        """prompt_time: bounds the time that prompts take in steps with requests that decode. host_faults: of the host
-        drafters of earlier schedulers."""
+        """prompt_time: bounds the time that prompts take in steps with requests that decode."""
         if limits.max_batched_tokens < limits.max_requests:
             raise ValueError(f"max_num_batched_tokens ({limits.max_batched_tokens}) must be at least max_num_seqs "
                              f"({limits.max_requests})")
@@ -53,15 +46,12 @@ class Scheduler:
         self.limits = limits
         self._resources = RowResources(resources)
         self.stats = SchedulerStats()
-        self._drafts = drafts
-        self._host_drafts = None
-        if host_drafter is not None:
-            self._host_drafts = HostDrafts(host_drafter, limits.vocab_size, host_faults, limits.max_drafts)
+        self.speculation = speculation
         self._prompt_time = prompt_time
         self._waiting = WaitingRequests()
         self._shares = TenantShares(limits.max_requests, limits.max_batched_tokens)
         self._tenure = Tenure()
-        self._overdue: Request | None = None  # has waited long for room for a resource, among several tenants
+        self._overdue = Overdue()
         self._running: list[Request] = []
         self._num_with_form = 0  # running requests that ask for structured output
         self._requests: dict[int, Request] = {}
@@ -70,7 +60,6 @@ class Scheduler:
         self._free_rows = list(range(limits.max_requests, 0, -1))
         self._in_flight: OrderedDict[int, ScheduledBatch] = OrderedDict()
         self._admissions: list[Admission] = []
-        self._ends: list[RowEnd] = []  # rows that requests have left since the last batch
         self._ended_early: list[Request] = []  # ended by the host since the last update
 
     # What the engine asks
@@ -108,8 +97,8 @@ class Scheduler:
 
     def end(self, request_id: int, finish: Finish, error: str | None = None) -> None:
         """End a request from the host: an abort, a stop string, an error. Results in flight for it are dropped."""
-        request = self._requests.get(request_id)
-        if request is not None:
+        if request_id in self._requests:
+            request = self._requests[request_id]
             request.error = error
             self._end(request, finish)
 
@@ -123,7 +112,8 @@ class Scheduler:
             self._make_way()
         self._tenure.begin_step()
         batch = BatchBuilder(self.stats.num_steps, self._generation)
-        plan = self._plan_drafts()
+        has_prompts = self._waiting.has_next and bool(self._free_rows)
+        plan = self.speculation.plan(list(self._running), is_exact=not self._in_flight, has_prompts=has_prompts)
         num_preemptions = self.stats.num_preemptions
         # Requests that yield tokens come first, so that a long prompt never holds them up.
         prefills, budget, short = self._schedule_decoding(batch, plan)
@@ -136,45 +126,29 @@ class Scheduler:
                     short |= self._schedule_known(request, step, batch) == 0
             if not short and self.stats.num_preemptions == num_preemptions:
                 started += self._admit(tenant, step, batch, without_pages)
-        if started and self._drafts is not None:
-            plan = plan._replace(num_wanted=max(plan.num_wanted, self._drafts.begin(started)))
-        return self._finish_batch(batch, plan)
+        return self._finish_batch(batch, started)
 
     def update(self, result: StepResult, seconds: float | None = None) -> list[Update]:
         """Apply a step's result. Returns the parts of requests that were not ended or preempted since the step was
         scheduled. seconds: from the end of the step before to the end of this one, if nobody waited between."""
         batch = self._in_flight.pop(result.step)
-        if seconds is not None and self._drafts is not None:
-            self._drafts.observe_step(batch, seconds)
-        if result.drafting is not None and result.drafting.is_over and self._host_drafts is None:
-            self._drafts = FixedDrafts(0)
         updates: list[Update] = []
-        settled: list[SettledDrafts] = []
-        requests, host_drafts = self._requests, self._host_drafts
-        is_shared, learns = batch.drafting.sharing is not None, self._drafts is not None
+        requests = self._requests
         failed = [part.request_id for part in result.requests if part.finish is Finish.ERROR]
         for request_id in self.cache.settle_promises(result.step, failed, result.checkpoints):
             self._start_again(requests[request_id])  # its epoch rises, so its results from this step on are dropped
         # Checkpoints before requests: they cover tokens that were known when the step ran, and a request may end below.
         self.cache.settle_checkpoints(result.step, result.checkpoints, lambda owner: requests[owner].token_ids, failed)
-        from_host = {draft.row for draft in batch.drafting.from_host}
-        for part, row, known, drafts, sampled in zip(
-            result.requests, batch.rows, batch.num_known, batch.num_drafts, batch.samples, strict=True
+        for part, known, drafts, sampled in zip(
+            result.requests, batch.num_known, batch.num_drafts, batch.samples, strict=True
         ):
             request = requests.get(part.request_id)
             if request is None or request.epoch != part.epoch:
                 self.stats.num_dropped_results += 1  # preempted, aborted or ended while the step was in flight
                 continue
-            if host_drafts is not None:
-                host_drafts.observe(request, part, row in from_host)
-                if row in from_host:  # they took the place of the device's drafts
-                    request.levels = 0
             request.settle(part, known + drafts, sampled)
             updates.append(Update(request, part))
-            if learns and part.run:  # drafts that the request's end cut off were not tried
-                settled.append((request, part, part.num_drafted if part.finish or is_shared else drafts))
-        if self._drafts is not None:
-            self._drafts.observe(settled, is_shared=is_shared)
+        self.speculation.observe(batch, result, updates, seconds)
         for request, part in updates:
             if part.finish or request.settled.at_least >= request.next_event:
                 self._settle(request, part)
@@ -219,23 +193,18 @@ class Scheduler:
 
     # Inside: making a batch
 
-    def _plan_drafts(self) -> DraftPlan:
-        if self._drafts is None:
-            return DraftPlan([0] * len(self._running), 0)
-        plan = self._drafts.choose(list(self._running), is_exact=not self._in_flight and self._host_drafts is None)
-        return self._drafts.beside_prompts(plan) if self._waiting.has_next and self._free_rows else plan
-
-    def _schedule_decoding(self, batch: BatchBuilder, plan: DraftPlan) -> tuple[list[Request], int, bool]:
-        """A token and drafts for every request that yields tokens. Returns the requests that still compute their
-        prompts, the tokens left for them, and whether pages were missing: then no request may be admitted."""
+    def _schedule_decoding(self, batch: BatchBuilder, plan: Sequence[int]) -> tuple[list[Request], int, bool]:
+        """A token and drafts for every request that yields tokens. plan: the most drafts of each request. Returns the
+        requests that still compute their prompts, the tokens left for them, and whether pages were missing: then no
+        request may be admitted."""
         running = list(self._running)
         budget = self.limits.max_batched_tokens
         prefills: list[Request] = []
         is_short = False
-        lookahead, host_drafts, is_running = self.cache.lookahead, self._host_drafts, State.RUNNING
+        lookahead, is_running = self.cache.lookahead, State.RUNNING
         others = len(running)  # still to be looked at
         # The hot loop: a thousand requests, every step.
-        for request, num_drafts in zip(running, plan.num_drafts, strict=True):
+        for request, num_drafts in zip(running, plan, strict=True):
             others -= 1
             if request.state is not is_running:
                 continue  # preempted by an earlier one in this loop
@@ -253,15 +222,11 @@ class Scheduler:
                     num_drafts = left - 1
                 if num_drafts > most:
                     num_drafts = most
-            if num_drafts and host_drafts is not None:
-                num_drafts = host_drafts.propose(request, num_drafts)
             bound += 1 + num_drafts
             if bound > end_len:
                 bound = end_len
             if bound + lookahead > request.covered and not self._make_room(request, bound, batch):
                 is_short = True
-                if host_drafts is not None:
-                    host_drafts.drop(request.row)
                 continue
             budget -= 1 + num_drafts
             batch.add(request, 1, num_drafts, True, bound)
@@ -276,7 +241,7 @@ class Scheduler:
     def _begin_prompts(self, batch: BatchBuilder, budget: int, prefills: list[Request]) -> FullStep:
         """The room that the requests which decode leave for prompts."""
         line = PromptLine(prefills, self._waiting, min(self._waiting.num_ready, len(self._free_rows)))
-        if self._prompt_time is None or batch.is_empty or not (prefills or self._waiting.has_next):
+        if batch.is_empty or not (prefills or self._waiting.has_next):
             return FullStep(budget, line)
         num_tokens = self.limits.max_batched_tokens - budget
         return self._prompt_time.begin(batch.requests, num_tokens, budget, line, self.stats.num_steps)
@@ -297,7 +262,7 @@ class Scheduler:
         for start, end in spans.within(context, bound) if spans else ():
             batch.mark(start, end)
         step.add(chunk, context)
-        if self._suspects.on_trial is None:
+        if not self._suspects.has_trial:
             self.cache.promise(batch.step, request.id, request.token_ids, bound)
         return chunk
 
@@ -319,7 +284,7 @@ class Scheduler:
         while (waiting.has_next_of(tenant) and self._num_free_rows(tenant) > len(passed_over)
                and step.most_tokens(0) > 0 and len(without_room) < MAX_WITHOUT_ROOM):
             request = waiting.next_of(tenant)
-            if self._is_kept_out(request):
+            if self._tenure.keeps_out(request, self._waiting):
                 break
             if step.room_for(request) == 0:
                 passed_over.append(waiting.pop(tenant))
@@ -352,37 +317,23 @@ class Scheduler:
 
     def _is_overdue(self, request: Request, step: int) -> bool:
         """Whether a request that finds no room for a resource has waited for long."""
-        is_overdue = step - request.arrived_at >= PATIENCE
-        if is_overdue and self._overdue is None and self._waiting.tenants.keys() | self._shares.rows.keys() != {
-                request.input.tenant}:
-            self._overdue = request
-        return is_overdue
+        return self._overdue.note(request, step, self._waiting.tenants.keys() | self._shares.rows.keys())
 
     def _lets_pass(self, request: Request) -> bool:
         """Whether a request that needs a resource must wait, because one of another tenant has waited for long."""
-        return self._overdue not in (None, request) and request is not self._tenure.holder
-
-    def _is_kept_out(self, request: Request) -> bool:
-        """Whether a waiting request may not start, because what is free is kept for the one that has tenure."""
-        holder = self._tenure.holder
-        if holder is None:
-            return False
-        tenant = holder.input.tenant
-        next_one = self._waiting.next_of(tenant) if self._waiting.has_next_of(tenant) else None
-        return self._tenure.keeps_out(request, next_one)
+        return self._overdue.holds_up(request) and request is not self._tenure.holder
 
     def _num_free_rows(self, tenant: Tenant) -> int:
         return len(self._free_rows) - self._shares.num_reserved(tenant, self._waiting.tenants)
 
     def _find_start(self, request: Request, step: int) -> Start:
         asked = request.input
-        may_share = request.shares_promises and self._suspects.on_trial is None
+        may_share = request.shares_promises and not self._suspects.has_trial
         return self.cache.find_start(request.id, request.token_ids, asked.cache_keys, spans=asked.spans,
                                      use_prefix=asked.reads_prefix_cache, step=step if may_share else None)
 
     def _start(self, request: Request, start: Start) -> None:
-        if request is self._overdue:
-            self._overdue = None
+        self._overdue.forget(request)
         row = self._free_rows.pop()
         request.take_row(row, self.cache.admit(request.id, row, start))
         request.next_event = self.cache.next_event(request.settled)
@@ -418,7 +369,7 @@ class Scheduler:
         if giver == tenant or held[giver] - victim.covered < held[tenant] + len(request.token_ids):
             return
         start = self._find_start(request, self.stats.num_steps)
-        if not (self._is_kept_out(request) or start.must_wait or self.cache.can_start(start)):
+        if not (self._tenure.keeps_out(request, self._waiting) or start.must_wait or self.cache.can_start(start)):
             self._give_way(victim)
 
     def _give_way(self, request: Request) -> None:
@@ -475,13 +426,12 @@ class Scheduler:
         if not (self._suspects.clear(computed) or is_new):
             return
         on_trial = self._suspects.on_trial
-        if on_trial is not None:
-            for request in [r for r in self._running if r.id not in on_trial]:
-                self._preempt(request)
+        for request in [r for r in self._running if r.id not in on_trial]:
+            self._preempt(request)
         self._waiting.hold_back_all_but(on_trial)
-        self._overdue = None  # it may be held back
+        self._overdue.forget_all()  # it may be held back
 
-    def _finish_batch(self, batch: BatchBuilder, plan: DraftPlan) -> ScheduledBatch | None:
+    def _finish_batch(self, batch: BatchBuilder, started: Sequence[Request]) -> ScheduledBatch | None:
         if batch.is_empty and not self.cache.has_folds:
             return None
         # After everyone has pages to run, and before those that are read in this step are let go.
@@ -489,24 +439,14 @@ class Scheduler:
         checkpoints = self.cache.grant_checkpoints(step, batch.progress) if self.cache.takes_checkpoints else []
         folds = self.cache.take_folds(step)
         cache = CacheOrders(self.cache.take_changes(), checkpoints, folds, batch.num_pending, self.cache.shares_pages)
-        from_host = [] if self._host_drafts is None else self._host_drafts.take()
-        drafting = DraftOrders(plan.num_wanted, from_host, self._sharing_of(batch, plan), self._ends)
+        drafting = self.speculation.take_orders(batch, started)
         form = batch.form if self._num_with_form else StepForm.WHOLE
         scheduled = batch.build(self._admissions, cache, drafting, form, self._resources.take_orders())
-        self._admissions, self._ends = [], []
+        self._admissions = []
         self._in_flight[scheduled.step] = scheduled
         self.stats.num_steps += 1
         self.stats.max_steps_in_flight = max(self.stats.max_steps_in_flight, len(self._in_flight))
         return scheduled
-
-    def _sharing_of(self, batch: BatchBuilder, plan: DraftPlan) -> DraftSharing | None:
-        """The weights by which the device shares token rows out, in the order of the batch. None for a batch with
-        prompts: the sharing was not planned for it, so it checks the most drafts of each request."""
-        if plan.sharing is None or not batch.only_decodes:
-            return None
-        weights = plan.sharing.weights
-        return DraftSharing(plan.sharing.total, [weights[request.id] for request in batch.requests],
-                            plan.sharing.chances)
 
     # Inside: after a result
 
@@ -529,17 +469,13 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         request.state = State.FINISHED
-        if request is self._overdue:
-            self._overdue = None
+        self._overdue.forget(request)
         self.cache.forget(request.id)
-        if self._host_drafts is not None:
-            self._host_drafts.finish(request)
         del self._requests[request.id]
         self._waiting.forget(request)
         self._tenure.forget(request)
         self._suspects.forget(request.id)
-        if self._drafts is not None:
-            self._drafts.forget(request)
+        self.speculation.end(request)
         if early:
             self._ended_early.append(request)
 
@@ -550,11 +486,7 @@ class Scheduler:
         self._num_with_form -= request.input.has_form
         self._resources.give(request.input)
         self._free_rows.append(request.row)
-        # A preempted request may still be aborted, and nothing of it must be learned then.
-        is_served = request.finish not in (Finish.NO, Finish.ABORT, Finish.ERROR)
-        self._ends.append(RowEnd(request.row, request.settled.at_least if is_served else 0))
+        self.speculation.leave_row(request)
         # The row may be taken again in this very batch: nothing of its former owner must reach the device later.
         self._admissions = [a for a in self._admissions if a.row != request.row]
-        if self._host_drafts is not None:
-            self._host_drafts.drop(request.row)
         request.leave_row()

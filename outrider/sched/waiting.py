@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Container, Iterable, Iterator, Mapping
 from itertools import count
 
+from outrider.sched.faults import EVERYONE
 from outrider.sched.request import Request
 from outrider.sched.shares import Tenant
 
@@ -21,7 +22,7 @@ class WaitingRequests:
         self._ranks: dict[int, Rank] = {}  # rank of every request that has not ended, whether it waits or runs
         self._lines: dict[Tenant, Line] = {}  # none of them is empty
         self._held_back: Line = []  # no heap
-        self._on_trial: Container[int] | None = None  # requests; None if all may run
+        self._on_trial: Container[int] = EVERYONE  # requests that may run
 
     def __len__(self) -> int:
         return self.num_ready + len(self._held_back)
@@ -78,8 +79,8 @@ class WaitingRequests:
             del self._lines[tenant]
         return request
 
-    def hold_back_all_but(self, on_trial: Container[int] | None) -> None:
-        """Hold back all requests but these. With None no request is held back any more."""
+    def hold_back_all_but(self, on_trial: Container[int]) -> None:
+        """Hold back all requests but these."""
         self._on_trial = on_trial
         self._line_up([*self.ready, *(request for _, request in self._held_back)])
 
@@ -105,4 +106,4 @@ class WaitingRequests:
             self.push(request)
 
     def _may_run(self, request: Request) -> bool:
-        return self._on_trial is None or request.id in self._on_trial
+        return request.id in self._on_trial

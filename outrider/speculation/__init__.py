@@ -1,4 +1,27 @@
 """How many drafts each request gets in the next step, learned from results and times, and drafts made on the host.
 
-No torch here, and no drafter by name.
+The scheduler knows the contract `core.speculation.Speculation`, which `StepDrafts` fulfils. No torch here, and no
+drafter by name.
 """
+
+from typing import TYPE_CHECKING
+
+from outrider.core.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:
+    from outrider.speculation.choosers import auto_drafts
+    from outrider.speculation.draft_counts import DraftCounts, FixedDrafts
+    from outrider.speculation.host_drafts import HostDrafter, HostDrafts
+    from outrider.speculation.step_drafts import StepDrafts, StepDraftsWithHost
+else:
+    __getattr__ = lazy_exports(__name__)
+
+__all__ = [
+    "DraftCounts",
+    "FixedDrafts",
+    "HostDrafter",
+    "HostDrafts",
+    "StepDrafts",
+    "StepDraftsWithHost",
+    "auto_drafts",
+]

@@ -1,6 +1,6 @@
 """How many drafts each request gets in the next step: what the scheduler asks for, and the plan that it is given.
 
-Knows no drafter by name. `auto_drafts.py` has the counts that are chosen by costs and acceptance.
+Knows no drafter by name. `choosers.py` has the counts that are chosen by costs and acceptance.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NamedTuple, TypeAlias
 
 from outrider.core import RequestResult, ScheduledBatch
-from outrider.speculation.drafted_request import DraftedRequest
+from outrider.core.drafted_request import DraftedRequest
 
 
 class SharingPlan(NamedTuple):

@@ -6,14 +6,14 @@ The host knows settled tokens only, so a draft continues those, with room for wh
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from operator import index
 from typing import Protocol, TypeVar
 
 from outrider.core import HostDraft, RequestResult
+from outrider.core.drafted_request import DraftedRequest
 from outrider.core.drafter_faults import FaultKind, FaultRecord, words_of
 from outrider.speculation.draft_sources import DraftSources
-from outrider.speculation.drafted_request import DraftedRequest
 
 Made = TypeVar("Made")
 
@@ -39,10 +39,33 @@ class HostDrafts:
         self._by_row: dict[int, HostDraft] = {}
         self._sources = DraftSources(max_drafts)
 
-    def propose(self, request: DraftedRequest, most: int) -> int:
-        """Make drafts for a request of the next batch. Returns how many drafts the batch shall check, `most` at
-        most."""
+    def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[int]:
+        """Make drafts for the next batch. counts: the most drafts of each request. Returns how many of them the batch
+        shall check. Drafts of an earlier call that were not taken are forgotten."""
+        self._by_row = {}
+        return [self._propose(request, most) if most and request.yields_tokens else most
+                for request, most in zip(requests, counts, strict=True)]
+
+    def take(self, rows: Container[int]) -> list[HostDraft]:
+        """The drafts of the batch that is about to be queued. rows: of its requests with drafts."""
+        drafts, self._by_row = [draft for row, draft in self._by_row.items() if row in rows], {}
+        return drafts
+
+    def observe_device(self, request: DraftedRequest, result: RequestResult) -> None:
+        """Note that a step of the request has ended whose drafts, if any, the device made."""
+        if result.num_drafted:
+            self._sources.note_device(request.id, result.num_drafted, result.num_accepted)
+
+    def finish(self, request: DraftedRequest) -> None:
+        """Note that the request has ended. Other requests may continue as it did."""
+        self._sources.forget(request.id)
+        self._call("finish()", lambda: self._drafter.finish(request.id, request.token_ids, _tenant(request)))
+
+    def _propose(self, request: DraftedRequest, most: int) -> int:
         known = len(request.token_ids)
+        most = min(most, request.end_len - known - request.in_flight_samples - 1)  # the step itself yields a token
+        if most <= 0:
+            return 0
         in_flight = request.bound.at_most + 1 - known
         guess = self._guess(request, most + in_flight)
         self._sources.note_guess(request.id, request.token_ids, guess, getattr(self._drafter, "last_match", 0))
@@ -53,25 +76,6 @@ class HostDrafts:
             return most
         self._by_row[request.row] = HostDraft(request.row, known, guess)
         return min(most, len(guess))
-
-    def drop(self, row: int) -> None:
-        """Forget the row's drafts, because its request is not in the batch or has left the row."""
-        self._by_row.pop(row, None)
-
-    def take(self) -> list[HostDraft]:
-        """The drafts of the batch that is about to be queued."""
-        drafts, self._by_row = list(self._by_row.values()), {}
-        return drafts
-
-    def observe(self, request: DraftedRequest, result: RequestResult, is_from_host: bool) -> None:
-        """Note that a step of the request has ended. is_from_host: its drafts were sent from here."""
-        if not is_from_host and result.num_drafted:
-            self._sources.note_device(request.id, result.num_drafted, result.num_accepted)
-
-    def finish(self, request: DraftedRequest) -> None:
-        """Note that the request has ended. Other requests may continue as it did."""
-        self._sources.forget(request.id)
-        self._call("finish()", lambda: self._drafter.finish(request.id, request.token_ids, _tenant(request)))
 
     def _guess(self, request: DraftedRequest, num_wanted: int) -> list[int]:
         """At most num_wanted tokens of the vocabulary; none if the drafter is off or has failed."""

@@ -7,10 +7,10 @@ from itertools import accumulate
 
 from outrider.core import ScheduledBatch
 from outrider.core.costs import StepCosts
+from outrider.core.drafted_request import DraftedRequest
 from outrider.speculation.acceptance import PATIENT, QUICK, Acceptance
 from outrider.speculation.draft_counts import DraftPlan, SettledDrafts, clamp_drafts
 from outrider.speculation.draft_slowness import DraftSlowness
-from outrider.speculation.drafted_request import DraftedRequest
 from outrider.speculation.drafter_tries import HOPELESS
 from outrider.speculation.learned_drafts import LearnedDrafts
 

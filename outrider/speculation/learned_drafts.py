@@ -11,10 +11,10 @@ from abc import abstractmethod
 from collections.abc import Sequence
 
 from outrider.core.costs import StepCosts
+from outrider.core.drafted_request import DraftedRequest
 from outrider.speculation.acceptance import Acceptance
 from outrider.speculation.draft_chances import DraftChances
 from outrider.speculation.draft_counts import DraftCounts, SettledDrafts, clamp_drafts
-from outrider.speculation.drafted_request import DraftedRequest
 from outrider.speculation.drafter_tries import READ_STEPS, TRY_STEPS, DrafterSight, DrafterTries, ProposedDepth
 from outrider.speculation.observed_times import ObservedTimes
 

@@ -27,9 +27,9 @@ from outrider.core import ScheduledBatch
 from outrider.core.costs import StepCosts
 from outrider.core.decode_sizes import FEW, unequal_sizes
 from outrider.core.draft_confidence import CHANCE_BITS, WEIGHT_BITS
+from outrider.core.drafted_request import DraftedRequest
 from outrider.speculation.acceptance import PATIENT
 from outrider.speculation.draft_counts import DraftPlan, SettledDrafts, SharingPlan, clamp_drafts
-from outrider.speculation.drafted_request import DraftedRequest
 from outrider.speculation.learned_drafts import LearnedDrafts
 from outrider.speculation.observed_times import READING
 from outrider.speculation.spread_acceptance import STEADY, SpreadAcceptance

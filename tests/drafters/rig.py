@@ -11,7 +11,7 @@ from outrider.drafters.base import Drafts, Step
 from outrider.models.base import Model
 from outrider.sched.request import Request
 from outrider.speculation.draft_counts import DraftCounts, DraftPlan, clamp_drafts
-from tests.engine.harness import Rig
+from tests.engine.harness import Rig, choose_drafts
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class DraftRig(Rig):
         assert drafter is not None
         self._propose, drafter.propose = drafter.propose, self._recorded  # type: ignore[method-assign]
         if propose_at is not None:
-            self.scheduler._drafts = _ChosenDrafts(self, propose_at, self.engine.limits.max_drafts)
+            choose_drafts(self.scheduler, _ChosenDrafts(self, propose_at, self.engine.limits.max_drafts))
 
     def _poison(self, batch: ScheduledBatch) -> None:
         self._current = batch

@@ -34,7 +34,10 @@ from outrider.models.registry import build_model
 from outrider.runner.local import LocalRunner
 from outrider.runner.step import DeviceStep
 from outrider.runner.worker import Worker
+from outrider.sched.scheduler import Scheduler
 from outrider.sched.updates import Update
+from outrider.speculation.draft_counts import DraftCounts
+from outrider.speculation.step_drafts import StepDrafts
 
 VOCAB = 256
 CPU = torch.device("cpu")
@@ -51,6 +54,12 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 3, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     },
 }
+
+
+def choose_drafts(scheduler: Scheduler, counts: DraftCounts) -> None:
+    """From now on the numbers of drafts are these."""
+    assert isinstance(scheduler.speculation, StepDrafts), "the engine has no drafter"
+    scheduler.speculation.counts = counts
 
 
 @functools.cache

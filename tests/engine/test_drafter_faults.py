@@ -29,7 +29,7 @@ from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.runner.graphs.captures import StepGraphs
 from outrider.sched.scheduler import Scheduler
 from outrider.server.metrics import ServerMetrics
-from outrider.speculation.draft_counts import FixedDrafts
+from outrider.speculation.step_drafts import StepDrafts
 from tests.engine.faulty_drafter import Edit, FaultyDrafter, K
 from tests.engine.harness import CONFIGS, VOCAB, Ask, Rig, greedy, prompt_of, save_folder, tiny_model, tokens_of
 
@@ -45,7 +45,7 @@ def expected() -> list[list[list[int]]]:
 
 
 def drafts_nothing(scheduler: Scheduler) -> bool:
-    return isinstance(scheduler._drafts, FixedDrafts) and scheduler._drafts.num_drafts == 0
+    return not scheduler.speculation.makes_drafts
 
 
 def written(step: Step, tensor: torch.Tensor, tokens: torch.Tensor, counts: torch.Tensor) -> Drafts:
@@ -180,8 +180,9 @@ def test_many_exceptions(method: str, start: int, times: int) -> None:
 def check_exceptions(method: str, start: int, times: int) -> None:
     drafter = FaultyDrafter(method=method, at=range(start, start + times))
     with logged() as lines, Rig(tiny_model("llama"), expects_faults=True, drafter=drafter) as rig:
-        plan = rig.scheduler._drafts
-        assert plan is not None
+        speculation = rig.scheduler.speculation
+        assert isinstance(speculation, StepDrafts)
+        plan = speculation.counts
         choose = plan.choose
         if method == "skip":  # every second step proposes nothing
             plan.choose = lambda *args, **options: choose(*args, **options)._replace(  # type: ignore[method-assign]

@@ -59,3 +59,4 @@ def test_a_greedy_request_loads_little(kind: str) -> None:
     assert lines <= SLACK * LOADED_LINES[kind], f"{lines} lines of {len(found)} modules: {sorted(found)}"
     parts = tuple(f"outrider.{part}" for part in UNUSED)
     assert not [name for name in found if name.startswith(parts)]
+    assert any(name.startswith("outrider.speculation.") for name in found) == (kind == "drafts")

@@ -20,7 +20,7 @@ from outrider.speculation.sized_drafts import SizedDrafts
 from tests.drafters.hybrid_rig import script_with_errors
 from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.captured import AsCaptured
-from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
+from tests.engine.harness import Ask, Rig, choose_drafts, greedy, prompt_of, tiny_model, tokens_of
 from tests.engine.varied_drafts import (
     ASKS,
     MANY,
@@ -88,7 +88,7 @@ def test_log_probabilities_are_those_of_the_runs() -> None:
         made = SureDrafter(K, script_with_errors(right, range(1, K + 2))) if has_drafts else None
         with Rig(model, drafter=made, **SETTINGS) as rig, sizes_apart(3):
             if has_drafts:
-                rig.scheduler._drafts = SharedDrafts(K)
+                choose_drafts(rig.scheduler, SharedDrafts(K))
                 AsCaptured(rig, takes_parameters=True)
             found.append(rig.run(asks))
     plain, shared = ([[{token: round(own.logprob, 3) for token, own in entry.items()}
@@ -125,7 +125,7 @@ def test_the_engine_checks_what_its_drafter_is_sure_of() -> None:
                 self._right[one.row, one.prompt_len : one.prompt_len + len(line)] = torch.tensor(line)
 
     with Rig(model, drafter=Honest(K, lambda prompt, index: wrong[prompt]), **MANY) as rig:
-        rig.scheduler._drafts = SizedDrafts(K, StepCosts((1, 12, 48), (1.0, 1.05, 2.0), is_padded=True))
+        choose_drafts(rig.scheduler, SizedDrafts(K, StepCosts((1, 12, 48), (1.0, 1.05, 2.0), is_padded=True)))
         AsCaptured(rig)
         assert tokens_of(rig.run(asks)) == wanted
     shared = [result for batch, result in zip(rig.batches, rig.results, strict=True)

@@ -11,7 +11,7 @@ from outrider.core.costs import StepCosts
 from outrider.speculation.sized_drafts import SizedDrafts
 from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.captured import AsCaptured
-from tests.engine.harness import Ask, Rig, greedy, prompt_of, tokens_of
+from tests.engine.harness import Ask, Rig, choose_drafts, greedy, prompt_of, tokens_of
 from tests.engine.varied_drafts import MANY, K, UnequalDrafts, lines_of, long, model_of, plain_tokens, run_captured
 
 
@@ -39,7 +39,7 @@ def test_requests_whose_drafts_hold_get_the_rows_of_those_whose_drafts_fail() ->
     right = {prompt: run if i % 2 else [(token + 1) % 24 for token in run]
              for i, (prompt, run) in enumerate(lines_of(asks, wanted).items())}
     with Rig(model, drafter=ScriptedDrafter(K, lambda prompt, index: right[prompt]), **MANY) as rig:
-        rig.scheduler._drafts = SizedDrafts(K, StepCosts((1, 12, 48), (1.0, 1.05, 2.8), is_padded=True))
+        choose_drafts(rig.scheduler, SizedDrafts(K, StepCosts((1, 12, 48), (1.0, 1.05, 2.8), is_padded=True)))
         captured = AsCaptured(rig)
         assert tokens_of(rig.run(asks)) == wanted
     unequal = [batch for batch in rig.batches if len(set(batch.num_drafts)) > 1 and batch.num_requests == 12]

@@ -24,7 +24,7 @@ from tests.drafters.hybrid_rig import mtp_of, script_with_errors
 from tests.drafters.latent_rig import FAMILIES as LATENT
 from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.captured import AsCaptured
-from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
+from tests.engine.harness import Ask, Rig, choose_drafts, greedy, prompt_of, random_model, tiny_model, tokens_of
 from tests.engine.recurrent_rig import ALONE, HYBRIDS
 
 K = 3
@@ -95,7 +95,7 @@ def run_captured(family: str, drafter: str, counts: DraftCounts, *, stands_in: b
     errs = script_with_errors(lines_of(ASKS, wanted), range(1, K + 2))
     made: Drafter = mtp_of(model, K) if drafter == "mtp" else scripted(K, errs)
     with Rig(model, drafter=made, **SETTINGS) as rig, sizes_apart(3):
-        rig.scheduler._drafts = counts
+        choose_drafts(rig.scheduler, counts)
         captured = AsCaptured(rig, takes_prompts=rig.step.recurrent.needs_no_counts, stands_in=stands_in)
         assert tokens_of(rig.run(ASKS)) == wanted
     return CapturedRun(rig, captured)

@@ -7,6 +7,7 @@ from unittest import mock
 import pytest
 
 from outrider.runner.graphs.keys import GraphKeys
+from tests.engine.harness import choose_drafts
 from tests.engine.varied_drafts import UnequalDrafts, sizes_apart
 from tests.gpu.conftest import HAS_CARD
 from tests.gpu.rig import TIE, GpuRig, asks, assert_same_tokens, loaded, reference
@@ -22,7 +23,7 @@ def test_tokens_equal_the_reference(family: str, drafter: str) -> None:
     folder = folder_of(family)
     with (sizes_apart(3), mock.patch.object(GraphKeys, "wider", staticmethod(lambda *given: None)),
           GpuRig(loaded(folder), source=folder, speculative_config=DRAFTERS[drafter](family)) as rig):
-        rig.engine.scheduler._drafts = UnequalDrafts(rig.engine.limits.max_drafts)
+        choose_drafts(rig.engine.scheduler, UnequalDrafts(rig.engine.limits.max_drafts))
         for _ in range(2):
             assert_same_tokens(rig.run(asks()), reference(folder), asks(), tie=10 * TIE if family in HYBRIDS else TIE)
         assert rig.engine.stats.num_draft_tokens > 0

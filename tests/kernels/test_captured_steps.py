@@ -37,7 +37,7 @@ from tests.drafters.hybrid_rig import GLM5_NEXT, QWEN4_EXP, mtp_of, script_with_
 from tests.drafters.latent_rig import FAMILIES, TOP_K, VOCAB
 from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.captured import AsCaptured
-from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
+from tests.engine.harness import Ask, Rig, choose_drafts, greedy, prompt_of, random_model, tiny_model, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS
 from tests.engine.varied_drafts import UnequalDrafts, sizes_apart
 from tests.models.gemma4 import save_assistant, save_target
@@ -251,7 +251,7 @@ def test_unequal_numbers_of_drafts(device: torch.device, family: str) -> None:
     for is_captured in (False, True):
         scripted = ScriptedDrafter(K, script_with_errors(right, range(1, K + 2)))
         with Rig(model, drafter=mtp_of(model, K) if has_module else scripted, **SETTINGS) as rig:
-            rig.scheduler._drafts = UnequalDrafts(K)
+            choose_drafts(rig.scheduler, UnequalDrafts(K))
             with on_a_card(rig) if is_captured else nullcontext() as captured, sizes_apart(3):
                 assert tokens_of(rig.run(asks)) == wanted
             found.append(rig.engine.stats.num_accepted_tokens)

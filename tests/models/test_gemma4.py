@@ -31,6 +31,7 @@ from outrider.models.sources.model_source import WeightError
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
 from outrider.speculation.draft_counts import FixedDrafts
+from outrider.speculation.step_drafts import StepDrafts
 from tests.engine.harness import Ask, Rig
 from tests.engine.harness import greedy as greedy_params
 from tests.engine.harness import tokens_of as outputs_of
@@ -352,7 +353,7 @@ def test_a_long_context_holds_the_pages_of_its_capacity_and_no_more() -> None:
     """32k tokens: the sliding groups hold their window and what is unsettled, the full ones everything."""
     layout, limits = large_layout(), Limits(2, 2044, 32768, 3, 262144, steps_in_flight=2)
     manager = CacheManager(layout, PagePool(4_000), limits, enable_prefix_caching=False)
-    scheduler = Scheduler(manager, limits, drafts=FixedDrafts(3))
+    scheduler = Scheduler(manager, limits, speculation=StepDrafts(FixedDrafts(3)))
     request = Request(0, made_request([5] * 32_000, SamplingParams(max_tokens=None)), 32_500)
     scheduler.add(request)
     runner, peak = FakeRunner(scheduler, request), [0] * len(layout.groups)

@@ -16,10 +16,12 @@ from outrider.cache.pages import PageKey, PagePool
 from outrider.core import Finish, Limits, ScheduledBatch, StepResult
 from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
-from outrider.sched.prompt_time import PromptTime
+from outrider.sched.prompt_time import UNBOUNDED_PROMPTS, PromptTime, UnboundedPrompts
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
 from outrider.speculation.draft_counts import DraftCounts, DraftPlan, SettledDrafts
+from outrider.speculation.host_drafts import HostDrafts
+from outrider.speculation.step_drafts import StepDrafts, StepDraftsWithHost
 from tests.unit.hash_mixer import STOP_ID, VOCAB, HashMixerRunner, guess_after, make_layout, reference, salt_of
 from tests.unit.made_requests import made_request
 
@@ -57,9 +59,9 @@ class Scenario:
         return self.max_drafts if self.has_lookahead else 0
 
     @property
-    def prompt_time(self) -> PromptTime | None:
+    def prompt_time(self) -> UnboundedPrompts:
         costs = MixedStepCosts((2, 4, 8), (2.0, 4.0, 8.0), attending=(ReadCost(None, 0.1),))
-        return PromptTime(self.prompt_seconds, costs) if self.prompt_seconds else None
+        return PromptTime(self.prompt_seconds, costs) if self.prompt_seconds else UNBOUNDED_PROMPTS
 
     @property
     def limits(self) -> Limits:
@@ -171,8 +173,10 @@ class Driver:
                                   lookahead=scenario.lookahead)
         seeds = {r.id: r.input.seed for r in self.requests}
         self.guesses = HostGuesses(self.rng, seeds) if scenario.host_drafts else None
-        self.scheduler = Scheduler(self.cache, self.limits, drafts=RandomDrafts(self.rng, scenario.max_drafts),
-                                   host_drafter=self.guesses, prompt_time=scenario.prompt_time)
+        counts = RandomDrafts(self.rng, scenario.max_drafts)
+        speculation = StepDrafts(counts) if self.guesses is None else StepDraftsWithHost(
+            counts, HostDrafts(self.guesses, VOCAB, max_drafts=scenario.max_drafts))
+        self.scheduler = Scheduler(self.cache, self.limits, speculation=speculation, prompt_time=scenario.prompt_time)
         self.device = HashMixerRunner(layout.groups, num_pages, self.limits, self.rng, lookahead=scenario.lookahead,
                                       has_state=scenario.state_pages > 0)
         self.counts: Counter[str] = Counter()

@@ -15,7 +15,7 @@ from outrider.core.costs import DraftCost, ReadCost, StepCosts
 from outrider.core.params import SamplingParams
 from outrider.runner.graphs.costs import REPEATS, best_seconds, measured_sizes
 from outrider.sched.request import Request, State
-from outrider.speculation.auto_drafts import auto_drafts
+from outrider.speculation.choosers import auto_drafts
 from outrider.speculation.draft_counts import DraftCounts, DraftPlan, FixedDrafts
 from outrider.speculation.drafter_tries import PROBE_ALL_AFTER, PROBE_DEPTH_AFTER, READ_STEPS, TRY_STEPS, ProposedDepth
 from outrider.speculation.learned_drafts import MIN_GAIN

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import pytest
 
 from outrider.core.costs import DraftCost, StepCosts
-from outrider.speculation.auto_drafts import auto_drafts
+from outrider.speculation.choosers import auto_drafts
 from tests.unit.test_resting_drafter import Served, Serving
 
 K = 3

@@ -12,7 +12,7 @@ from outrider.core import Limits
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.pooling_params import PoolingParams
-from outrider.sched.prompt_time import PromptTime
+from outrider.sched.prompt_time import UNBOUNDED_PROMPTS, PromptTime, UnboundedPrompts
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import make_layout
@@ -22,7 +22,7 @@ from tests.unit.test_scheduler import result_of, scheduled, tokens_of
 BUDGET, LONG = 512, 5000
 
 
-def scheduler(prompt_time: PromptTime | None = None, max_requests: int = 16) -> Scheduler:
+def scheduler(prompt_time: UnboundedPrompts = UNBOUNDED_PROMPTS, max_requests: int = 16) -> Scheduler:
     limits = Limits(max_requests, BUDGET, 8192, 0, 99, steps_in_flight=2)
     cache = CacheManager(make_layout((16, 0)), PagePool(4000), limits, enable_prefix_caching=False)
     return Scheduler(cache, limits, prompt_time=prompt_time)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from outrider.core.costs import DraftCost, StepCosts
-from outrider.speculation.auto_drafts import auto_drafts
+from outrider.speculation.choosers import auto_drafts
 from outrider.speculation.observed_times import ENOUGH, FORGET_AFTER, LAST, READING, ObservedTimes
 from tests.unit.test_resting_drafter import Serving
 

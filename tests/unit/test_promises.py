@@ -20,6 +20,7 @@ from outrider.core.params import SamplingParams
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 from outrider.speculation.draft_counts import FixedDrafts
+from outrider.speculation.step_drafts import StepDrafts
 from tests.unit.hash_mixer import HashMixerRunner, make_layout
 from tests.unit.made_requests import made_request
 from tests.unit.schedule_driver import Scenario
@@ -39,7 +40,7 @@ class Rig:
         self.limits = Limits(16, budget, MAX_LEN, lookahead, 7, steps_in_flight=depth + 1)
         layout = make_layout((4, 0), *([(4, window)] if window else []), state_pages=state_pages, interval=interval)
         self.cache = CacheManager(layout, PagePool(num_pages), self.limits, lookahead=lookahead)
-        self.scheduler = Scheduler(self.cache, self.limits, drafts=FixedDrafts(lookahead))
+        self.scheduler = Scheduler(self.cache, self.limits, speculation=StepDrafts(FixedDrafts(lookahead)))
         self.device = HashMixerRunner(layout.groups, num_pages, self.limits, Random(1), lookahead=lookahead,
                                       has_state=state_pages > 0)
         self.computed: Counter[int] = Counter()  # known tokens that each request computed

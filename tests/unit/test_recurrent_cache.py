@@ -19,6 +19,7 @@ from outrider.core.params import SamplingParams
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 from outrider.speculation.draft_counts import FixedDrafts
+from outrider.speculation.step_drafts import StepDrafts
 from tests.unit.hash_mixer import make_layout
 from tests.unit.made_requests import made_request
 from tests.unit.schedule_driver import MAX_LEN, PLAIN, Driver, Scenario
@@ -282,7 +283,8 @@ def test_a_hit_that_leaves_no_pages_to_go_on_is_not_taken() -> None:
 def scheduler(max_drafts: int = 3, steps: int = 1, num_pages: int = 60) -> Scheduler:
     limits = Limits(4, 32, 64, max_drafts, 99, steps_in_flight=steps)
     layout = make_layout((PAGE, 0), state_pages=2, interval=INTERVAL)
-    return Scheduler(CacheManager(layout, PagePool(num_pages), limits), limits, drafts=FixedDrafts(max_drafts))
+    return Scheduler(CacheManager(layout, PagePool(num_pages), limits), limits,
+                     speculation=StepDrafts(FixedDrafts(max_drafts)))
 
 
 def request(index: int, prompt: Sequence[int], new: int = 20) -> Request:

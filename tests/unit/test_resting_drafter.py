@@ -17,7 +17,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.step_messages import DraftOrders
 from outrider.sched.request import Request, State
 from outrider.speculation.acceptance import PATIENT, Acceptance
-from outrider.speculation.auto_drafts import auto_drafts
+from outrider.speculation.choosers import auto_drafts
 from outrider.speculation.draft_counts import DraftCounts
 from outrider.speculation.drafter_tries import READ_STEPS, TRY_SHARE, TRY_STEPS, DrafterSight, DrafterTries
 from outrider.speculation.learned_drafts import LEAST_LEFT

@@ -9,17 +9,19 @@ import pytest
 
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
-from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
+from outrider.core import DraftOrders, Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.params import SamplingParams
+from outrider.core.speculation import NO_SPECULATION
 from outrider.pooling_params import PoolingParams
 from outrider.sched.batch import BatchBuilder
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
-from outrider.speculation.auto_drafts import auto_drafts
+from outrider.speculation.choosers import auto_drafts
 from outrider.speculation.draft_counts import DraftCounts, DraftPlan, FixedDrafts, SharingPlan
 from outrider.speculation.host_drafts import HostDrafts
+from outrider.speculation.step_drafts import StepDrafts, StepDraftsWithHost
 from tests.unit.hash_mixer import make_layout
 from tests.unit.made_requests import made_request
 from tests.unit.schedule_driver import Driver, Scenario, Totals
@@ -32,7 +34,7 @@ def scheduler(
 ) -> Scheduler:
     limits = Limits(max_requests, budget, 32, drafts, 99, steps_in_flight=steps)
     cache = CacheManager(make_layout((4, 0)), PagePool(num_pages), limits, enable_prefix_caching=False)
-    return Scheduler(cache, limits, drafts=FixedDrafts(drafts))
+    return Scheduler(cache, limits, speculation=StepDrafts(FixedDrafts(drafts)))
 
 
 def request(index: int, prompt: int, new: int = 4, priority: int = 0) -> Request:
@@ -154,7 +156,7 @@ def test_drafts_leave_a_token_to_a_prompt_that_came_before() -> None:
 def test_a_drafter_sees_prompts_of_requests_that_start_in_this_step(is_padded: bool) -> None:
     costs = StepCosts((1, 64), (1.0, 1.01), (DraftCost(1, 0.01, 0.01),), is_padded=is_padded)
     sched = scheduler(drafts=2)
-    sched._drafts = auto_drafts(2, costs, always_propose=False)
+    sched.speculation = StepDrafts(auto_drafts(2, costs, always_propose=False))
     sched.add(request(0, 5))
     batch = scheduled(sched)
     assert batch.admissions and batch.drafting.num_wanted == 2 and max(batch.num_drafts) == 0
@@ -170,7 +172,7 @@ class SharedRows(DraftCounts):
 
 def test_the_device_shares_no_rows_out_in_a_step_with_prompts() -> None:
     sched = scheduler(max_requests=3, drafts=3)
-    sched._drafts = SharedRows()
+    sched.speculation = StepDrafts(SharedRows())
     sched.add(request(0, 2, new=20), request(1, 2, new=20))
     sched.update(result_of(scheduled(sched)))
     batch = scheduled(sched)
@@ -184,8 +186,9 @@ def test_the_device_shares_no_rows_out_in_a_step_with_prompts() -> None:
 @pytest.mark.parametrize(("finish", "observed"), [(Finish.LENGTH, 1), (Finish.NO, 3)])
 def test_drafts_that_an_end_cuts_off_are_not_counted_as_wrong(finish: Finish, observed: int) -> None:
     """A draft that was scheduled and not there has cost as much as a wrong one, unless the request ended before it."""
-    sched, seen = scheduler(drafts=3), []
-    sched._drafts.observe = lambda settled, **_: seen.extend(num for *_, num in settled)  # type: ignore[union-attr, method-assign]
+    sched, counts, seen = scheduler(), FixedDrafts(3), []
+    counts.observe = lambda settled, **_: seen.extend(num for *_, num in settled)  # type: ignore[method-assign]
+    sched.speculation = StepDrafts(counts)
     sched.add(request(0, 3, new=9))
     sched.update(result_of(scheduled(sched)))
     batch = scheduled(sched)
@@ -302,13 +305,33 @@ class AlwaysFours:
 def test_the_drafts_of_a_request_that_gives_way_reach_no_row() -> None:
     """It has no row any more, and in the next batch the row may be another request's."""
     sched = scheduler(num_pages=5, drafts=3, steps=1)
-    sched._host_drafts = HostDrafts(AlwaysFours(), 100)
+    sched.speculation = StepDraftsWithHost(FixedDrafts(3), HostDrafts(AlwaysFours(), 100))
     sched.add(request(0, 2, new=10), request(1, 3, new=10))
     for _ in range(6):
         batch = scheduled(sched)
         assert {draft.row for draft in batch.drafting.from_host} <= set(batch.rows)
         sched.update(result_of(batch))
     assert sched.stats.num_preemptions > 0
+
+
+def test_drafts_of_the_host_that_a_batch_has_no_room_for_are_not_sent() -> None:
+    sched = scheduler(max_requests=2, budget=4, drafts=3, steps=1)
+    sched.speculation = StepDraftsWithHost(FixedDrafts(3), HostDrafts(AlwaysFours(), 100))
+    sched.add(request(0, 2, new=10), request(1, 2, new=10))
+    sched.update(result_of(scheduled(sched)))
+    batch = scheduled(sched)
+    assert batch.num_drafts == [2, 0]
+    assert [draft.row for draft in batch.drafting.from_host] == batch.rows[:1]
+
+
+def test_without_speculation_a_batch_has_no_drafts() -> None:
+    sched = scheduler()
+    sched.speculation = NO_SPECULATION
+    sched.add(request(0, 3), request(1, 2))
+    for _ in range(2):
+        batch = scheduled(sched)
+        assert set(batch.num_drafts) == {0} and batch.drafting == DraftOrders()
+        sched.update(result_of(batch))
 
 
 def test_a_preempted_request_goes_on_from_its_settled_tokens() -> None:

@@ -26,9 +26,9 @@ def play(num_requests: int, fails: Fails, max_batch: int = 64) -> tuple[set[int]
             assert not suspects
             return ended, num_failed
         if suspects and suspects.clear(computed):
-            computed = {r: n if r in (suspects.on_trial or computed) else 0 for r, n in computed.items()}
-        allowed = computed if suspects.on_trial is None else [r for r in suspects.on_trial if r in computed]
-        batch = {r: computed[r] + 1 for r in list(allowed)[:max_batch]}
+            computed = {r: n if r in suspects.on_trial else 0 for r, n in computed.items()}
+        allowed = [r for r in computed if r in suspects.on_trial]
+        batch = {r: computed[r] + 1 for r in allowed[:max_batch]}
         if fails(batch):
             num_failed += 1
             for request in suspects.fail(batch):
@@ -87,7 +87,7 @@ def test_every_step_failing_ends_everybody() -> None:
 
 def test_a_step_without_requests_blames_nobody() -> None:
     suspects = Suspects()
-    assert suspects.fail({}) == [] and suspects.on_trial is None and not suspects
+    assert suspects.fail({}) == [] and not suspects.has_trial and not suspects
 
 
 def test_retries_are_bounded_whatever_speaks_for_a_request() -> None:

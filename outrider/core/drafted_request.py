@@ -1,11 +1,11 @@
-"""DraftedRequest: what speculation reads of a request. It changes nothing of it."""
+"""DraftedRequest: what speculation reads of a request."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from outrider.core import Bound
+from outrider.core import Bound, Finish, Settled
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import SamplerLoad
 
@@ -31,7 +31,13 @@ class DraftedRequest(Protocol):
         """Known tokens at which the request ends."""
 
     @property
+    def settled(self) -> Settled: ...
+
+    @property
     def bound(self) -> Bound: ...
+
+    @property
+    def finish(self) -> Finish: ...
 
     @property
     def in_flight_samples(self) -> int:
@@ -56,6 +62,5 @@ class DraftedRequest(Protocol):
     def levels(self) -> int:
         """How sure their drafter is of the drafts that wait (`core/draft_confidence.py`)."""
 
-    @property
-    def checked_levels(self) -> int:
-        """The same, of the drafts that the last settled step checked."""
+    # The same, of the drafts that the last settled step checked. Speculation sets it to 0 for drafts of the host.
+    checked_levels: int
