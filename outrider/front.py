@@ -49,6 +49,12 @@ class Front:
         self.engine, self._maintenance = engine, Maintenance(engine)
 
     @property
+    def weights_version(self) -> int:
+        """How many updates of weights were complete. Each output says in `weight_versions` which of its tokens came
+        from which version, and no cached page serves another version than its own."""
+        return self.engine.weights_version
+
+    @property
     def vllm_config(self) -> VllmConfig:
         """The engine's settings and sizes in vLLM's groups, to be read: `vllm_config.cache_config.block_size`."""
         if self._config is None:

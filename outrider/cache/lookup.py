@@ -32,6 +32,7 @@ class PrefixLookup:
         self._shares_within_step = not (self._kind.layers or has_lookahead)
         self._sizes = {group.page_tokens for group in layout.groups}
         self._target_groups = [group for group in layout.groups if group.is_target]
+        self._version_keys: tuple[str, ...] = ()  # the version of the weights, unless they are the first
         self._hashes: dict[int, dict[int, PageHashes]] = {}  # by request, waiting or running, and page size
 
     # Hashes
@@ -40,7 +41,13 @@ class PrefixLookup:
         """Begin to keep a request's hashes, if that has not begun. `keys`: whatever must be equal for pages to be
         shared, beside the tokens."""
         if request_id not in self._hashes:
+            keys = self._version_keys + keys  # in front: no salt can begin with a version
             self._hashes[request_id] = {size: PageHashes(size, keys, spans) for size in self._sizes}
+
+    def use_weights(self, version: int) -> None:
+        """Begin all hashes anew, with this version of the weights."""
+        self._version_keys = (f"weights={version}",) if version else ()
+        self._hashes.clear()
 
     def forget(self, request_id: int) -> None:
         self._hashes.pop(request_id, None)

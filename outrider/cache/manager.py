@@ -256,6 +256,12 @@ class CacheManager:
         emptied = self.pool.forget_cached()
         assert emptied, "a page is known by its content, and nothing should hold one"
 
+    def use_weights(self, version: int) -> None:
+        """Know pages by this version of the weights from now on, so that none of an older version can be found. No
+        request has a row."""
+        assert not self._requests
+        self.lookup.use_weights(version)
+
     def forget_cached(self) -> bool:
         """Forget pages that no request holds. Returns whether no page can be found any more."""
         return self.pool.forget_cached()

@@ -40,6 +40,7 @@ class OutputReader:
         num_tokens, num_characters = self._num_tokens.get(sample.index, 0), self._num_characters.get(sample.index, 0)
         self._num_tokens[sample.index] = max(num_tokens, len(sample.token_ids))
         self._num_characters[sample.index] = max(num_characters, len(sample.text))
+        sample.cut_versions(num_tokens, len(sample.token_ids))
         sample.token_ids, sample.text = sample.token_ids[num_tokens:], sample.text[num_characters:]
         if sample.logprobs is not None:
             sample.logprobs = sample.logprobs[num_tokens:]

@@ -23,6 +23,14 @@ class Logprob:
     decoded_token: str | None = None
 
 
+class WeightSpan(NamedTuple):
+    """Tokens of a sample that came from one version of the weights: those from `start` on, up to `end`."""
+
+    version: int  # how many updates of weights were complete
+    start: int
+    end: int
+
+
 @dataclass
 class CompletionOutput:
     """One of the n samples of a prompt."""
@@ -34,6 +42,29 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the token id or string that stopped it
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
+    # (version of the weights, its first token), in order; tokens before the first start are those of version 0
+    version_starts: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+
+    @property
+    def weight_versions(self) -> list[WeightSpan]:
+        """The versions of the weights that the tokens came from."""
+        starts, num_tokens = self.version_starts, len(self.token_ids)
+        if not starts or starts[0][1]:
+            starts = ((0, 0), *starts)
+        ends = [*(start for _, start in starts[1:]), num_tokens]
+        return [WeightSpan(version, start, end) for (version, start), end in zip(starts, ends, strict=True)]
+
+    def note_version(self, version: int) -> None:
+        """Tokens that are added from now on come from this version of the weights."""
+        known = self.version_starts
+        if version != (known[-1][0] if known else 0):
+            self.version_starts = (*known, (version, len(self.token_ids)))
+
+    def cut_versions(self, first: int, stop: int) -> None:
+        """Keep the versions of the tokens from `first` on, up to `stop`, counted from `first`."""
+        starts = [(version, max(0, start - first)) for version, start in self.version_starts if start < stop]
+        num_before = sum(start == 0 for _, start in starts)  # only the last of these has tokens
+        self.version_starts = tuple(starts[max(0, num_before - 1) :])
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -113,6 +144,7 @@ class SampleKey(NamedTuple):
     sample_index: int
     seed: int
     metrics: RequestMetrics  # the engine's own object, which goes on counting
+    weights_version: int = 0
 
 
 class SampleEnd(NamedTuple):
@@ -152,8 +184,10 @@ class RequestOutput:
         return cls(request_id, prompt, token_ids, samples, None if params.prompt_logprobs is None else [None])
 
     def grow(self, increment: OutputIncrement) -> None:
-        (_, index, self.seed, self.metrics), token_ids, text, logprobs, end, prompt_logprobs, _ = increment
+        (_, index, self.seed, self.metrics, version), token_ids, text, logprobs, end, prompt_logprobs, _ = increment
         sample = self.outputs[index]
+        if token_ids:
+            sample.note_version(version)
         sample.token_ids += token_ids
         if text:
             sample.text += text
@@ -174,6 +208,7 @@ class RequestOutput:
                 whole = len(sample.token_ids) if sample.logprobs is None else len(sample.logprobs)
                 num_kept = max(min(whole, len(sample.token_ids)) - 1, 0)
                 del sample.token_ids[num_kept:]
+                sample.cut_versions(0, num_kept)
                 if sample.logprobs is not None:
                     del sample.logprobs[num_kept:]
                 known[sample.index] = list(sample.token_ids)

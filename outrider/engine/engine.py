@@ -37,6 +37,7 @@ class Engine:
                  submits_early: bool = False) -> None:
         """make_scheduler: for steps from a generation on. submits_early: with one step in flight, the next one is
         queued before the last one's tokens go out."""
+        self.weights_version = 0  # how many updates of weights were complete
         self._make_scheduler, self._watchers = make_scheduler, tuple(watchers)
         self.scheduler = self._watched_scheduler(0)
         self.worker = worker
@@ -121,6 +122,13 @@ class Engine:
         self.scheduler.cache.forget_all()
         self._end_early(self._held)
         self._flush()
+
+    def take_new_weights(self) -> None:
+        """Raise the version of the weights, after `rest` and a complete update. No page of older weights can be found
+        any more, and outputs say which tokens come from which version."""
+        self.weights_version += 1
+        self.scheduler.cache.use_weights(self.weights_version)
+        self._requests.use_weights(self.weights_version)
 
     def forget_cached(self) -> bool:
         """Forget cached pages that no request holds. Returns whether no page can be found any more."""
@@ -238,6 +246,7 @@ class Engine:
 
     def _watched_scheduler(self, generation: int) -> Scheduler:
         scheduler = self._make_scheduler(generation)
+        scheduler.cache.use_weights(self.weights_version)
         for watcher in self._watchers:
             watcher.follow(scheduler)
         return scheduler

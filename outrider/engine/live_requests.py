@@ -66,6 +66,7 @@ class LiveRequests:
         self.keepers = keepers
         self._model, self._seed = model, seed
         self._ids = count()
+        self._weights_version = 0
         self._num_accepted = 0  # requests, with a seed or without: what the seed of the next one is drawn from
         self._live: dict[str, _Live] = {}
         self._samples: dict[int, tuple[_Live, Output]] = {}  # by the scheduler's request id
@@ -121,7 +122,8 @@ class LiveRequests:
         """Build the request and the objects that turn its tokens into outputs; nothing is registered yet."""
         task, prompt_len, model = asked.params, len(asked.token_ids), self._model
         metrics = RequestMetrics(arrival_time=time.perf_counter())
-        keys = [SampleKey(request_id, index, asked.seed, metrics) for index in range(asked.num_samples)]
+        keys = [SampleKey(request_id, index, asked.seed, metrics, self._weights_version)
+                for index in range(asked.num_samples)]
         if isinstance(task, HiddenTask):
             gatherer = task.make_gatherer(keys[0], prompt_len, model.classes)
             samples: list[tuple[Request, Output]] = [(Request(next(self._ids), asked, prompt_len), gatherer)]
@@ -143,6 +145,13 @@ class LiveRequests:
             raise
         self._live |= {live.request_id: live for live in lives}
         self._samples |= {request.id: (live, sample) for live in lives for request, sample in live.samples}
+
+    def use_weights(self, version: int) -> None:
+        """Later tokens of all requests come from this version of the weights."""
+        self._weights_version = version
+        for _, sample in self._samples.values():
+            if isinstance(sample, SampleOutput):
+                sample.use_weights(version)
 
     # Outputs, which are added to `increments`
 

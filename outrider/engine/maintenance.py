@@ -108,6 +108,8 @@ class Maintenance:
         report = self._engine.command(WakeUp(wanted))
         if report.are_weights_whole:  # those that were dropped or incomplete have been read from their files
             self._lacks_weights, self._refuses = "", False
+        if report.were_weights_read and self._engine.weights_version:
+            self._engine.take_new_weights()
         if WEIGHTS in wanted:
             self._are_dropped = False
         self._asleep -= set(wanted)
@@ -212,6 +214,7 @@ class Maintenance:
         """Called when an update is whole."""
         self._lacks_weights, self._refuses, self._are_dropped = "", False, False
         self._asleep -= {WEIGHTS}
+        self._engine.take_new_weights()
         self._pause()
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:

@@ -28,6 +28,10 @@ class SampleOutput:
         self._detokenizer = None if own is None else Detokenizer(own, params.skip_special_tokens)
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output, params.min_tokens)
 
+    def use_weights(self, version: int) -> None:
+        """Later tokens come from this version of the weights."""
+        self._key = self._key._replace(weights_version=version)
+
     def take(self, result: RequestResult) -> OutputIncrement:
         """The increment that a run adds. A stop string, which the device does not know, may end the request here."""
         run, text, is_last = result.run, "", bool(result.finish)

@@ -326,8 +326,10 @@ class Residence:
         """Make again what depends on weights: derived tensors, packed copies, fused layers."""
         for module in (self._parts.model, *self._modules()):
             module.finalize()
+        before = self._packed_bytes
         self._packed_bytes = prepare_all(self._parts.model, self._parts.drafter, self._config)
-        collect_replaced()
+        if before or self._packed_bytes:  # a collection takes as long as an update's copies
+            collect_replaced()
 
     # Cache and captured steps
 

@@ -114,6 +114,7 @@ class ServerMetrics:
         yield from self._gauges("engine_sleep_state", "1 for the state that the engine is in.",
                                 {f'sleep_state="{state}"': int(level == engine.pause.sleep_level)
                                  for level, state in enumerate(SLEEP_STATES)})
+        yield from self._gauge("weights_version", "Updates of the weights that were complete.", engine.weights_version)
         settings = {"block_size": min(group.page_tokens for group in cache.groups),
                     "num_gpu_blocks": cache.pool.num_usable, "enable_prefix_caching": cache.enable_prefix_caching}
         info = {"device": _escaped(engine.model.device_name), "max_model_len": engine.limits.max_len,

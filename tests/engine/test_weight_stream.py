@@ -236,3 +236,44 @@ def test_dropped_weights_are_read_with_the_cache_if_none_follow(folders: tuple[P
         llm.update_weights({NAME: tensors[NAME]})
         llm.wake_up()
         assert generated(llm) != ours, "one weight alone, over those of the files"
+
+
+def test_every_token_names_the_version_of_the_weights_that_it_came_from(folders: tuple[Path, Path]) -> None:
+    folder, other = folders
+    asked = greedy(12, ignore_eos=True)
+    with LLM(str(folder), **SETTINGS) as llm:
+        (first,) = llm.generate([list(PROMPTS[0])], asked)
+        assert llm.weights_version == 0 and first.outputs[0].weight_versions == [(0, 0, 12)]
+        running = llm.stream(list(PROMPTS[0]), asked)
+        while len(next(running).outputs[0].token_ids) < 4:
+            continue
+        stream(llm, tensors_of(other))
+        assert llm.weights_version == 0, "it is not whole before its end"
+        llm.reset_prefix_cache()
+        assert llm.weights_version == 1
+        llm.update_weights(folder)
+        *_, last = running
+        (old, new) = last.outputs[0].weight_versions
+        assert (old.version, new.version) == (0, 2) and 4 <= old.end == new.start < new.end == 12
+        assert last.outputs[0].token_ids == first.outputs[0].token_ids, "the weights are the first ones again"
+        with pytest.raises(WeightError):
+            llm.update_weights({NAME: torch.ones(1)})
+        (again,) = llm.generate([list(PROMPTS[0])], asked)
+        assert again.outputs[0].weight_versions == [(2, 0, 12)] and llm.weights_version == 2
+        llm.sleep(level=2)
+        llm.wake_up()
+        assert llm.weights_version == 3, "those of the files may be others than the last that came"
+
+
+def test_no_page_of_older_weights_is_found_even_if_none_is_forgotten(folders: tuple[Path, Path],
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = answers(folders[1])
+    with LLM(str(folders[0]), **SETTINGS) as llm:
+        generated(llm)
+        with monkeypatch.context() as patched:
+            patched.setattr(type(llm.engine.scheduler.cache), "forget_all", lambda cache: None)
+            llm.load_weights(tensors_of(folders[1]))
+        before = llm.engine.scheduler.cache.stats.hit_tokens
+        assert generated(llm) == theirs and llm.engine.scheduler.cache.stats.hit_tokens == before
+        generated(llm)
+        assert llm.engine.scheduler.cache.stats.hit_tokens > before

@@ -62,3 +62,16 @@ def test_a_callers_list_may_change_after_it_was_given() -> None:
     own = check_params(SamplingParams(allowed_token_ids=allowed))
     allowed.append(3)
     assert own.allowed_token_ids == [1, 2]
+
+
+def test_spans_of_versions_follow_growth_cuts_and_parts() -> None:
+    sample = CompletionOutput(0)
+    for version, count in [(0, 2), (0, 1), (2, 4), (5, 1)]:
+        sample.note_version(version)
+        sample.token_ids += [1] * count
+    assert sample.weight_versions == [(0, 0, 3), (2, 3, 7), (5, 7, 8)]
+    for first, stop, expected in [(0, 7, [(0, 0, 3), (2, 3, 7)]), (0, 3, [(0, 0, 3)]), (0, 0, [(0, 0, 0)]),
+                                  (3, 8, [(2, 0, 4), (5, 4, 5)]), (5, 8, [(2, 0, 2), (5, 2, 3)]), (7, 8, [(5, 0, 1)])]:
+        part = CompletionOutput(0, token_ids=sample.token_ids[first:stop], version_starts=sample.version_starts)
+        part.cut_versions(first, stop)
+        assert part.weight_versions == expected
