@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from outrider.speculation.choosers import auto_drafts
     from outrider.speculation.draft_counts import DraftCounts, FixedDrafts
     from outrider.speculation.host_drafts import HostDrafter, HostDrafts
-    from outrider.speculation.step_drafts import StepDrafts, StepDraftsWithHost
+    from outrider.speculation.host_step_drafts import StepDraftsWithHost
+    from outrider.speculation.step_drafts import StepDrafts
 else:
     __getattr__ = lazy_exports(__name__)
 

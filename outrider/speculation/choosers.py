@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from outrider.core.costs import StepCosts
-from outrider.speculation.individual_drafts import IndividualDrafts
-from outrider.speculation.sized_drafts import SizedDrafts
+from outrider.core.lazy_exports import LateModule
+
+if TYPE_CHECKING:
+    from outrider.speculation import individual_drafts, sized_drafts
+    from outrider.speculation.individual_drafts import IndividualDrafts
+    from outrider.speculation.sized_drafts import SizedDrafts
+else:
+    individual_drafts = LateModule("outrider.speculation.individual_drafts")
+    sized_drafts = LateModule("outrider.speculation.sized_drafts")
 
 
 def auto_drafts(k: int, costs: StepCosts, *, always_propose: bool) -> SizedDrafts | IndividualDrafts:
@@ -12,5 +21,5 @@ def auto_drafts(k: int, costs: StepCosts, *, always_propose: bool) -> SizedDraft
     proposal is too cheap to be worth saving in an uncaptured step. A captured step is so fast that a lookup takes 2% of
     it."""
     if costs.is_padded:
-        return SizedDrafts(k, costs, misses_rests=not always_propose)
-    return IndividualDrafts(k, costs, always_propose=always_propose)
+        return sized_drafts.SizedDrafts(k, costs, misses_rests=not always_propose)
+    return individual_drafts.IndividualDrafts(k, costs, always_propose=always_propose)

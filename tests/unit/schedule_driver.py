@@ -21,7 +21,8 @@ from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
 from outrider.speculation.draft_counts import DraftCounts, DraftPlan, SettledDrafts
 from outrider.speculation.host_drafts import HostDrafts
-from outrider.speculation.step_drafts import StepDrafts, StepDraftsWithHost
+from outrider.speculation.host_step_drafts import StepDraftsWithHost
+from outrider.speculation.step_drafts import StepDrafts
 from tests.unit.hash_mixer import STOP_ID, VOCAB, HashMixerRunner, guess_after, make_layout, reference, salt_of
 from tests.unit.made_requests import made_request
 

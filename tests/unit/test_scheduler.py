@@ -21,7 +21,8 @@ from outrider.sched.scheduler import Scheduler
 from outrider.speculation.choosers import auto_drafts
 from outrider.speculation.draft_counts import DraftCounts, DraftPlan, FixedDrafts, SharingPlan
 from outrider.speculation.host_drafts import HostDrafts
-from outrider.speculation.step_drafts import StepDrafts, StepDraftsWithHost
+from outrider.speculation.host_step_drafts import StepDraftsWithHost
+from outrider.speculation.step_drafts import StepDrafts
 from tests.unit.hash_mixer import make_layout
 from tests.unit.made_requests import made_request
 from tests.unit.schedule_driver import Driver, Scenario, Totals
