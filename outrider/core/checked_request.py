@@ -7,13 +7,14 @@ request is made of is a field here: the files between the fronts and the worker 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from outrider.core.feature_parts import Part, RequestPart, find_part
 from outrider.core.hidden_params import HiddenParams, HiddenReport, RequestParams
 from outrider.core.params import SamplingParams
 from outrider.core.spans import NO_SPANS, PromptSpans
+from outrider.core.structured import FormLease
 
 if TYPE_CHECKING:
     import numpy as np
@@ -49,6 +50,7 @@ class CheckedRequest:
     has_ids: bool = True  # False: the prompt is embeddings without ids
     parts: tuple[RequestPart, ...] = ()  # what it asks of features, at most one of each kind
     tenant: str | None = None  # whose share of rows, pages and steps the request takes; None: that of all without one
+    form_lease: FormLease | None = field(default=None, compare=False)  # keeps its compiled form until it ends
 
     @property
     def sampling(self) -> SamplingParams:

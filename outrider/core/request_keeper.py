@@ -30,6 +30,9 @@ class RequestKeeper:
     def drop_unused(self) -> None:
         """Finish what an interrupt may have cut off."""
 
+    def close(self) -> None:
+        """The engine has ended, and all requests with it."""
+
 
 Keeper = TypeVar("Keeper", bound=RequestKeeper)
 
@@ -74,3 +77,7 @@ class RequestKeepers:
     def drop_unused(self) -> None:
         for keeper in self._all:
             keeper.drop_unused()
+
+    def close(self) -> None:
+        for keeper in self._all:
+            keeper.close()

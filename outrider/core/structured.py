@@ -30,6 +30,18 @@ class FormClient:
     is_gone: Callable[[], bool] = lambda: False  # whether the answer is no longer waited for
 
 
+class FormLease:
+    """Keeps a compiled form for one request: from its check, as long as the request is not dropped, to its end. See
+    `engine/grammar/leases.py`."""
+
+    __slots__ = ("__weakref__", "client", "digest", "number")
+
+    def __init__(self, number: int, digest: bytes, client: str | None) -> None:
+        """number: of the compiled form, where matchers are made. client: whose request it is. None: the program's own,
+        whose forms its memory alone bounds."""
+        self.number, self.digest, self.client = number, digest, client
+
+
 class ExplainedFailure(str):
     """Error message that says what the request failed by."""
 

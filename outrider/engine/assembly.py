@@ -57,7 +57,7 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
     model = ServedModel(config.model, info.limits, info.eos_ids, tokenizer, info.classes, info.takes_spans,
                         info.device_name)
     line = WorkerLine(worker)
-    keepers = [feature.make_keeper(info, line.order) for feature in features]
+    keepers = [grammars, *(feature.make_keeper(info, line.order) for feature in features)]
     requests = LiveRequests(model, RequestKeepers([keeper for keeper in keepers if keeper is not None]), config.seed)
     return Engine(scheduler, line, RequestChecks(model, grammars, features), requests, stats, watchers=watchers,
                   submits_early=config.overlap is not False)

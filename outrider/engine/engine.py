@@ -43,6 +43,7 @@ class Engine:
         self.worker = worker
         self.checks, self.model, self.limits = checks, checks.model, checks.model.limits
         self._requests, self.keepers = requests, requests.keepers
+        worker.on_death = self.keepers.close
         self.stats = stats
         self.trace = UntracedSteps()  # a StepTrace, set before the first step, traces some steps
         self._submits_early = submits_early and self.limits.steps_in_flight == 1
@@ -191,6 +192,7 @@ class Engine:
             return
         self.worker.end(EngineError("the engine was closed"))
         self.close_watchers()
+        self.keepers.close()
         self.runner.close()
         working_thresholds.end(self)
         unfreeze_heap(self)  # what start-up made may be garbage from now on

@@ -106,6 +106,7 @@ class EngineThread:
         except BaseException as cause:
             self._engine.close_watchers()
             self._end(f"the engine failed: {type(cause).__name__}: {cause}", cause)
+            self._engine.keepers.close()
             self._engine.runner.close()
             return
         self._end("the engine was shut down", None)

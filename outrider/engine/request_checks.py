@@ -16,7 +16,7 @@ from outrider.core.hidden_params import HiddenParams, RequestParams
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params
 from outrider.core.prompts import NEEDED_KEYS, PROMPT_KEYS, Prompt
 from outrider.core.spans import NO_SPANS, PromptSpans, check_spans
-from outrider.core.structured import FormClient
+from outrider.core.structured import FormClient, FormLease
 from outrider.core.token_ids import check_token_ids
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.prompt_embeds import place_embeds, read_embeds, refuse_id_readers
@@ -52,8 +52,9 @@ class RequestChecks:
         compiled. Requests often share parameters, which are checked once. `caller`: who takes turns with others at the
         compiler of grammars."""
         given = {id(own): own for own in params}
-        checked = {key: self._check_params(own, caller) for key, own in given.items()}
-        return [self._check(prompt, checked[id(own)], priority)
+        checked = {key: self._check_params(own) for key, own in given.items()}
+        leases = {key: self._compile_form(own, caller) for key, own in checked.items()}
+        return [self._check(prompt, checked[id(own)], priority, leases[id(own)])
                 for prompt, own, priority in zip(prompts, params, priorities, strict=True)]
 
     def join_pairs(self, ones: list[Any], others: list[Any],
@@ -79,7 +80,7 @@ class RequestChecks:
                 joined.append(tokenizer.encode(one + other))
         return joined
 
-    def _check(self, prompt: Prompt, params: RequestParams, priority: int) -> CheckedRequest:
+    def _check(self, prompt: Prompt, params: RequestParams, priority: int, lease: FormLease | None) -> CheckedRequest:
         given = _as_dict(prompt)
         max_len = self.model.limits.max_len - isinstance(params, SamplingParams)
         if isinstance(given.get("prompt_token_ids"), (list, tuple)):  # before millions of ids are looked at
@@ -103,9 +104,21 @@ class RequestChecks:
         self._check_tokens(token_ids, max_len)
         return CheckedRequest(token_ids, params, text, priority, salt,
                               self._check_spans(spans, len(token_ids)) if spans else NO_SPANS,
-                              None if values is None else place_embeds(values, positions, len(token_ids)), has_ids)
+                              None if values is None else place_embeds(values, positions, len(token_ids)), has_ids,
+                              form_lease=None if lease is None else self.need_grammars().leases.again(lease))
 
-    def _check_params(self, given: RequestParams, caller: FormClient | None) -> RequestParams:
+    def need_grammars(self) -> GrammarCompiler:
+        if self.grammars is None:
+            raise ValueError("structured_outputs need a tokenizer, and this engine has none")
+        return self.grammars
+
+    def _compile_form(self, params: RequestParams, caller: FormClient | None) -> FormLease | None:
+        """Have the form that the parameters ask for compiled. The lease keeps it until each request has its own."""
+        if not isinstance(params, SamplingParams) or params.structured_outputs is None:
+            return None
+        return self.need_grammars().check(params.structured_outputs, caller)
+
+    def _check_params(self, given: RequestParams) -> RequestParams:
         """A copy of the parameters that the engine can serve, with their words as tokens. Requests may share it."""
         if isinstance(given, HiddenParams):
             return given.checked(self.model.limits.hidden_size, self.model.classes)
@@ -121,10 +134,6 @@ class RequestChecks:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
         check_token_ids(params, self.model.eos_ids, limits)
-        if params.structured_outputs is not None:
-            if self.grammars is None:
-                raise ValueError("structured_outputs need a tokenizer, and this engine has none")
-            self.grammars.check(params.structured_outputs, caller)
         self._check_by_features(params)
         return params
 

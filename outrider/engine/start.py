@@ -27,7 +27,7 @@ from outrider.runner.interface import RunningWorker
 
 if TYPE_CHECKING:
     from outrider.engine import kv_events
-    from outrider.engine.grammar.compiler import Announce
+    from outrider.engine.grammar.compiler import RemoteForms
 else:
     kv_events = LateModule("outrider.engine.kv_events")
 
@@ -59,7 +59,7 @@ def _start_around(config: EngineConfig, sockets: kv_events.EventSockets | None, 
         from outrider.engine.worker_process import WorkerProcess  # with multiprocessing, which others do not need
 
         child = WorkerProcess(config, source)
-        worker, grammars = child, _grammars(tokenizer, source, child.announce)
+        worker, grammars = child, _grammars(tokenizer, source, child)
     else:
         with collections_paused(), status_line("starting torch"):
             from outrider.runner.worker import Worker  # torch is imported here, and only if the worker lives here too
@@ -80,5 +80,5 @@ def _in_thread(work: Callable[[], T]) -> T:
 
 
 def _grammars(tokenizer: Tokenizer | None, source: ModelSource,
-              announce: Announce | None = None) -> GrammarCompiler | None:
-    return None if tokenizer is None else GrammarCompiler(lambda: tokenizer, source.eos_token_ids, announce)
+              remote: RemoteForms | None = None) -> GrammarCompiler | None:
+    return None if tokenizer is None else GrammarCompiler(lambda: tokenizer, source.eos_token_ids, remote)

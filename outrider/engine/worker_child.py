@@ -27,7 +27,7 @@ from outrider.engine.collector import freeze_heap
 from outrider.engine.grammar.deep_thread import end_process
 from outrider.engine.load import grammars_of
 from outrider.engine.quiet import wait_for
-from outrider.engine.worker_messages import Failure, FormAnnounced, FormPrepared, OfCommand
+from outrider.engine.worker_messages import Failure, FormAnnounced, FormDropped, FormPrepared, OfCommand
 from outrider.kernels.compiler_start import hash_compiler_ahead
 from outrider.models.sources.model_source import ModelSource
 from outrider.runner.interface import Grammars, RunningWorker
@@ -113,6 +113,9 @@ def _run(pipe: Connection, to_parent: _ToParent, worker: RunningWorker, grammars
         if isinstance(message, FormAnnounced):
             _prepare(grammars, message, to_parent)
             continue
+        if isinstance(message, FormDropped):
+            grammars.drop(message.number)
+            continue
         flight.num_queued += 1
         if isinstance(message, OfCommand):
             status.begin(Doing.COMMAND, message.number)
@@ -194,12 +197,12 @@ class Flight:
 
 
 def _prepare(grammars: Any, announced: FormAnnounced, to_parent: _ToParent) -> None:
-    def answer(done: Future[None]) -> None:
+    def answer(done: Future[Any]) -> None:
         error = done.exception()
         with suppress(OSError):  # the parent is gone
             to_parent.send(FormPrepared(announced.number, None if error is None else str(error)))
 
-    grammars.prepare(announced.form, announced.num_bytes).add_done_callback(answer)
+    grammars.prepare(announced.number, announced.form).add_done_callback(answer)
 
 
 def _carry_out(worker: RunningWorker, pickled: bytes) -> Future[Any]:

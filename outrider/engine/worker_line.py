@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from outrider.core import ScheduledBatch, StepResult
@@ -24,6 +25,7 @@ class WorkerLine:
 
     def __init__(self, runner: Runner) -> None:
         self.runner = runner
+        self.on_death: Callable[[], object] = _ignore  # called when the worker has died
         self._in_flight: deque[Future[StepResult]] = deque()
         self._is_step_missing = False  # the last one in flight never reached the worker
         self._last_end: float | None = None  # when the last step ended, if requests were left
@@ -126,3 +128,7 @@ class WorkerLine:
 
     def _end_with(self, death: WorkerDied) -> None:
         self._error = WorkerDied(f"the engine has ended: {death}")
+        self.on_death()
+
+
+def _ignore() -> None: ...

@@ -22,12 +22,18 @@ class OfCommand:
 
 @dataclass(frozen=True)
 class FormAnnounced:
-    """A request with this form may come: children compile its grammar, so that no step waits for it. None: a first one
+    """A request with this form may come: children compile its grammar and keep it under this number. None: a first one
     may come, for which children read the tokenizer."""
 
     number: int
     form: StructuredOutputsParams | None
-    num_bytes: int
+
+
+@dataclass(frozen=True)
+class FormDropped:
+    """No request needs the form of this number any more."""
+
+    number: int
 
 
 @dataclass(frozen=True)

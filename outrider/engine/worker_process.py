@@ -31,7 +31,7 @@ from outrider.engine.rank_answers import RankAnswers, fail
 from outrider.engine.rank_watch import RankProcess, RankWatch, death_of
 from outrider.engine.spawned import check_sent, spawn_process
 from outrider.engine.worker_child import RankPlace, serve
-from outrider.engine.worker_messages import Failure, FormAnnounced, FormPrepared, OfCommand
+from outrider.engine.worker_messages import Failure, FormAnnounced, FormDropped, FormPrepared, OfCommand
 from outrider.models.rank_sizes import check_heads
 from outrider.models.sources.model_source import ModelSource
 from outrider.runner.commands import Answer, Command, PrepareIdle
@@ -81,14 +81,19 @@ class WorkerProcess:
             _kill(self._ranks)
             raise
 
-    def announce(self, form: StructuredOutputsParams | None, num_bytes: int) -> Future[None]:
-        """Have the children compile a form; see FormAnnounced."""
+    def prepare_form(self, form: StructuredOutputsParams | None) -> tuple[int, Future[None]]:
+        """Have the children compile a form under the number that is returned; see FormAnnounced."""
         number, done = self._forms.add()
         with suppress(OSError):  # a child is gone; its reader says so
-            self._send(FormAnnounced(number, form, num_bytes))
+            self._send(FormAnnounced(number, form))
         if self._died is not None:  # perhaps before this form was noted
             self._forms.fail_all(self._died)
-        return done
+        return number, done
+
+    def drop_form(self, number: int) -> None:
+        """Have the children forget a form."""
+        with suppress(OSError):  # a child is gone, and its forms with it
+            self._send(FormDropped(number))
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         number = next(self._numbers)

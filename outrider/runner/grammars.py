@@ -1,12 +1,13 @@
 """GrammarRows: matchers of the rows whose requests ask for a form, and the masks that they give a step.
 
 Matchers live in the worker, next to the device: a mask depends on the run of the step before and on the drafts of this
-one, which the device knows first. A request's grammar travels once, in its admission. A matcher is moved by accepted
-tokens only, so a row that is admitted again begins from the outputs that its admission brings.
+one, which the device knows first. Grammars are compiled before their requests are accepted, and an admission names one
+of them; no step compiles any. A matcher is moved by accepted tokens only, so a row that is admitted again begins from
+the outputs that its admission brings.
 
 Grammars have the host's turn (`runner/grammars.py`). The scheduler splits a batch if a request with
 `structured_outputs` samples in it. Matchers live in the worker, because a mask depends on the run of the step before
-and on the drafts of this one, which the device knows first; a grammar travels once, in its request's admission.
+and on the drafts of this one, which the device knows first.
 
 1. Before the forward is queued, the rows' last tokens and drafts are copied to the host.
 2. While the forward runs, matchers follow the run of the step before and fill a mask for every logit row, as far as the
@@ -40,7 +41,7 @@ log = logging.getLogger("outrider")
 
 
 class DeadMatcher:
-    """Stands for a grammar that the worker could not compile: it allows nothing."""
+    """Stands for a grammar that a rank does not have: it allows nothing."""
 
     def __init__(self, error: str) -> None:
         self.error: str | None = error
@@ -69,8 +70,8 @@ class RowGrammar:
 
     @cached_property
     def matcher(self) -> Matcher:
-        """The row's matcher. Waits, for a limited time, until the grammar is compiled. What one rank could not compile,
-        no rank uses, since all must sample the same tokens."""
+        """The row's matcher. Waits until the compiled grammar is copied. What one rank does not have, no rank uses,
+        since all must sample the same tokens."""
         error = self.started.exception()
         for own in self.link.gather(None if error is None else str(error)):
             if own is not None:
@@ -101,9 +102,11 @@ class GrammarRows(StepPart):
             self._guesses = [guess for guess in self._guesses if guess.row != admission.row]
             params = admission.params
             if params.structured_outputs is not None:
+                lease = admission.request.form_lease
                 assert self._grammars is not None, "a grammar was admitted, and this worker cannot compile grammars"
+                assert lease is not None, "a grammar was admitted without its lease"
                 self._rows[admission.row] = RowGrammar(
-                    params, self._grammars.start(params.structured_outputs), list(admission.output_ids),
+                    params, self._grammars.start(lease.number), list(admission.output_ids),
                     admission.prompt_len, admission.num_known, stop_ids_of(params, admission.eos_ids), link=self._link)
 
     def reset(self) -> None:

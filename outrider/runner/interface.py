@@ -16,7 +16,6 @@ from outrider.cache.groups import CacheLayout
 from outrider.core import Limits, ScheduledBatch, StepResult
 from outrider.core.class_head import ClassHead
 from outrider.core.costs import MixedStepCosts, StepCosts
-from outrider.core.structured import StructuredOutputsParams
 from outrider.runner.commands import Answer, Command
 
 
@@ -125,8 +124,9 @@ class Matcher(Protocol):
 class Grammars(Protocol):
     """Makes matchers for a worker, and fills the masks of several at once."""
 
-    def start(self, asked: StructuredOutputsParams) -> Future[Any]:
-        """Make a matcher on another thread. The matcher stands at the start of its text."""
+    def start(self, number: int) -> Future[Any]:
+        """Make a matcher of the compiled form of this number on another thread. The matcher stands at the start of its
+        text."""
 
     def fill(self, wanted: Sequence[tuple[Any, list[int], int]], masks: np.ndarray) -> None:
         """Each matcher fills the mask at its index, and one after each of its drafts."""

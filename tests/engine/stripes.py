@@ -11,7 +11,9 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from outrider.core.structured import StructuredOutputsParams
+from outrider.core.request_keeper import RequestKeeper
+from outrider.core.structured import FormClient, FormLease, StructuredOutputsParams
+from outrider.engine.grammar.leases import FormLeases
 
 FORM = StructuredOutputsParams(regex="stripes")
 
@@ -44,10 +46,11 @@ class StripeMatcher:
         return found
 
 
-class StripeGrammars:
+class StripeGrammars(RequestKeeper):
     def __init__(self, vocab: int, length: int, end: int) -> None:
         self.vocab, self.length, self.end = vocab, length, end
         self.num_masks = 0
+        self.leases = FormLeases(lambda number: None)
 
     def allowed(self, place: int) -> list[int]:
         if place >= self.length:
@@ -56,9 +59,10 @@ class StripeGrammars:
             return [(7 * place + 5) % self.vocab]
         return list(range(place % 4, self.vocab, 4))
 
-    def check(self, asked: StructuredOutputsParams) -> None: ...
+    def check(self, asked: StructuredOutputsParams, caller: FormClient | None = None) -> FormLease:
+        return self.leases.take(b"stripes", None) or self.leases.keep(b"stripes", 0, 0, None)
 
-    def start(self, asked: StructuredOutputsParams) -> Future[StripeMatcher]:
+    def start(self, number: int) -> Future[StripeMatcher]:
         started: Future[StripeMatcher] = Future()
         started.set_result(StripeMatcher(self))
         return started

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from outrider.core.structured import FormClient, FormsBusy, StructuredOutputsParams
+from outrider.core.structured import FormClient, FormLease, FormsBusy, StructuredOutputsParams
 from outrider.engine.grammar import GrammarCompiler, check_threads, compile_process, trial
 from outrider.engine.grammar.check_threads import CheckThreads
 from outrider.engine.grammar.turns import MOST_AT_ONCE, CompileTurns
@@ -160,6 +160,7 @@ def test_the_compile_process_starts_with_the_first_grammar_and_again_after_its_e
 
 def test_equal_forms_that_come_together_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
     own, texts, run = compiler(), [], compile_process.CompileProcess.run
+    leases: list[FormLease] = []
 
     def counted(process: Any, kind: str, text: str, *rest: Any) -> Any:
         texts.append(text)
@@ -167,12 +168,12 @@ def test_equal_forms_that_come_together_are_compiled_once(monkeypatch: pytest.Mo
         return run(process, kind, text, *rest)
 
     monkeypatch.setattr(compile_process.CompileProcess, "run", counted)
-    threads = [threading.Thread(target=own.check, args=(form(regex="abc"),)) for _ in range(300)]
+    threads = [threading.Thread(target=lambda: leases.append(own.check(form(regex="abc")))) for _ in range(300)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(texts) == 1 and own._find(texts[0]) is not None
+    assert len(texts) == 1 and len(leases) == 300 and {lease.number for lease in leases} == set(own._compiled)
 
 
 def test_nobody_waits_for_the_turn_of_another_client_that_asks_for_an_equal_form() -> None:
@@ -214,8 +215,7 @@ def test_an_object_with_many_optional_properties_works_or_is_refused_with_the_re
         with pytest.raises(ValueError, match=r"structured_outputs.json cannot be compiled: .* 8007 items; max is 2500"):
             own.check(asked)
         return
-    own.check(asked)
-    matcher = own.start(asked).result()
+    matcher = own.start(own.check(asked).number).result()
     matcher.advance(list(b'{"p3": 5, "p499": 7}'))
     assert matcher.error is None and matcher.inner.is_accepting()
 
@@ -225,7 +225,9 @@ def test_a_matcher_at_its_limits_says_so_and_blames_no_token(monkeypatch: pytest
 
     monkeypatch.setattr(module, "MAX_ITEMS_IN_ROW", 50)
     asked = form(json={"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(90)}})
-    matcher = compiler().start(asked).result()
+    own = compiler()
+    own.prepare(0, asked).result()
+    matcher = own.start(0).result()
     matcher.advance(list(b'{"p'))
     assert matcher.error is not None and "items; max is 50" in matcher.error
 

@@ -60,6 +60,23 @@ class BreakStep(Command[None]):
 
 
 @dataclass(frozen=True)
+class FormNumbers(Command[list[list[int]]]):
+    """The numbers of the forms that every rank keeps. From then on, a rank that compiles one fails."""
+
+    allows_more: bool
+
+    def carry_out(self, worker: Any) -> list[list[int]]:
+        grammars = worker.device_step.grammars._grammars
+        vars(grammars).pop("_compile_in_time", None)
+        if not self.allows_more:
+            grammars._compile_in_time = None
+        return [sorted(grammars._compiled)]
+
+    def combine(self, answers: Sequence[list[list[int]]]) -> list[list[int]]:
+        return [own for one in answers for own in one]
+
+
+@dataclass(frozen=True)
 class Refuse(Command[int]):
     """Fails on some ranks; the others answer their rank."""
 

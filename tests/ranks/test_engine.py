@@ -14,11 +14,12 @@ import pytest
 
 from outrider import LLM, SamplingParams, StructuredOutputsParams
 from outrider.config import EngineConfig
+from outrider.engine.grammar import leases
 from outrider.engine.start import start_engine
 from outrider.engine.worker_process import WorkerProcess
 from outrider.runner.interface import WorkerDied
 from tests.engine.harness import CONFIGS, byte_tokenizer, greedy, prompt_of, save_folder, tokens_of
-from tests.ranks.commands import BreakStep, Refuse, RowDigests
+from tests.ranks.commands import BreakStep, FormNumbers, Refuse, RowDigests
 
 pytest.importorskip("llguidance")
 
@@ -116,6 +117,28 @@ def test_commands_are_answered_by_both_ranks(two: LLM) -> None:
         two.engine.command(Refuse(ranks=(0, 1)))
 
 
+def test_ranks_keep_the_forms_that_requests_lease(two: LLM, model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two forms are kept beyond those that are leased. No step compiles one, also after a preemption."""
+    monkeypatch.setattr(leases, "NUM_KEPT", 2)
+    params = [SamplingParams(temperature=0.9, seed=number, max_tokens=12,
+                             structured_outputs=StructuredOutputsParams(regex=f"[a-f]{{3,6}}-{number}"))
+              for number in range(6)]
+    prompts = [prompt_of(number, 9) for number in range(6)]
+    with started(model, 1) as llm:
+        expected = tokens_of(llm.generate(prompts, params, use_tqdm=False))
+    assert two.engine.checks.grammars is not None
+    kept = two.engine.checks.grammars.leases._kept
+    streams = [two.stream(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
+    next(streams[0])
+    first, second = two.engine.command(FormNumbers(allows_more=False))
+    assert first == second == sorted(kept) and len(kept) >= 6
+    two._loop.run(two.engine.rest)  # preempts all
+    outputs = [list(stream)[-1] for stream in streams]
+    assert tokens_of(outputs) == expected and outputs[0].metrics.num_preemptions == 1
+    first, second = two.engine.command(FormNumbers(allows_more=True))
+    assert first == second == sorted(kept) and len(kept) == 2
+
+
 def test_a_rank_that_is_killed_in_a_step_ends_requests_by_name(two: LLM) -> None:
     pids = process_ids(two)
     two.engine.command(BreakStep("die", ranks=(1,), countdown=3))
@@ -123,6 +146,8 @@ def test_a_rank_that_is_killed_in_a_step_ends_requests_by_name(two: LLM) -> None
         texts_of(two)
     with pytest.raises(WorkerDied, match="rank 1"):
         texts_of(two)
+    assert two.engine.checks.grammars is not None
+    assert not any(kept.live for kept in two.engine.checks.grammars.leases._kept.values())
     wait_for_end(pids)
 
 

@@ -191,7 +191,9 @@ def body(**fields: Any) -> ChatRequest:
 
 def takes(form: StructuredOutputsParams, text: str) -> bool:
     """Whether the whole text has the form."""
-    matcher = GrammarCompiler(chat_tokenizer, (2,)).start(form.to_plain()).result()
+    compiler = GrammarCompiler(chat_tokenizer, (2,))
+    compiler.prepare(0, form.to_plain()).result()
+    matcher = compiler.start(0).result()
     matcher.advance(chat_tokenizer().encode(text, add_special_tokens=False))
     return matcher.error is None and matcher.inner.is_accepting()
 

@@ -2,73 +2,93 @@
 
 An engine has one to check requests with; the worker has one next to the device, because masks are needed between a
 step's forward and its sampler. Where both are in one process they share it. A form is tried in the compile process
-first, where it can be stopped; only one that stays within its limits there is compiled here or in the worker.
+first, where it can be stopped; only one that stays within its limits there is compiled here or in the worker. The
+engine's compiler leases compiled forms to requests and says which are dropped (`leases.py`), also in the worker: a step
+finds its form compiled.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
+from itertools import count
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.lazy_exports import LateModule
-from outrider.core.structured import FormClient, StructuredOutputsParams
+from outrider.core.request_keeper import RequestKeeper
+from outrider.core.structured import FormClient, FormLease, StructuredOutputsParams
 from outrider.engine.text import Tokenizer
 from outrider.runner.interface import WorkerDied
 
 if TYPE_CHECKING:
     from outrider.engine.grammar import check_threads, deep_thread, trial
+    from outrider.engine.grammar import leases as form_leases
     from outrider.engine.grammar import matcher as matchers
 else:  # none of them before the first grammar
     check_threads = LateModule("outrider.engine.grammar.check_threads")
     deep_thread = LateModule("outrider.engine.grammar.deep_thread")
+    form_leases = LateModule("outrider.engine.grammar.leases")
     matchers = LateModule("outrider.engine.grammar.matcher")
     trial = LateModule("outrider.engine.grammar.trial")
 
 COMPILE_SECONDS = 10.0  # of one grammar
 VOCABULARY_SECONDS = 300.0  # of the tokenizer, once: 1 to 3 seconds, and more on a busy machine
-NUM_KEPT = 64  # compiled grammars
-KEPT_BYTES = 48 << 20  # of compiled grammars; the last one is kept whatever its size
+NUM_COMPILING = 4  # grammars that are compiled at the same time
 NUM_STARTING = 4  # matchers that are made at the same time
 MAX_LEXER_STATES = 50_000  # each takes one or two kilobytes
 MAX_ITEMS_IN_ROW = 2_500  # places of a grammar where a text may stand at once: 4 for an optional property
 T = TypeVar("T")
-# Has the worker compile a form that takes so many bytes. None: it reads the tokenizer, for the first form to come.
-Announce: TypeAlias = Callable[[StructuredOutputsParams | None, int], Future[None]]
 INSTALL = "structured output needs the package llguidance: pip install 'outrider[grammar]'"
 
 
-class KeptGrammar(NamedTuple):
-    matcher: Any  # an LLMatcher at the start of its text; None: it is in the worker
-    num_bytes: int
+class RemoteForms(Protocol):
+    """A worker in another process, where forms are compiled and matchers are made."""
+
+    def prepare_form(self, form: StructuredOutputsParams | None) -> tuple[int, Future[None]]:
+        """Have the worker compile a form. Returns the number under which it keeps the form, and a future that is done
+        when the form is compiled. None: the worker reads the tokenizer, for the first form to come."""
+
+    def drop_form(self, number: int) -> None: ...
 
 
-class GrammarCompiler:
+class GrammarCompiler(RequestKeeper):
     """Compiles grammars, makes their matchers and computes masks. May be used by several threads."""
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], eos_ids: Sequence[int],
-                 announce: Announce | None = None) -> None:
-        """load_tokenizer: called when the first grammar comes. announce: for a worker in another process."""
+                 remote: RemoteForms | None = None) -> None:
+        """load_tokenizer: called when the first grammar comes. remote: a worker in another process."""
         self._own_tokenizer = cache(load_tokenizer)
         self._eos_ids = tuple(eos_ids)
-        self._announce = announce
-        self._lock = threading.Lock()
+        self._remote = remote
+        self._lock = threading.Lock()  # a matcher is for one thread at a time
         self._reading = threading.Lock()  # the tokenizer
         # Threads of their own, so that nothing but another grammar waits for a grammar that takes seconds.
-        self._starting = ThreadPoolExecutor(NUM_STARTING, thread_name_prefix="outrider-grammar")
+        self._compiling = ThreadPoolExecutor(NUM_COMPILING, thread_name_prefix="outrider-grammar")
+        self._starting = ThreadPoolExecutor(NUM_STARTING, thread_name_prefix="outrider-matcher")
         self._tokenizer: Any = None  # an LLTokenizer
         self._executor: Any = None  # an LLExecutor
         self._has_announced = False
-        self._kept: OrderedDict[str, KeptGrammar] = OrderedDict()  # by grammar
+        self._numbers = count()
+        self._compiled: dict[int, Future[Any]] = {}  # forms by number: LLMatchers at the start of their texts
+        self._drop = partial(_drop, self._compiled) if remote is None else remote.drop_form
+        self._made_leases: form_leases.FormLeases | None = None
         self._made_checks: check_threads.CheckThreads | None = None
         self._made_trial: trial.GrammarTrial | None = None
+
+    @property
+    def leases(self) -> form_leases.FormLeases:
+        if self._made_leases is None:
+            with self._lock:
+                if self._made_leases is None:
+                    self._made_leases = form_leases.FormLeases(self._drop)
+        return self._made_leases
 
     @property
     def _checks(self) -> check_threads.CheckThreads:
@@ -87,43 +107,75 @@ class GrammarCompiler:
 
     # Checks, before a request is taken
 
-    def check(self, asked: StructuredOutputsParams, caller: FormClient | None = None) -> None:
-        """Raises a ValueError that names what is wrong with a grammar. May take seconds the first time."""
+    def check(self, asked: StructuredOutputsParams, caller: FormClient | None = None) -> FormLease:
+        """Have a form compiled. Raises a ValueError that names what is wrong with it, or FormsBusy if the caller's
+        requests hold too many. May take seconds the first time. caller: None is the program itself."""
         try:
             import llguidance  # noqa: F401
         except ImportError:
             raise ValueError(INSTALL) from None
         if not self._eos_ids:
             raise ValueError("structured_outputs: this model has no end token, so no text could end")
-        text = _text(asked)
-        if self._announce is None and self._find(text) is not None:
-            return
+        client = None if caller is None else caller.name
+        form = trial.NewForm(asked, _text(asked), parser_limits(), COMPILE_SECONDS, VOCABULARY_SECONDS,
+                             caller or FormClient())
+        if (lease := self.leases.take(form.digest, client)) is not None:
+            return lease
+        self.leases.check_room(client)
         self._begin()
-        form = trial.NewForm(asked, text, parser_limits(), COMPILE_SECONDS, VOCABULARY_SECONDS, caller or FormClient())
-        self._trial.admit(form, lambda: self._find(text) is not None, lambda size: self._make_ready(form, size))
+        return self._trial.admit(form, lambda: self.leases.is_kept(form.digest),
+                                 lambda num_bytes: self._lease(form, num_bytes, client))
 
     def start_check(self, check: Callable[[], T], client: str = "") -> Future[T]:
         """Run a check that may compile a grammar in a thread of its own, for callers that must not wait."""
         return self._checks.start(check, client)
 
+    # Requests of the engine
+
+    def enter(self, requests: Sequence[CheckedRequest]) -> None:
+        if any(asked.form_lease is not None for asked in requests):
+            self.leases.enter(requests)
+
+    def leave(self, asked: CheckedRequest) -> None:
+        if asked.form_lease is not None:
+            self.leases.leave(asked)
+
+    def forget_requests(self) -> None:
+        if self._made_leases is not None:
+            self._made_leases.forget_requests()
+
+    def drop_unused(self) -> None:
+        if self._made_leases is not None:
+            self._made_leases.drop_unused()
+
+    def close(self) -> None:
+        if self._made_leases is not None:
+            self._made_leases.close()
+
     # Matchers, next to the device
 
-    def prepare(self, asked: StructuredOutputsParams | None, num_bytes: int) -> Future[None]:
-        """Compile a form before a step needs it. The form has passed its trial elsewhere and takes `num_bytes`. With
-        None only the tokenizer is read."""
+    def prepare(self, number: int, asked: StructuredOutputsParams | None) -> Future[Any]:
+        """Compile a form that has passed its trial, and keep it under this number until it is dropped. With None only
+        the tokenizer is read."""
         if asked is None:
-            return self._starting.submit(self._need_vocabulary)
-        return self._starting.submit(lambda: self._compiled(asked, num_bytes) and None)
+            return self._compiling.submit(self._need_vocabulary)
+        compiled = self._compiled[number] = self._compiling.submit(self._compile_in_time, asked)
+        return compiled
 
-    def start(self, asked: StructuredOutputsParams) -> Future[matchers.TokenMatcher]:
-        """Begin to make a matcher that stands at the start of its text. Returns a future, because the worker's own
-        thread must not wait for it."""
-        return self._starting.submit(self._start, asked)
+    def drop(self, number: int) -> None:
+        """Forget a form that was prepared."""
+        _drop(self._compiled, number)
 
-    def _start(self, asked: StructuredOutputsParams) -> matchers.TokenMatcher:
-        first = self._compiled(asked, 0)
-        with self._lock:  # a matcher is for one thread at a time
-            own = first.deep_copy()
+    def start(self, number: int) -> Future[matchers.TokenMatcher]:
+        """Begin to make a matcher of a compiled form that stands at the start of its text. Returns a future, because
+        the worker's own thread must not wait for it."""
+        return self._starting.submit(self._start, self._compiled.get(number))
+
+    def _start(self, compiled: Future[Any] | None) -> matchers.TokenMatcher:
+        if compiled is None or not compiled.done():  # a step waits for this, and must not wait for a compiler
+            raise RuntimeError("the form was not compiled before the step")
+        with self._lock:
+            own = compiled.result().deep_copy()
         return matchers.TokenMatcher(own, self._tokenizer, self._eos_ids)
 
     def fill(self, wanted: Sequence[tuple[matchers.TokenMatcher, list[int], int]], masks: np.ndarray) -> None:
@@ -159,42 +211,36 @@ class GrammarCompiler:
 
     def _begin(self) -> None:
         """Read the tokenizer where matchers are made, while the compile process reads it too."""
-        if self._announce is None:
+        if self._remote is None:
             self._need_vocabulary(self._trial.begin)
             return
         self._trial.begin()
         if not self._has_announced:
             self._has_announced = True
-            self._announce(None, 0)
+            self._remote.prepare_form(None)
 
-    def _make_ready(self, form: trial.NewForm, num_bytes: int) -> None:
-        """Compile a form that has passed its trial where matchers are made."""
-        if self._announce is None:
-            self._compiled(form.asked, num_bytes)
-            return
-        with suppress(WorkerDied):  # the engine says so where the request is read
-            self._announce(form.asked, num_bytes).result()
-        self._keep(form.text, KeptGrammar(None, num_bytes))
+    def _lease(self, form: trial.NewForm, num_bytes: int, client: str | None) -> FormLease:
+        """Lease a form that has passed its trial. If it is not kept, it is compiled where matchers are made."""
+        if (lease := self.leases.take(form.digest, client)) is not None:
+            return lease
+        number, compiled = self._prepare(form.asked)
+        try:
+            with suppress(WorkerDied):  # the engine says so where the request is read
+                compiled.result()
+            return self.leases.keep(form.digest, number, num_bytes, client)
+        except BaseException:
+            self._drop(number)
+            raise
 
-    def _find(self, text: str) -> KeptGrammar | None:
-        with self._lock:
-            if text in self._kept:
-                self._kept.move_to_end(text)
-            return self._kept.get(text)
+    def _prepare(self, asked: StructuredOutputsParams) -> tuple[int, Future[Any]]:
+        if self._remote is not None:
+            return self._remote.prepare_form(asked)
+        number = next(self._numbers)
+        return number, self.prepare(number, asked)
 
-    def _keep(self, text: str, grammar: KeptGrammar) -> None:
-        with self._lock:
-            self._kept[text] = grammar
-            self._kept.move_to_end(text)
-            while len(self._kept) > 1 and (len(self._kept) > NUM_KEPT or sum(
-                    one.num_bytes for one in self._kept.values()) > KEPT_BYTES):
-                self._kept.popitem(last=False)
-
-    def _compiled(self, asked: StructuredOutputsParams, num_bytes: int) -> Any:
-        text = _text(asked)
-        if (kept := self._find(text)) is not None:
-            return kept.matcher
-        where = f"structured_outputs.{asked.form}"
+    def _compile_in_time(self, asked: StructuredOutputsParams) -> Any:
+        """An LLMatcher at the start of its text."""
+        text, where = _text(asked), f"structured_outputs.{asked.form}"
         self._need_vocabulary()  # before the grammar's own time begins
         try:
             matcher, wrong = deep_thread.run_deep(lambda: self._compile(text), COMPILE_SECONDS)
@@ -205,7 +251,6 @@ class GrammarCompiler:
             raise ValueError(f"{where} cannot be compiled: {trial.short(str(error))}") from None
         if wrong:
             raise ValueError(f"{where} cannot be compiled: {trial.short(wrong)}")
-        self._keep(text, KeptGrammar(matcher, num_bytes))
         return matcher
 
     def _compile(self, text: str) -> tuple[Any, str]:
@@ -231,6 +276,10 @@ class GrammarCompiler:
                 self._tokenizer = LLTokenizer(own.backend.to_str(), n_vocab=own.vocab_size,
                                               eos_token=list(self._eos_ids))
             return self._tokenizer
+
+
+def _drop(compiled: dict[int, Future[Any]], number: int) -> None:
+    compiled.pop(number, None)
 
 
 def parser_limits() -> dict[str, Any]:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
-from typing import Any
+from typing import Any, TypeVar
 
 from outrider.core.structured import FormClient, FormsBusy, StructuredOutputsParams
 from outrider.engine.grammar.compile_process import CompileFailure, CompileProcess, Found, JobLimits
@@ -32,6 +32,7 @@ PLACE_SECONDS = 2.0  # to find the place of a mistake
 MAX_PROBES = 200  # schemas that are compiled for that
 NUM_KEPT = 1024  # grammars of which is kept what was found out
 MAX_MESSAGE = 400
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -66,16 +67,15 @@ class GrammarTrial:
         """Start the compile process, if it does not run. Does not wait for it."""
         self._process.start()
 
-    def admit(self, form: NewForm, is_ready: Callable[[], bool], make_ready: Callable[[int], None]) -> None:
+    def admit(self, form: NewForm, is_ready: Callable[[], bool], make_ready: Callable[[int], T]) -> T:
         """Try a form, then let `make_ready` compile it where it is used; it is called with the bytes that the grammar
-        takes. Both are part of the caller's turn, unless the grammar is compiled already (`is_ready`). Raises a
-        ValueError that says what is wrong with the form."""
+        takes. Both are part of the caller's turn, unless the grammar is compiled already (`is_ready`). Returns what
+        `make_ready` does. Raises a ValueError that says what is wrong with the form."""
         own_key = form.caller.name, form.digest
         while True:
             num_bytes = self._known(form.digest)
             if num_bytes is not None and is_ready():
-                make_ready(num_bytes)
-                return
+                return make_ready(num_bytes)
             with self._lock:
                 other = self._in_hand.get(own_key)
                 if other is None:
@@ -85,8 +85,7 @@ class GrammarTrial:
                 continue
             try:
                 with self._turns.turn(form.caller.name, form.caller.is_gone):
-                    make_ready(self._try(form) if num_bytes is None else num_bytes)
-                return
+                    return make_ready(self._try(form) if num_bytes is None else num_bytes)
             finally:
                 with self._lock:
                     del self._in_hand[own_key]
