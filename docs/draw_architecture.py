@@ -25,7 +25,7 @@ box(30, 20, 920, 62, "llm.py, async_llm.py, server/, cli.py, commands/ and bench
 box(30, 112, 920, 104, "engine/: the loop, without torch", [
     "batch = scheduler.schedule();   result = runner.submit(batch);   scheduler.update(result);   emit(result)",
     "A step is scheduled before the result of the step before it is read. Runs of tokens become text; stop strings end requests.",
-    "request_checks.py refuses what cannot be served; grammar/ compiles structured outputs; pooling.py makes embeddings",
+    "request_checks.py refuses what cannot be served; grammar/ compiles structured outputs; features/ add theirs",
 ], HOST)
 box(30, 240, 440, 190, "sched/, speculation/, cache/: numbers only, no torch", [
     "Scheduler: rows, settled and bound lengths, epochs, waiting requests",
