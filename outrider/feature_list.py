@@ -38,7 +38,7 @@ class FeatureEntry:
     name: str
     worker: Half | None = None  # a WorkerFeature, if it has this half
     engine: Half | None = None  # an EngineFeature, if it has this half
-    request: Half | None = None  # makes the outputs of requests that read hidden states (a HiddenGatherer)
+    request: Half | None = None  # a HiddenGatherer: outputs of requests for hidden states
     is_on: Callable[[EngineConfig], bool] = lambda config: True
 
 
@@ -74,7 +74,7 @@ def engine_features(config: EngineConfig) -> list[Any]:
 
 
 def request_half(name: str) -> Any:
-    """What a feature of this name makes of a request's hidden states."""
+    """The class with which a feature makes outputs of a request's hidden states."""
     half = next(entry.request for entry in (*FEATURES, *_registered.values()) if entry.name == name)
     assert half is not None, "the feature has this half"
     return _find(name, half)

@@ -76,7 +76,7 @@ class Step:
     any_sampled: bool  # whether some request of the batch has a temperature
     num_wanted: int  # most drafts that a request may get
     first_logit: torch.Tensor  # [requests] logit row of the last known token, if it has one; its drafts follow
-    stand_ins: StandIns | None = None  # embeddings in place of ids, one position behind each token row's own
+    stand_ins: StandIns | None = None  # embeddings in place of ids, of the position after each token row's own
 
     def last_final(self, token_rows: torch.Tensor) -> torch.Tensor:
         """The final hidden states of the last computed tokens, which have these token rows."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Protocol
 
@@ -17,6 +16,7 @@ class Order(Protocol):
     """Gives a command to the worker, and does not wait for its answer."""
 
     def __call__(self, command: Command[Answer], /) -> Future[Answer]: ...
+
 
 class EngineFeature:
     """Methods do nothing unless a feature defines them."""
@@ -37,5 +37,3 @@ class EngineFeature:
     def page_labels(self) -> dict[str, str]:
         """Public names of cache keys (`RequestPart.cache_key`), for events of the cache. The feature changes it."""
         return {}
-
-MakeFeature = Callable[[], EngineFeature]

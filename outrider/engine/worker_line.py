@@ -24,6 +24,7 @@ class WorkerLine:
     """Single-threaded, as its engine is."""
 
     def __init__(self, runner: Runner) -> None:
+        """runner: the worker (`Worker` or `WorkerProcess`). A worker's own `runner` is its part that runs steps."""
         self.runner = runner
         self.on_death: Callable[[], object] = _ignore  # called when the worker has died
         self._in_flight: deque[Future[StepResult]] = deque()

@@ -26,7 +26,7 @@ class RowAdditions(NamedTuple):
     """Inputs of a step's requests beside their token ids: embeddings in place of ids, and row deltas."""
 
     stand_ins: StandIns | None = None  # embeddings in place of ids, at the step's token rows
-    drafter_stand_ins: StandIns | None = None  # at the token rows of a drafter's first pass: one position further
+    drafter_stand_ins: StandIns | None = None  # in a drafter's first pass: of the position after each token row's own
     deltas: DeltaReach = DeltaReach.NOTHING  # what the rows' deltas may change
 
 

@@ -27,8 +27,9 @@ from outrider.sample.sampling_rows import SamplingRows
 
 
 class RowParams:
-    """Sampling parameters of each row, as its last admission gave them: what the host side decides steps by. A row that
-    was released keeps them until it is taken again; no batch names it before."""
+    """The host's copy of what each row's request asked for at its last admission: sampling parameters, embeddings and
+    reports. Steps are planned by it. A row that was released keeps its entries until it is taken again; no batch names
+    it before."""
 
     def __init__(self) -> None:
         self._by_row = {NULL_ROW: SamplingParams(temperature=0)}

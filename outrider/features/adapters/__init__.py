@@ -2,7 +2,7 @@
 
 | file | what it is |
 |---|---|
-| `loads.py` | the engine's keeper of requests: names, numbers of loads, what may be dropped |
+| `loads.py` | the engine's keeper (`AdapterRegistry`): names, numbers of loads, what requests still need |
 | `slots.py` | the scheduler's resource: which adapters are on the device, and where |
 | `placements.py` | the batch's part: adapters to be copied before a step |
 | `store.py` | the step's part: reads folders, copies adapters to their places, gives token rows their deltas |
@@ -12,4 +12,18 @@
 Behind the store: `peft_folder.py` reads files, `target.py`, `experts_target.py` and `targets.py` fit them to the model,
 `host_adapter.py` lays them out, `arena.py` is their device memory and `step_adapters.py` the deltas of one step. What
 callers name is in `outrider/lora_request.py`, how fronts load it in `outrider/adapter_loading.py`.
+
+The way of an adapter, from a route to the device and back:
+
+1. `ServedAdapters.find` (`server/`) takes the body's model for the adapter's name. `AsyncLLM.check`, or `LLM._checked`,
+   asks `AdapterRegistry.begin` for a load. It orders `BeginAdapter` of the worker, where `AdapterStore.read` reads the
+   folder on a thread beside the steps; the front asks `is_ready` until it has been read.
+2. The request gets its part, `LoadedAdapter`, which is also a key of its pages. When the engine adds the request,
+   `AdapterRegistry.renew` gives it the newest load and `enter` counts it.
+3. `Scheduler._admit` takes a slot for it (`AdapterSlots.take`). If the adapter is not on the device, the batch has an
+   `AdapterPlacements` part.
+4. Before the step, `AdapterStore.begin` copies the adapter and `admit` notes the slot of the row. `of_step` makes the
+   `StepAdapters` of the token rows, which layers find in `StepContext.deltas`.
+5. The row's end gives the slot back (`AdapterSlots.give`), the request's end leaves the load (`AdapterRegistry.leave`).
+   The adapter stays on the device until another one needs its place.
 """
