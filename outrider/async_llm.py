@@ -212,7 +212,8 @@ class AsyncLLM(Front):
         return await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.update_weights(command)))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget cached pages, but those of running requests, unless these are to be preempted too."""
+        """Forget all cached pages except pages of running requests. `reset_running_requests=True` preempts these
+        requests and forgets their pages too."""
         return await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.reset_prefix_cache(
             reset_running_requests=reset_running_requests)))
 

@@ -136,7 +136,7 @@ class EngineConfig:
                              "it serves: use tensor_parallel_size=1, or leave adapt_drafter out")
 
     def for_streams(self) -> EngineConfig:
-        """The config of an engine whose tokens are read as they come: prompts must not hold them up for long."""
+        """The config of an engine that streams its tokens: prompts must not hold up streams for long."""
         return self if self.max_step_ms is not None else replace(self, max_step_ms=STREAM_STEP_MS)
 
     def without_drafts(self) -> EngineConfig:

@@ -288,8 +288,8 @@ class LLM(Front):
         return self._loop.run(self._maintenance.finish_weight_update)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget cached pages, but those of running requests, unless these are to be preempted too. Returns whether all
-        are forgotten."""
+        """Forget all cached pages except pages of running requests, and return whether all are forgotten.
+        `reset_running_requests=True` preempts these requests and forgets their pages too."""
         return self._loop.run(lambda: self._maintenance.reset_prefix_cache(
             reset_running_requests=reset_running_requests))
 

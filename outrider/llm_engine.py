@@ -98,7 +98,8 @@ class LLMEngine(Front):
         return engine_metrics(self.engine, self.engine.model.name)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
-        """Forget cached pages, but those of running requests, unless these are to be preempted too."""
+        """Forget all cached pages except pages of running requests. `reset_running_requests=True` preempts these
+        requests and forgets their pages too."""
         return self._loop.run(lambda: self._maintenance.reset_prefix_cache(
             reset_running_requests=reset_running_requests))
 

@@ -91,7 +91,7 @@ class AdapterLoads(RequestKeeper, ABC):
 
     @abstractmethod
     def names_in_use(self) -> tuple[list[str], list[str]]:
-        """Names of the adapters of running requests, and of those that only wait. May be called from any thread."""
+        """Names of the adapters of running and waiting requests. May be called from any thread."""
 
     @abstractmethod
     def begin(self, asked: LoRARequest) -> AdapterHold:
@@ -116,7 +116,7 @@ class AdapterLoads(RequestKeeper, ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """No new request may ask for the adapter; those that run end with it."""
+        """From now on no new request may name the adapter. Running requests keep it until they end."""
 
 
 AdapterChoice: TypeAlias = "LoRARequest | None | Sequence[LoRARequest | None]"

@@ -243,7 +243,7 @@ class CostBench:
 
     def _capture_met_sizes(self) -> None:
         """Let the worker capture the sizes that steps had no graph for, as it does while a server is idle. Otherwise
-        the times would be those of the wider graphs that stand in for them."""
+        the times of wider graphs, which run instead, would be measured."""
         while self._worker.command(PrepareIdle(IDLE_SECONDS)).result() is not None:
             pass
 
@@ -260,8 +260,8 @@ def rising(seconds: Sequence[float]) -> tuple[float, ...]:
 
 
 def reading_costs(by_window: Mapping[int | None, int], first: float, later: float) -> tuple[ReadCost, ...]:
-    """Costs of a token of context by the bytes that layers keep of it. first: seconds for a byte of the first
-    MIDDLE_CONTEXT tokens, later: of those behind them."""
+    """The cost of reading a token of context, by the bytes that layers keep of it. first: seconds per byte for the
+    first MIDDLE_CONTEXT tokens; later: for the tokens after them."""
     later = min(first, max(0.0, later))
     costs: dict[int | None, float] = {}
     for window, size in by_window.items():

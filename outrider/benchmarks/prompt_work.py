@@ -77,8 +77,8 @@ def four_digits(value: float) -> float:
 
 def prompt_speed(operations: float, outputs: Sequence[RequestOutput],
                  product: Callable[[float], float]) -> dict[str, Any]:
-    """Operations per second until every request had its first token, and that over a large product's. operations: those
-    of all prompts. product: divides a speed by that of the product."""
+    """Two figures: operations per second until every request had its first token, and the ratio of this speed to that
+    of a large product. operations: the number for all prompts. product: divides a speed by the large product's."""
     first = [output.metrics.first_token_time for output in outputs]
     seconds = max(t for t in first if t is not None) - min(output.metrics.arrival_time for output in outputs)
     speed = operations / seconds

@@ -128,8 +128,8 @@ class Checkpoints:
         return digest in self._awaited
 
     def ask(self, request_id: int, boundary: int, digest: bytes) -> bool:
-        """Ask a request to keep its state at a boundary that it has not passed. Returns False if it is asked for
-        another state beside those that every request keeps: one at a time bounds the checkpoints of a request."""
+        """Ask a request to keep its state at a boundary that it has not passed. Returns False if the request was
+        already asked for another one: a request keeps one extra state at a time."""
         own = self._requests[request_id]
         if not self._is_kept(own, boundary) and any(not self._is_kept(own, other) for other in own.awaited):
             return False
@@ -265,7 +265,8 @@ class Checkpoints:
     # Inside
 
     def _droppable(self) -> list[Checkpoint]:
-        """Open checkpoints, oldest first, but for those from which a request of the batch in the making begins."""
+        """Open checkpoints that can be dropped, oldest first. A checkpoint from which a request of the next batch
+        begins is not among them."""
         restoring = set(self.states.held())
         if not restoring:
             return list(self._open.values())
@@ -277,7 +278,8 @@ class Checkpoints:
         return [checkpoint for checkpoint in self._open.values() if checkpoint.state in states]
 
     def _wanted(self, own: RequestCheckpoints, progress: StateProgress) -> list[int]:
-        """The boundaries whose checkpoints are kept for good, and those of which one will be the row's latest."""
+        """The boundaries that the step may reach and at which a checkpoint is wanted: the ones that are kept for good,
+        and all that may turn out to be the row's latest."""
         size, interval = self.kind.page_tokens, self.kind.interval
         first = (progress.before // size + 1) * size
         latest = max(first, progress.least // size * size)

@@ -17,7 +17,8 @@ STATE_BYTES = DIGEST_BYTES + 8  # first bytes of the keys of a state's pages: di
 
 
 class PageContent(NamedTuple):
-    """The content of a page: tokens and what else it is known by, for those who compute hashes of their own."""
+    """The content of a page: its tokens and the other values that identify it, for subscribers that compute hashes
+    themselves."""
 
     parent: bytes | None  # digest of the page before; None for the first page
     token_ids: tuple[int, ...]

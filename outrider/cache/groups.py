@@ -166,14 +166,15 @@ def plan_groups(target: list[LayerCache], page_tokens: int = 16, checkpoint_inte
 
 def _place_page_parts(layers: Sequence[LayerCache], layout: CacheLayout,
                       whole_parts: bool) -> tuple[tuple[PlacedPart, ...], int]:
-    """Places for the parts of pages behind those of tokens, and the bytes of a page that holds both. They are the same
-    in the pages of every group: pages have equal sizes, so that fewer groups with these parts would save nothing."""
+    """Lay out what is kept once for each page behind what is kept for its tokens; return the places and the bytes of a
+    whole page. Every group's pages have these places: pages have equal sizes, so leaving them out in some groups would
+    save nothing."""
     placed: list[PlacedPart] = []
     end = layout.page_bytes
     for layer in layers:
         for part in layer.page_parts:
             if any((layer.layer, part.name) == (other.layer, other.part.name) for other in placed):
-                raise ValueError(f"layer {layer.layer} declares two parts of pages of one name: {part.name}")
+                raise ValueError(f"layer {layer.layer} declares two page parts with the name {part.name}")
             start = _rounded_up(end, part.itemsize)
             placed.append(PlacedPart(layer.layer, part, start))
             end = start + part.num_bytes

@@ -49,8 +49,8 @@ class KnownStates:
     # Restoring
 
     def pages_to_restore(self, pages: list[int]) -> int:
-        """How many of these pages restoring the state would newly hold. Pages that another request restores are held
-        already; the others cannot be given out until the batch that restores the state is made."""
+        """How many of these pages this restoration holds, so that they cannot be given out, until its batch is made.
+        Pages that another request restores are held already and do not count."""
         restoring = set(self.held())
         return sum(page not in restoring for page in pages)
 

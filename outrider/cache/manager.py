@@ -244,7 +244,8 @@ class CacheManager:
 
     def forget_unsettled(self, changes: Sequence[PageChanges]) -> None:
         """Called after a failed step, when no request has a row any more. The step and those after it may have written
-        anything, so only pages published before it stay. `changes`: those that these steps were to make."""
+        anything, so only pages published before it stay. `changes`: the changes of pages that these steps were to
+        make."""
         self.promises.erase_all()
         self.checkpoints.drop_open()
         self.pool.lose_changes([*changes, self.take_changes()])

@@ -27,4 +27,4 @@ class Conversation(ABC):
 
     @abstractmethod
     def _ask(self, messages: list[dict[str, str]], show: Callable[[str], None], priority: int) -> RequestOutput:
-        """The answer, shown as it comes, as far as it came before an interrupt."""
+        """Print the answer while it arrives, and return it; after an interrupt, the part that had arrived."""

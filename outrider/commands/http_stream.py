@@ -73,7 +73,7 @@ async def _request(address: Address, method: str, path: str, body: bytes,
 
 
 async def _body(reader: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
-    """Pieces of the body as they come, out of the chunks that HTTP cuts it into."""
+    """Yield pieces of the body as they arrive, without HTTP's chunk headers."""
     status = (await reader.readline()).split()
     headers: dict[str, str] = {}
     while (line := (await reader.readline()).strip()):

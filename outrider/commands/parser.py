@@ -234,7 +234,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = ()) 
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = (), **defaults: Any) -> None:
-    """`defaults`: where a command's differ from those of SamplingParams."""
+    """`defaults`: the command's default values that differ from SamplingParams."""
     group = parser.add_argument_group("sampling")
     for name, field in SAMPLING_FIELDS.items():
         if name in skip:

@@ -64,7 +64,8 @@ def _check_paths(given: Path, written: Path) -> None:
 
 
 async def _run(service: Service, ready: asyncio.Event, source: IO[bytes], target: IO[bytes]) -> tuple[int, int]:
-    """Answer all lines once the engine is `ready`. Returns the number of lines, and of those with an error."""
+    """Answer all lines once the engine is `ready`. Returns the number of lines and the number of lines with an
+    error."""
     from outrider.server.app import build_app
     from outrider.server.batch_file import answer_lines, read_lines
 

@@ -132,7 +132,7 @@ class VllmConfig(SettingsGroup):
     @classmethod
     def from_engine_config(cls, config: EngineConfig, limits: Limits | None = None,
                            num_pages: int | None = None) -> VllmConfig:
-        """`limits`, `num_pages`: those of the running engine, if there is one."""
+        """`limits`, `num_pages`: the running engine's, if there is one."""
         max_len = config.max_model_len if limits is None else limits.max_len
         max_requests = config.max_num_seqs if limits is None else limits.max_requests
         max_tokens = config.max_num_batched_tokens if limits is None else limits.max_batched_tokens

@@ -91,8 +91,8 @@ class StepCosts(SizedCosts):
 
 @dataclass(frozen=True)
 class MixedStepCosts(SizedCosts):
-    """Costs of steps that compute prompts beside requests that decode. Sizes are those of captured steps; their seconds
-    are without attention."""
+    """Costs of steps that compute prompts beside requests that decode: seconds by the size of the captured step,
+    attention not included."""
 
     attending: tuple[ReadCost, ...] = ()  # for each pair of a prompt's token and a key that the token sees
 

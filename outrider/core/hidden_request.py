@@ -1,7 +1,7 @@
 """Requests for hidden states of their prompts, instead of text. No torch.
 
-The hidden states are those after the model's final norm, which the head would make logits of. The core reports them
-with the results of steps. What becomes of them is a feature's: its parameters are a HiddenTask, its outputs
+They are the states after the model's final norm, from which the head would compute logits. The core reports them with
+the results of steps. A feature decides what becomes of them: its parameters are a HiddenTask, its outputs
 HiddenOutputs, and a HiddenGatherer makes one of the other.
 """
 

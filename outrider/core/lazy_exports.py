@@ -29,7 +29,7 @@ from typing import Any
 
 
 def lazy_exports(package: str) -> Callable[[str], Any]:
-    """The `__getattr__` of a package."""
+    """Return a `__getattr__` for a package."""
 
     def export(name: str) -> Any:
         home = exported_names(package).get(name)

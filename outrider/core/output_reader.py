@@ -21,8 +21,8 @@ class OutputReader:
         return self._kind is not RequestOutputKind.FINAL_ONLY or output.finished or output.error is not None
 
     def read(self, output: Output) -> Output:
-        """A copy of the output, or of its unread part. A part always has all samples, even those without news, so that
-        it is finished when the whole output is."""
+        """A copy of the output, or of its unread part. A part always has all samples, also samples without new tokens,
+        so that it is finished when the whole output is."""
         if self._kind is not RequestOutputKind.DELTA or not isinstance(output, RequestOutput):
             return output.copy()
         part = output.copy()

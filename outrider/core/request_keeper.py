@@ -10,7 +10,8 @@ from outrider.core.feature_parts import find_part
 
 
 class RequestKeeper:
-    """Methods do nothing unless a keeper defines them. They are called where `Engine.step` is."""
+    """A feature's view of the life of requests: a subclass overrides the methods it needs, the others do nothing. All
+    are called on the thread that calls `Engine.step`."""
 
     def renew(self, asked: CheckedRequest) -> CheckedRequest:
         """A request is about to be added: bring it up to date with what happened since it was checked. Raises

@@ -1,5 +1,5 @@
-"""Lines on standard error: those that stay, and one on a terminal that says what a long wait is for and vanishes with
-it. No torch."""
+"""Lines on standard error: permanent ones, and on a terminal one that says what a long wait is for and vanishes when it
+ends. No torch."""
 
 from __future__ import annotations
 

@@ -174,7 +174,7 @@ class CacheOrders:
 
 @dataclass(frozen=True, slots=True)
 class DraftOrders:
-    """What one step does for drafts, beside checking those that are scheduled."""
+    """What a step does for future drafts, beside checking the scheduled ones."""
 
     num_wanted: int = 0  # most drafts that the drafter may guess for the next step; 0 leaves the drafter out
     from_host: list[HostDraft] = field(default_factory=list)

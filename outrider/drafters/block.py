@@ -181,7 +181,7 @@ class BlockDrafter(Drafter):
         return tuple(slots)
 
     def _context_view(self, view: BatchView, context: DraftPass) -> BatchView:
-        """The step's own token rows, of which those of computed tokens are live."""
+        """A view of the step's token rows in which only computed tokens are live."""
         return replace(
             view, positions=context.positions, lengths=context.lengths, live=context.live,
             lengths_int32=context.lengths_int32, live_int32=context.live_int32,

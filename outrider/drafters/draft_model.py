@@ -99,8 +99,8 @@ def _load_model(config: SpeculativeConfig, build: DraftBuild) -> Model:
 
 
 def _shared_by(source: ModelSource, build: DraftBuild) -> RankGroup | None:
-    """The ranks that hold a draft model together: those of the target. If they cannot share its sizes, each rank holds
-    all of it."""
+    """The ranks that share a draft model: the target's ranks. If its sizes cannot be divided among them, each rank
+    holds all of it."""
     group = build.target.group
     if group is None:
         return None

@@ -135,7 +135,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class DrafterGuards(StepPart):
-    """All drafters of an engine: those of a combination, one, or none."""
+    """The guards of all drafters of an engine: of a combination's drafters, of one, or of none."""
 
     def __init__(self, drafter: Drafter | None, group: RankGroup | None = None,
                  without_sums: WithoutSums = nullcontext, observers: Sequence[DraftObserver] = ()) -> None:
@@ -283,8 +283,8 @@ class DrafterGuards(StepPart):
                                   "requests are admitted anew")
 
     def report(self, found: Sequence[WrongValue]) -> DraftingReport:
-        """Called when a step's result is read. Returns the faults since the last report. found: those of a step that
-        the device found, any number of them."""
+        """Called when a step's result is read. Returns the faults since the last report. found: the faults that the
+        device found in steps."""
         for index, guard in enumerate(self._guards):
             own = next((fault for fault in found if fault.drafter == index), None)
             if own is not None:

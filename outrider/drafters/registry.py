@@ -62,7 +62,8 @@ def _custom(path: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter:
     try:
         kind = import_attribute(path)
     except Exception as error:  # somebody else's module may raise anything
-        raise ValueError(f"speculative_config: cannot import the drafter {path!r}: {words_of(error)}") from error
+        hint = " (its folder must be in PYTHONPATH)" if isinstance(error, ModuleNotFoundError) else ""
+        raise ValueError(f"speculative_config: cannot import the drafter {path!r}: {words_of(error)}{hint}") from error
     if not callable(kind) or (isinstance(kind, type) and not issubclass(kind, Drafter)):
         raise ValueError(f"speculative_config: {path} is not a subclass of outrider.drafters.base.Drafter")
     try:

@@ -1,4 +1,4 @@
-"""The files that an engine begins with: those of the model, and its tokenizer."""
+"""The files that an engine begins with: the model's and its tokenizer's."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ STREAMING = "an update of weights has begun: reset_prefix_cache() ends it"
 
 @dataclass
 class _Stream:
-    """An update whose tensors come one by one, and that has not ended."""
+    """An unfinished weight update whose tensors arrive one by one."""
 
     is_session: bool  # `start_weight_update` began it, and only `finish_weight_update` ends it
     lacked_before: str  # why no request could run before; empty if some could

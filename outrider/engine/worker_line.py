@@ -99,8 +99,8 @@ class WorkerLine:
         self._in_flight, self._last_end, self._is_step_missing = deque(), None, False
 
     def seconds_since_last(self, *, has_requests: bool) -> float | None:
-        """Called when a step has ended: the time since the one before it did, if requests were there since then.
-        has_requests: whether some are there now."""
+        """The time since the step before, called when a step has ended. None if there were no requests in between.
+        has_requests: whether there are any now."""
         now, last = time.perf_counter(), self._last_end
         self._last_end = now if has_requests else None
         return None if last is None else now - last

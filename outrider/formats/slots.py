@@ -77,8 +77,8 @@ class HeadLayout:
 @dataclass(frozen=True)
 class PairedHeads(HeadLayout):
     """The order of output features in heads whose rope turns neighbouring features together. A layer's rope turns
-    halves: the first feature of every pair, then the second. sizes: the number of features of a head that turn, and
-    of those that do not."""
+    halves: the first feature of every pair, then the second. sizes: how many features of a head the rope turns, and how
+    many it does not."""
 
     def sort(self, tensor: torch.Tensor) -> torch.Tensor:
         turned, kept = tensor.unflatten(0, (self.num_heads, -1)).split(self.sizes, dim=1)

@@ -47,7 +47,7 @@ def finish_compiling(device: torch.device) -> None:
 
 
 def is_compiling(device: torch.device) -> bool:
-    """Whether other processes are busy with kernels that `precompiling` has met."""
+    """Whether other processes still compile kernels that `precompiling` has collected."""
     return device.type == "cuda" and has_triton() and bool(import_module("outrider.kernels.gpu").is_compiling())
 
 

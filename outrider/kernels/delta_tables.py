@@ -35,8 +35,8 @@ class DeltaTables:
         return self._factor(at, rank, num_inputs, expert) if rank else None
 
     def second_factor(self, slot: int, target: int, expert: int = 0) -> tuple[Tensor, float] | None:
-        """`b` and the scale of what it adds; None if the slot's adapter does not change the target. Reads the
-        device."""
+        """The factor `b` with the scale of its product; None if the slot's adapter does not change the target. Reads
+        from the device."""
         _, at, rank = self.places[slot, target].tolist()
         begin, end = self.bounds[target].tolist()
         return (self._factor(at, rank, end - begin, expert), self.scales[slot, target].item()) if rank else None

@@ -65,7 +65,7 @@ class DraftSamplingKeys(NamedTuple):
 
 
 class DraftVerdicts(NamedTuple):
-    """Logit rows whose verdict on a draft is replaced, int64."""
+    """Logit rows at which another rule decides whether the draft is accepted, int64."""
 
     request: torch.Tensor  # [logit rows]
     row: torch.Tensor  # [logit rows]

@@ -60,7 +60,7 @@ def _half(blocks: Tensor, at: int) -> Tensor:
 
 
 def _bits(packed: Tensor, size: int) -> Tensor:
-    """Numbers of `size` bits out of bytes [.., n]: [.., 8 / size, n], those of the lowest bits first."""
+    """Numbers of `size` bits out of bytes [.., n]: [.., 8 / size, n], the lowest bits first."""
     shifts = torch.arange(0, 8, size, dtype=torch.uint8, device=packed.device).unsqueeze(1)
     return (packed.unsqueeze(-2) >> shifts) & ((1 << size) - 1)
 

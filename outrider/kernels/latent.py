@@ -133,7 +133,7 @@ def _is_visible(positions: Tensor, contexts: TokenContexts) -> Tensor:
 
 
 def _index_scores(q: Tensor, weights: Tensor, keys: Tensor, pages: Tensor, scales: Tensor | None) -> Tensor:
-    """[rows, positions] the scores of every position, of those that are not visible too. pages [rows, columns]."""
+    """[rows, positions] the scores of every position, invisible ones included. pages [rows, columns]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     rows, columns, page_tokens = len(q), pages.shape[1], keys.shape[1]
     scores = torch.empty(rows, columns, page_tokens, dtype=wide, device=q.device)

@@ -32,7 +32,7 @@ class ScanTarget(NamedTuple):
 
 
 class CheckpointTargets(NamedTuple):
-    """Checkpoints that a step may write, by request: those of request r are starts[r] to starts[r + 1] - 1. int64."""
+    """Checkpoints that a step may write, by request: request r has entries starts[r] to starts[r + 1] - 1. int64."""
 
     starts: Tensor  # [requests + 1]
     request: Tensor  # [targets]

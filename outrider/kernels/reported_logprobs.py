@@ -1,4 +1,4 @@
-"""ReportedLogprobs: the log-probabilities that kernels report, for sampled tokens and for those of prompts alike."""
+"""ReportedLogprobs: the log-probabilities that kernels report, of sampled tokens and of prompt tokens."""
 
 from __future__ import annotations
 

@@ -162,8 +162,7 @@ def _from_tiles(codes: Tensor) -> Tensor:
 
 
 def _repack(codes: Tensor, group: int, other: int) -> Tensor:
-    """Codes of 4 bits in another order: those packed in groups of `group` inputs are packed in groups of `other`
-    inputs."""
+    """Pack codes of 4 bits in another order: in groups of `other` inputs instead of `group`."""
     return pack_nibbles(unpack_nibbles(codes, group), other)
 
 

@@ -218,8 +218,8 @@ class DecoderLayer(Module):
 
     def for_rows(self, rows: WantedRows, *args: Any) -> tuple[Any, torch.Tensor]:
         """Call the layer where only some token rows of its result are needed: the last layer that writes a cache.
-        Return delta and residual stream of these rows. args: those of `__call__`. Layers that can save work override
-        this."""
+        Return delta and residual stream of these rows. args: the arguments of `__call__`. Layers that can save work
+        override this."""
         delta, residual = self(*args)
         if delta is not None:
             delta = delta[rows.token_rows] if isinstance(delta, torch.Tensor) else delta.for_rows(rows.token_rows)

@@ -175,7 +175,8 @@ class DeltaSource(StepPart):
 
     @property
     def captured_reach(self) -> DeltaReach:
-        """The parts that deltas may change in a captured step: none, or all that those on the device change now."""
+        """The kinds of products that deltas may change in a captured step: none, or every kind that a loaded delta
+        changes."""
         return self.reach if self.is_capturable else DeltaReach.NOTHING
 
     @abstractmethod

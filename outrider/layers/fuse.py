@@ -42,7 +42,7 @@ class FusedLayer(DecoderLayer):
 
 
 class NativeRun(NamedTuple):
-    """A layer and those behind it that one native call computes, bound to their caches."""
+    """Consecutive layers that one native call computes, bound to their caches."""
 
     cache: Callable[[], KeyValueCache | None]  # the first layer's, while it lives: which pool the run is bound to
     following: Sequence[DecoderLayer]  # asked for behind the first layer
@@ -121,8 +121,8 @@ class NativeDecoderLayer(FusedLayer):
         return LayerDeltas.build(factors.rows, factors.tables, self._targets[1])
 
     def _join(self, following: Sequence[DecoderLayer], context: StepContext) -> BoundLayer | None:
-        """Join this layer with those behind it that one native call can compute with it. None if this layer must be
-        computed in parts. The answer depends on layers and caches, not on the step."""
+        """Join this layer with the following layers that one native call can compute together with it. None if this
+        layer must be computed in parts. The answer depends on layers and caches, not on the step."""
         paged: PagedLayer = context.attend.mixer(self.index)
         bound = self._bind(paged)
         if bound is None:

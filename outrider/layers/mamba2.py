@@ -42,7 +42,7 @@ class Mamba2Shape:
 
     @property
     def group_width(self) -> int:
-        """The width of B, and of C, over all groups."""
+        """The number of features of B in all groups together; C has as many."""
         return self.num_groups * self.state_size
 
     def spec(self, itemsize: int) -> RecurrentSpec:

@@ -40,8 +40,7 @@ class Attend(Protocol):
 
 
 class WantedRows:
-    """The token rows whose results are wanted of a model. The caches need all token rows, but the results of the others
-    are not read."""
+    """The token rows whose results the caller reads. Layers still write the cache for all token rows."""
 
     def __init__(self, token_rows: torch.Tensor, bind: Callable[[], Mapping[int, Any]] = dict) -> None:
         """token_rows: [rows] int64. bind: the layers that can attend for these rows alone, bound to them; it is called

@@ -20,7 +20,7 @@ from outrider.kernels.fp8_cache import ScaleNumbers
 class DevicePool:
     def __init__(self, layout: CacheLayout, num_pages: int, dtype: torch.dtype, device: torch.device,
                  scales: Mapping[int, ScaleNumbers] | None = None) -> None:
-        """scales: those of layers in fp8, where the model's files have them."""
+        """scales: of fp8 layers, where the model's files have them."""
         self.layout = layout
         self.dtype = dtype
         assert layout.page_bytes % dtype.itemsize == 0

@@ -21,7 +21,7 @@ OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "vision_model.")
 
 
 class LanguagePart(Decoder):
-    """The first base class of families with config and tensors below those of a larger model."""
+    """The first base class of families whose config and tensors are a section of a larger model's."""
 
     names = DecoderNames.below(f"{PREFIX}.model")._replace(output=f"{PREFIX}.lm_head")
     default_tied = False

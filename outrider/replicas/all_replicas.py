@@ -66,8 +66,8 @@ async def ask_all(replicas: Sequence[Replica], method: str, target: bytes, heade
 
 
 def joined_answer(found: Sequence[tuple[int, bytes]]) -> tuple[int, Headers, bytes]:
-    """One answer for those of all replicas, statuses and bodies: true if all say true, sums of counts, and the longest
-    time. The first refusal is the answer of all, and so is the first plain text."""
+    """Join the answers of all replicas, statuses and bodies: true if all say true, sums of counts, the longest time.
+    The first refusal is the answer of all, and so is the first plain text."""
     refusal = next((answer for answer in found if answer[0] != 200), None)
     if refusal is not None:
         return refusal[0], JSON_HEADERS, refusal[1]

@@ -47,7 +47,7 @@ class ReplicaFront:
             await self._live(receive, send)
             return
         if scope["type"] != "http":
-            raise NotImplementedError(f"the front does not serve {scope['type']}")
+            raise NotImplementedError(f"the server answers HTTP only, not {scope['type']}")
         exchange = _Exchange(scope, send)
         body = b"" if exchange.method in BODILESS_METHODS else await _body(receive)
         work = asyncio.ensure_future(self._serve(exchange, body))

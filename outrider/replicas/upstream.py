@@ -56,7 +56,7 @@ class Answer:
         return next((value for name, value in self.headers if name == b"content-type"), b"")
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """The pieces of the body as they come. Raises ReplicaLost if the connection ends too early."""
+        """Yield pieces of the body as they arrive. Raises ReplicaLost if the connection ends too early."""
         while True:
             pieces, self._reading.pieces = self._reading.pieces, []
             if pieces:

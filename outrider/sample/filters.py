@@ -67,7 +67,8 @@ def _top_k_threshold(greatest: torch.Tensor, top_k: torch.Tensor, vocab: int) ->
 
 
 def _top_p_threshold(greatest: torch.Tensor, scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """[L, 1]: the least likely token whose likelier ones together stay below p, or -inf where p is 1.
+    """The scaled logit [L, 1] of the last token that top-p keeps: the tokens likelier than it have a mass below p. -inf
+    where p is 1.
 
     `greatest` may hold tokens that top-k has taken from `scaled`; they come after all that it left, where the
     mass before them is the whole mass, so they never get in."""

@@ -13,8 +13,8 @@ import torch
 
 @dataclass(frozen=True)
 class LogitRows:
-    """The logit rows of a step. Those of a request are contiguous; a request whose prompt is still being computed has
-    none."""
+    """The logit rows of a step. A request's logit rows are contiguous; a request whose prompt is still being computed
+    has none."""
 
     request: torch.Tensor  # [L] int64: index in the batch
     row: torch.Tensor  # [L] int64

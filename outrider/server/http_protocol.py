@@ -32,8 +32,8 @@ class HeadTooLarge(Exception):
 
 
 class TooManyParts(Exception):
-    """Likewise, for requests that wait for others and for chunks. The parser reads all that has come without a pause,
-    so that each part of it must be worth its time."""
+    """Too many requests are waiting behind an unanswered one, or a body has too many chunks. The parser reads all
+    received bytes without a pause, so their number of parts is bounded."""
 
 
 class StayingParser(httptools.HttpRequestParser):

@@ -247,7 +247,7 @@ class SamplingFields(Generated, Prompted):
             raise bad_value(error, type(self).model_fields) from None
 
     def sampling(self, **more: Any) -> SamplingParams:
-        """The sampling parameters. `more`: those that the two kinds of request spell differently."""
+        """The sampling parameters. `more`: parameters that the two kinds of request spell differently."""
         names = SamplingParams.__dataclass_fields__.keys() - set(OTHER_FORM)
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         given["structured_outputs"], given["extra_args"] = self.form(), self.vllm_xargs

@@ -113,7 +113,7 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesPrompt(Body):
-    """The fields that become the prompt, and those about what may follow it, which do not count as tokens."""
+    """The fields that become the prompt, and fields about the answer, which add no tokens to it."""
 
     model: str | None = None
     input: str | Annotated[list[Item], Field(fail_fast=True)] | None = None

@@ -65,7 +65,7 @@ class Service:
 
     @property
     def all_names(self) -> list[str]:
-        """The names that a request may give as its model: those of the model, then those of adapters."""
+        """The names that a request may give as its model: the model's own names, then the adapters'."""
         return [*self.model_names, *self.adapters.names]
 
     def check_model(self, name: str | None) -> str:

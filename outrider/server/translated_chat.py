@@ -38,7 +38,7 @@ class TranslatedChat:
         self.usage = Usage(requests)
 
     async def events(self, request_id: str) -> AsyncGenerator[ChatPart, None]:
-        """Yield events as they come if the chat is streamed, otherwise all at the end."""
+        """Yield events as they arrive if the chat is streamed, otherwise all at the end."""
         reader, held = ChangeReader(), list[ChatPart]()
         async with aclosing(self._service.run(self._requests, request_id)) as parts:
             async for i, increments in parts:

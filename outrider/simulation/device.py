@@ -27,7 +27,8 @@ class SimulatedRow:
 
 class SimulatedDevice:
     def __init__(self, rates: Sequence[float], seed: int) -> None:
-        """rates: chance that a draft is accepted if those before it were, by position; further drafts have the last."""
+        """rates: by position, the chance that a draft is accepted if all drafts before it were; later positions have
+        the last rate."""
         self._thresholds = [int(rate * (1 << 32)) for rate in rates]
         self._seed = seed
         self._rows: dict[int, SimulatedRow] = {}

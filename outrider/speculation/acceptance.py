@@ -89,7 +89,7 @@ def believed_weight(weight: float, deviation: float, variance: float) -> float:
 
 
 class Acceptance:
-    """Rates of every request that has drafted, and those that all requests share."""
+    """Acceptance rates of every request that has drafted, and the rates of all requests together."""
 
     probe_after = PROBE_AFTER
 

@@ -62,7 +62,7 @@ class _Ratio:
 
 
 class DraftChances:
-    """Chances of drafts by level, place and request."""
+    """The chance that a draft is accepted, by the drafter's confidence level, the draft's place and the request."""
 
     def __init__(self, k: int) -> None:
         self._k = k

@@ -116,8 +116,8 @@ class LearnedDrafts(DraftCounts):
         return self.chances.gains(request.id, request.levels, clamp_drafts(request, self._k, is_exact=True))
 
     def _gains(self, request: DraftedRequest, is_exact: bool) -> list[float]:
-        """The chance that draft j of the request is reached and accepted. None if the drafter has not seen enough of
-        the request, unless it is awake and will have before the request ends."""
+        """For each draft j of the request: the chance that all drafts up to j are accepted. Empty if the drafter has
+        seen too little of the request and is resting, or the request ends too soon for it to catch up."""
         if not self._sees(request) and (not self._depth.proposed
                                         or request.end_len - request.bound.at_most < LEAST_LEFT):
             return []

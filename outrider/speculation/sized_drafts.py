@@ -69,7 +69,7 @@ class HeldCounts(NamedTuple):
 
 
 class Foresight:
-    """How many of the drafts of unequal plans were accepted, of those that were expected to be.
+    """The ratio of accepted to expected drafts, over plans that gave requests different numbers of drafts.
 
     A request whose drafts were accepted for a while may write something else now. Then the drafts that seemed likeliest
     disappoint more than the mean of all drafts, and one number for all requests is better."""
@@ -330,8 +330,8 @@ def extended(waiting: Floats, num_waiting: NDArray[np.int64], usual: Floats) -> 
 
 
 def shared_choices(gains: Floats, most: int, count: int) -> Iterator[tuple[DraftChoice, float]]:
-    """Every size of a captured step of `count` requests that can be shared out, with the drafts that are then expected
-    to be accepted. gains: of the drafts of each request, or of a sample of chains that stands for all requests."""
+    """The sizes of captured steps whose drafts the device may share out among `count` requests. For each size: how many
+    drafts are expected to be accepted. gains: the chances of each request's drafts, or of a sample of requests."""
     scale = len(gains) / count
     for depth in range(1, most + 1):
         drafts = gains[:, :depth]

@@ -89,9 +89,9 @@ class Eagle3Network(NamedLayers):
 
     def passes(self, embeds: torch.Tensor, aux_states: torch.Tensor, slots: TextSlots,
                num_passes: int) -> Iterator[torch.Tensor]:
-        """Inputs of the output layer [slots, hidden] of each pass; those of slots whose text ends before the pass's
-        token mean nothing. embeds: [texts, length, hidden] embeddings of the tokens; aux_states: [texts, length,
-        layers, hidden]. Nothing is computed for what the texts are padded with, except in attention."""
+        """Inputs of the output layer [slots, hidden] of each pass. Where a slot's text ends before the pass's token,
+        they mean nothing. embeds: [texts, length, hidden] embeddings of the tokens; aux_states: [texts, length, layers,
+        hidden]. Nothing is computed for what the texts are padded with, except in attention."""
         if not len(slots.places):
             return
         embeds = self._norm(f"{LAYER}.input_layernorm", embeds.flatten(0, 1).index_select(0, slots.places))

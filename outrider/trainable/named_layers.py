@@ -26,7 +26,7 @@ class NamedLayers:
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """Turn the halves of x [.., dim] by their positions [.., 1], whose other axes are those of x or are broadcast."""
+    """Turn the halves of x [.., dim] by their positions [.., 1]; the other axes are equal or broadcast."""
     steps = torch.arange(0, x.shape[-1], 2, device=x.device, dtype=wide(x).dtype) / x.shape[-1]
     angles = positions * theta**-steps
     cos, sin = angles.cos(), angles.sin()

@@ -119,7 +119,7 @@ class SelfPrompts:
                                  "model cannot write prompts: give some with --prompts")
 
     def opener(self, index: int) -> str:
-        """The words that prompt `index` begins with. By turns two prompts have none, and two have those of a task.
+        """The words that prompt `index` begins with. In turn, two prompts have none and two have the words of a task.
         Answers alternate between greedy and sampled (`AnswerPlan`), so each kind has both."""
         return OPENERS[index // 4 % len(OPENERS)] if self._turn and index // 2 % 2 else ""
 
@@ -132,7 +132,7 @@ class SelfPrompts:
         return [index % self._vocab_size if first is None else first]
 
     def num_given_tokens(self, index: int) -> int:
-        """Tokens of prompt `index` that the target does not write: those of the template, and the words of a task."""
+        """Tokens of prompt `index` that the target does not write: the template's, and the words of a task."""
         if self._turn and self._tokenizer is not None:
             return len(self._tokenizer.encode_chat([{"role": "user", "content": self.opener(index)}]))
         return len(self.seed_prompt(index))

@@ -17,8 +17,8 @@ class DraftVocabulary:
 
     @classmethod
     def from_counts(cls, counts: torch.Tensor, size: int) -> DraftVocabulary:
-        """The `size` most frequent tokens. Among equally frequent ones those with the lower id come first, so that a
-        vocabulary does not depend on the machine."""
+        """The `size` most frequent tokens. Among equally frequent tokens the lower ids come first, so that a vocabulary
+        does not depend on the machine."""
         target_size = len(counts)
         order = torch.argsort(counts, descending=True, stable=True)
         ids = order[: min(size, target_size)].sort().values

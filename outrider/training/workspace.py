@@ -67,7 +67,7 @@ class Workspace:
         return next(path for path in (self.folder, *self.folder.absolute().parents) if path.exists())
 
     def open(self, settings: dict[str, Any]) -> None:
-        """Make the folders, and note the settings, or hold a resumed run to those that are noted."""
+        """Make the folders and record the settings. A resumed run must have the recorded ones."""
         self.inner.mkdir(parents=True, exist_ok=True)
         if not self._settings.exists():
             write_text(self._settings, json.dumps(settings, indent=2) + "\n")

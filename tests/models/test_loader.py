@@ -155,7 +155,7 @@ def test_a_shard_that_is_not_what_the_index_says_is_named(sharded: Path) -> None
 @pytest.mark.parametrize("file", [5, None, "", "../elsewhere/model.safetensors", "/etc/hostname"])
 def test_an_index_names_files_of_its_folder_alone(sharded: Path, file: object) -> None:
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": file}}))
-    with pytest.raises(WeightError, match="index.json: .* is no file of its folder"):
+    with pytest.raises(WeightError, match="index.json: .* is not a file in its folder"):
         list(read(sharded))
 
 

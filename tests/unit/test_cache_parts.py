@@ -111,7 +111,7 @@ def test_parts_of_pages_lie_behind_the_layers_in_the_pages_of_every_group() -> N
 
 
 def test_two_parts_of_pages_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="layer 0 declares two parts of pages of one name: valid"):
+    with pytest.raises(ValueError, match="layer 0 declares two page parts with the name valid"):
         plan_groups([LayerCache(0, FullSpec(1, 4, 4), page_parts=(FLAG, FLAG))])
 
 

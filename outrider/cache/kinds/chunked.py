@@ -16,8 +16,9 @@ class ChunkedSpec(SlidingSpec):
 
 @dataclass(frozen=True)
 class ChunkedKind(SlidingKind):
-    """Pages of chunked attention: a request keeps those of the chunk that its settled length lies in, and later ones.
-    It holds no more than with a sliding window of the chunk's size, and at a chunk's edge it needs none."""
+    """Pages of chunked attention: a request keeps the pages of the chunk that its settled length lies in, and all later
+    pages. It holds no more pages than with a sliding window of the chunk's size, and at the start of a chunk it needs
+    none."""
 
     spec: ChunkedSpec
 

@@ -69,7 +69,8 @@ class Kind(Protocol):
         """The most pages that a request holds while `tokens` tokens are computed. Admission needs this many."""
 
     def first_needed(self, settled: int) -> int:
-        """The first column that a row with `settled` computed tokens can still read. A commit frees those before it."""
+        """The first page-table column that a row with `settled` computed tokens can still read. A commit frees the
+        pages before it."""
 
     def next_drop(self, settled: int) -> int:
         """The settled length at which `first_needed` moves on."""

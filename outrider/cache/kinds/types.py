@@ -27,7 +27,7 @@ class CacheType:
 
 @dataclass(frozen=True)
 class ElementType(CacheType):
-    """Keys and values whose numbers have a dtype of their own, perhaps with scales."""
+    """A cache type that stores keys and values as numbers of one dtype, perhaps with scales."""
 
     dtype: str  # name of a torch dtype, such as "int8"
     itemsize: int  # bytes of one number

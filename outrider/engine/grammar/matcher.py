@@ -24,7 +24,7 @@ class TokenMatcher:
 
     @property
     def error(self) -> str | None:
-        """Why nothing can follow, if something went wrong."""
+        """The reason why the grammar cannot go on, or None if nothing went wrong."""
         own = self.inner.get_error().removesuffix(NO_DETAILS).strip()  # a matcher at its limits refuses every token
         if not own and self._refused is not None:
             return f"token {self._refused} does not follow the grammar"

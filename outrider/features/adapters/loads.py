@@ -60,8 +60,9 @@ class DroppedLoad(NamedTuple):
 class AdapterRegistry(AdapterLoads):
     def __init__(self, max_loaded: int, max_slots: int, order: Order, slots: Callable[[], AdapterSlots],
                  sizes: dict[int, int], labels: dict[str, str]) -> None:
-        """max_loaded: adapters in the host's memory. slots: those of the scheduler. sizes: of loads that are there, by
-        number; the slots read it. labels: names of all loads, by the cache key of their requests."""
+        """max_loaded: the most adapters in the host's memory. slots: the scheduler's adapter slots. sizes: the size of
+        each load in memory, by number; the slots read it. labels: names of all loads, by the cache key of their
+        requests."""
         self.max_slots, self.sizes, self._labels = max_slots, sizes, labels
         self._max_loaded, self._order, self._slots = max_loaded, order, slots
         self._numbers = count(1)

@@ -46,7 +46,7 @@ class Target(ABC):
 
     @abstractmethod
     def check(self, pair: FactorPair) -> int:
-        """The rank of a file's factors, or an AdapterError if they are those of another model."""
+        """The rank of a file's factors. Raises AdapterError if they do not fit this model."""
 
     def config_name(self, module: str) -> str:
         """The name of a file's module that patterns of the config are matched with."""

@@ -119,8 +119,8 @@ class Candidate:
             raise RuntimeError("the gradients are not finite")
 
     def measure(self, texts: Sequence[ServedText], *, is_serving: bool) -> tuple[int, int]:
-        """(places, accepted drafts) of greedy drafts after every place of the texts, by the weights in training or by
-        those that serve."""
+        """(places, accepted drafts) of greedy drafts after every place of the texts, with the weights in training or
+        with the serving ones."""
         padded = PaddedTexts.join(texts)
         tokens, rows = padded.tokens.flatten(), padded.places(self.num_passes)
         is_right, num_accepted = torch.ones_like(rows, dtype=torch.bool), 0

@@ -98,7 +98,7 @@ class ServedHead:
         return found.view(*tokens.shape, -1).float()
 
     def draft_ids(self) -> torch.Tensor:
-        """[target vocabulary] the head's id of each of the target's tokens; -1 for those that it cannot draft."""
+        """[target vocabulary] the head's id of each of the target's tokens; -1 for tokens that it cannot draft."""
         head = self.head
         if head.target_ids is None:
             return torch.arange(head.num_outputs, device=head.device)

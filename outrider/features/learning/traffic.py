@@ -189,8 +189,8 @@ class TrafficRing:
                     if segment.is_held_out is is_held_out]
 
     def read(self, wanted: Sequence[ClosedText]) -> list[ServedText]:
-        """Copies of those of the texts that the ring still holds. None of their segments is given to another request
-        meanwhile."""
+        """Copies of the texts that the ring still holds. While they are copied, their segments are not given to other
+        requests."""
         with self._lock:
             held_now = {(segment.start, segment.number) for segment in self._closed}
             held = [text.segment for text in wanted if (text.segment.start, text.number) in held_now]

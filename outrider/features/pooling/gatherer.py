@@ -26,7 +26,8 @@ class PooledVectors:
         self._parts: list[Vectors] = []
 
     def take(self, result: RequestResult) -> OutputIncrement:
-        """Gather hidden states. After a preemption the prompt is computed again, so those from before are dropped."""
+        """Gather hidden states. After a preemption the prompt is computed again, so the states gathered before are
+        dropped."""
         if result.epoch != self._epoch:
             self._epoch, self._parts = result.epoch, []
         if result.hidden is not None:

@@ -23,8 +23,8 @@ class LayerDeltas:
 
     @classmethod
     def build(cls, rows: RowSlots, tables: DeltaTables, targets: bytes) -> LayerDeltas | None:
-        """Check and pack the adapters of a step. targets: those of each layer by `pack_layer_targets`, one behind the
-        other. Returns None if the C code does not take these tensors."""
+        """Check and pack the adapters of a step. targets: what `pack_layer_targets` returned for each layer, one behind
+        the other. Returns None if the C code does not take these tensors."""
         return cls(rows, tables, targets) if _are_good(rows, tables) else None
 
 

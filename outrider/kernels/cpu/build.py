@@ -163,8 +163,8 @@ def _compile(compiler: list[str], folder: Path, name: str) -> Path:
 
 
 def _run_compiler(compiler: list[str], output: str) -> None:
-    """Compiles every source on a core of its own, and joins what comes of them. The limit of time is that of all
-    compilers together: those that start when one has run out of time must not wait as long again."""
+    """Compiles every source on its own core, and joins the results. The time limit holds for all compilers together: a
+    compiler that starts after another has run out of time gets no new limit."""
     compile_one = functools.partial(_compile_one, deadline=time.monotonic() + BUILD_SECONDS)
     for flags in (FLAGS, [flag for flag in FLAGS if flag != "-fopenmp"]):  # one thread is better than none
         with tempfile.TemporaryDirectory(prefix="outrider-") as folder, ThreadPoolExecutor(num_cores()) as pool:

@@ -59,6 +59,6 @@ def product(x: Tensor, matrix: Matrix, threads: int | None = None) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`product` with a weight as it comes: see `dense_matrix`."""
+    """`product` with a weight that is not packed yet; `dense_matrix` packs it."""
     assert weight.is_cpu and weight.stride(1) == 1
     return product(x, Matrix(weight, bias, _DENSE[weight.dtype], weight.shape[1]))

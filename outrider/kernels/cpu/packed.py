@@ -41,7 +41,7 @@ class PackedRows(NamedTuple):
         return found
 
     def take(self, rows: Tensor, out: PackedRows) -> None:
-        """Copy some weight rows, as they are packed, into those of `out`, which has the same form."""
+        """Copy some packed weight rows into the rows of `out`, which has the same form."""
         rows = rows.contiguous()
         assert rows.dtype is torch.int64 and (out.form, out.inputs, out.outputs) == (self.form, self.inputs, len(rows))
         if len(rows) and not (0 <= int(rows.min()) and int(rows.max()) < self.outputs):
@@ -78,7 +78,7 @@ def pack_rows(codes: Tensor, scale: Tensor, least: Tensor | None, inner_scale: T
 
 
 def pack_blocks(kind: str, blocks: Tensor, out: PackedRows) -> None:
-    """Pack a file's blocks [rows, blocks of a row, bytes of a block], of which those of a row lie side by side."""
+    """Pack a file's blocks [rows, blocks of a row, bytes of a block]. The blocks of a row must lie side by side."""
     known, lanes = KINDS[kind], packed_lanes()
     assert blocks.dtype is torch.uint8 and (known.form, out.outputs) == (out.form, blocks.shape[0])
     assert blocks.shape[1:] == (out.inputs // known.block, known.block_bytes) and out.data.is_contiguous()

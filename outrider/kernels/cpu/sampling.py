@@ -61,7 +61,7 @@ def draw_tokens(logits: Tensor, row: Tensor, position: Tensor, keys: SamplingKey
 
 
 def report_tokens(logits: Tensor, tokens: Tensor, num: int) -> ReportedLogprobs:
-    """Log-probabilities of given tokens [L], by the code that computes those of sampled tokens."""
+    """Log-probabilities of given tokens [L], computed by the same code as for sampled tokens."""
     asked = torch.tensor([num])
     rows = SAMPLING_ROWS.pack(**_NO_FLAGS | {"num_logprobs": asked.data_ptr()}, temperature=_GREEDY.data_ptr(), seed=0,
                               sample_index=0, rows=1)

@@ -42,8 +42,8 @@ def store_part(part_out, part_lse, at, acc, peak, total, is_query, D_PAD: tl.con
 
 @triton.jit
 def _part(part_out, part_lse, at, exists, D_PAD: tl.constexpr):
-    """(logarithm of the sum of weights, values) of a split. Parts come from other multiprocessors: they are read where
-    all of them write."""
+    """(logarithm of the sum of weights, values) of a split. Other multiprocessors wrote it, so it is read from the
+    shared cache and not from this multiprocessor's."""
     lse = tl.load(part_lse + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
     value = tl.load(part_out + at[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :], mask=exists[:, None], other=0.0,
                     cache_modifier=".cg")
@@ -82,7 +82,8 @@ def counters_for(device: torch.device, size: int) -> torch.Tensor:
     """Counters that are 0 before and after every launch. All launches on a device share them and must not overlap."""
     if (device, size) not in _counters_of:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("decode_attention: run it before it is captured: its counters must not be a graph's")
+            raise RuntimeError("decode_attention: run it once before it is captured, so that "
+                               "its counters are allocated outside of the graph")
         with torch.inference_mode(False):  # they stay, and are changed in whatever mode comes later
             _counters_of[device, size] = torch.zeros(size, dtype=torch.int32, device=device)
     return _counters_of[device, size]

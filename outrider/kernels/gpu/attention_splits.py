@@ -131,10 +131,11 @@ def plan_launch(
 
 
 def least_listed_split(programs: int, sms: int, padded_dim: int, rows: int = 0) -> int:
-    """Least keys of a split in a list, by the programs there were without splits. Splits fill the card and keep a long
-    request from being waited for, but a program takes microseconds to start: with many requests only the second counts.
-    rows: those of a tile if they are many, else 0. Measured on an H200 with equal, mixed and skewed lengths, many rows
-    with heads of 128 and of 512, where splits of 512 keys stay the better choice for short contexts."""
+    """The least number of keys of a listed split, chosen by how many programs there would be without splits. Splits
+    fill the card and keep a long request from being waited for, but a program takes microseconds to start: with many
+    requests only the second counts. rows: those of a tile if they are many, else 0. Measured on an H200 with equal,
+    mixed and skewed lengths, many rows with heads of 128 and of 512, where splits of 512 keys stay the better choice
+    for short contexts."""
     shares = ((1, 128), (2, 256), (3, 512))  # of the multiprocessors
     least = next((least for share, least in shares if programs <= share * sms), 2048)
     if padded_dim <= 128:

@@ -122,7 +122,7 @@ def furthest_candidate(flag, top_k, top_p, values, found, SIZE: tl.constexpr):
 
 @triton.jit
 def draw_candidate(furthest, values, ids, found, key, word1, word2, SIZE: tl.constexpr):
-    """The candidate with the best score among those that are no further."""
+    """The candidate with the best score among candidates within the distance."""
     zero = tl.zeros([SIZE], dtype=tl.uint32)
     best_score = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     best_token = tl.full([SIZE], NO_ID, dtype=tl.int32)

@@ -256,8 +256,8 @@ def _coded_expert_rows_kernel(
 
 @dataclass(frozen=True)
 class CodedRowsTile:
-    """Outputs of a program, chunks of bytes that are multiplied together and the number of those that are read
-    together, and warps."""
+    """The tile of a program: its outputs, the bytes that are multiplied together, how many such chunks are read
+    together, and its warps."""
 
     outputs: int
     lanes: int

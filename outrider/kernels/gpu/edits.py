@@ -185,8 +185,8 @@ def _edit_tiles(
     own, new, first, last, vocab, flag, of, num_before, rows, text, counts, mask_words, num_columns, draft_stride,
     count_stride, group_greatest, SIZE: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """Apply all edits but those by lists to some tiles. Returns (greatest edited logits, greatest of the model's own)
-    [SIZE]."""
+    """Apply all edits to some tiles, except the edits that lists name. Returns (greatest edited logits, greatest of the
+    model's own) [SIZE]."""
     greatest = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     raw = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     for tile in range(first, last):

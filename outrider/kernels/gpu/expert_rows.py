@@ -46,7 +46,7 @@ def _find_expert(weight, shared, ids, pair, shared_token, expert_stride, PAIRS_P
 
 @triton.jit
 def _first_columns(at, early, pair, in_rows, inside, WHOLE: tl.constexpr, SHARED: tl.constexpr):
-    """Weights [rows, columns] of a pair's expert in float32; those of the shared expert were read early."""
+    """Weights [rows, columns] of a pair's expert in float32; the shared expert's were read early."""
     w = load_weight(at, in_rows & (pair >= 0), inside, WHOLE).to(tl.float32)
     if SHARED:
         w = tl.where(pair < 0, early.to(tl.float32), w)
@@ -62,8 +62,8 @@ def _expert_rows_kernel(
     """out[pair] = activation(x[pair // PAIRS_PER_ROW] times its expert's weight [rows, K] transposed); N outputs.
 
     With a gated activation weight rows 0 to N are the gate and the next N are what it gates. Rows of out from P on are
-    token rows with the shared expert. Their programs come first: they know their weights before anybody has chosen, and
-    read them while the router still works."""
+    token rows with the shared expert. Their programs come first: they need no choice of experts, so they read their
+    weights while the router still works."""
     GATED: tl.constexpr = (ACTIVATION == _SILU) or (ACTIVATION == _GELU_TANH)
     WHOLE: tl.constexpr = K % BLOCK_K == 0
     release_dependents(PDL)

@@ -135,9 +135,9 @@ def least_candidate(own, low, high, top_k, ROOM: tl.constexpr, SAMPLE: tl.conste
 
 @triton.jit
 def least_chosen(order, is_there, count, top_k):
-    """(an ordered score above which all are chosen, how many of those equal to it are chosen too) of `count`
-    scores, more than top_k. Where `is_there` is not set, order is the least integer. The first guess is by the mean, as
-    if scores got rarer exponentially."""
+    """(an ordered score: all scores above it are chosen; how many scores equal to it are chosen too). `count`: the
+    number of scores, more than top_k. Where `is_there` is not set, order is the least integer. The first guess is by
+    the mean, as if scores got rarer exponentially."""
     low_order = tl.where(is_there, order, GREATEST)
     top, bottom, total = tl.reduce((order, low_order, tl.where(is_there, number(order), 0.0)), 0, _ends_and_sum)
     beyond = total / count - number(bottom)

@@ -44,7 +44,8 @@ _ROW_UNIT = tl.constexpr(2.0**40)  # of a logit row's
 
 
 class LogprobLogits(NamedTuple):
-    """The logits that log-probabilities are of: the model's own, or (processed) those that were drawn from."""
+    """The logits whose log-probabilities are reported: the model's own, or, if processed, the logits that tokens were
+    drawn from."""
 
     logits: torch.Tensor  # [logit rows, vocabulary] float32
     edited: torch.Tensor  # the same shape; the logits themselves if raw
@@ -289,7 +290,7 @@ def token_logprobs(
 
 
 def report_tokens(logits: torch.Tensor, tokens: torch.Tensor, num: int) -> ReportedLogprobs:
-    """Log-probabilities of given tokens, by the kernels that report those of sampled tokens. See sample/logprobs.py."""
+    """Log-probabilities of given tokens, by the same kernels as for sampled tokens. See sample/logprobs.py."""
     device, spans = logits.device, plan_spans(logits)
     row = torch.zeros(len(logits), dtype=torch.int64, device=device)
     asked = torch.full((1,), num, dtype=torch.int64, device=device)

@@ -42,7 +42,8 @@ def _load_row(x, inside):
 
 @triton.jit
 def _add_columns(acc, up, w, u, x, x_stride, column, K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
-    """(acc, up) of four token rows, those after the last left alone, with the products of some columns added."""
+    """(acc, up) of four token rows with the products of some columns added. Token rows after the last one are not
+    changed."""
     w, inside = w.to(tl.float32), column < K
     a0, a1, a2, a3 = acc
     b0, b1, b2, b3 = up

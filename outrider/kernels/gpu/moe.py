@@ -386,8 +386,8 @@ def choose_method(num_pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> 
 
 
 def methods_of_class(num_pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> set[str]:
-    """The methods of all numbers of pairs whose tiles are compiled together with this one: those up to the same power
-    of two."""
+    """The methods of all numbers of pairs whose tiles are compiled together with this one, which are the numbers up to
+    the same power of two."""
     most = next_power_of_two(num_pairs)
     return {choose_method(pairs, gate_up, down) for pairs in (most // 2 + 1, num_pairs, most)}
 

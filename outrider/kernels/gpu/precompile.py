@@ -100,7 +100,8 @@ def has_postponed() -> bool:
 
 
 def finish_compiling(*, postponed: bool = True) -> None:
-    """Wait until every kernel of `compiling_ahead` is compiled and loaded. postponed: those of `postponing` too."""
+    """Wait until every kernel of `compiling_ahead` is compiled and loaded. postponed: also the kernels of
+    `postponing`."""
     for compilation in _unfinished[:]:
         try:
             compilation.finish(postponed=postponed)
@@ -165,8 +166,8 @@ class _Compilation:
             (self._last if _postpones.get() else self._new)[key] = CollectedLaunch.of(function, args, options)
 
     def begin(self) -> None:
-        """Load the kernels that are on disk, and begin to compile the rest. The longest known ones come first, so that
-        none of them begins when all others end."""
+        """Load the kernels that are on disk, and begin to compile the rest. Kernels known to take longest come first,
+        so that none of them is still compiling when all others are done."""
         new, self._new = sorted(self._new.items(), key=lambda item: expected_size(item[1]), reverse=True), {}
         if not self._uses_disk:
             self._here += [[launch] for _, launch in new]

@@ -102,7 +102,7 @@ def _convolve(
     target, j, exists, row, start, pending, conv, CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr, ARE_NEW: tl.constexpr = False,
 ):
-    """Convolves tokens j [ROWS] of a request, those that exist, into rows `target` [ROWS] of the result. ARE_NEW: all
+    """Convolves tokens j [ROWS] of a request, if they exist, into rows `target` [ROWS] of the result. ARE_NEW: all
     inputs that they need are of this step."""
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     in_row = channel < CONV_DIM
@@ -162,7 +162,7 @@ def _open_gates(
     target, j, exists, row, start, pending, gating, HEADS: tl.constexpr, WINDOW: tl.constexpr, IS_DELTA: tl.constexpr,
     DECAYS: tl.constexpr, HEAD_TILE: tl.constexpr,
 ):
-    """Compute gates of tokens j [ROWS] of a request, those that exist, into rows `target` [ROWS] of the results. Gates
+    """Compute gates of tokens j [ROWS] of a request, if they exist, into rows `target` [ROWS] of the results. Gates
     with a number for each channel are left out."""
     head = tl.arange(0, HEAD_TILE)
     is_head = head < HEADS
@@ -192,8 +192,8 @@ def _compute_block(
     WINDOW: tl.constexpr, HEADS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_DELTA: tl.constexpr, DECAYS: tl.constexpr,
     IS_BOUNDED: tl.constexpr, CHANNELS: tl.constexpr, HEAD_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Computes at most ROWS token rows, [token, token_end): the tokens of one request at a time; those without a
-    request count as dead tokens of the last one."""
+    """Computes at most ROWS token rows, [token, token_end): the tokens of one request at a time; tokens without a
+    request count as dead tokens of the last request."""
     index = tl.arange(0, ROWS)
     while token < token_end:
         request = tl.load(request_of + token).to(tl.int32)

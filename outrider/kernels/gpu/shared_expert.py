@@ -26,7 +26,7 @@ def experts_with_shared(
 
 def takes_shared(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
                  activation: str, shared_gate_up: torch.Tensor, shared_down: torch.Tensor) -> bool:
-    """Whether token rows are few, and the shared expert's weights are laid out like those of another expert."""
+    """Whether there are few token rows, and the shared expert's weights are laid out like another expert's."""
     return 0 < ids.numel() <= MAX_PAIRS and activation != CLAMPED and all(
         shared.shape == own.shape[1:] and shared.stride() == own.stride()[1:] and own.stride(2) == 1
         for shared, own in ((shared_gate_up, gate_up), (shared_down, down)))

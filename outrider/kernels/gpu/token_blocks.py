@@ -123,7 +123,7 @@ def _attention_kernel(
     GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Entries of a token row are the tokens of its chosen blocks, then those after its last whole block."""
+    """A token row attends to the tokens of its chosen blocks, then to the tokens after its last whole block."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)

@@ -231,8 +231,8 @@ class BoundLatentLayer:
         return q, self.operations.write_pooled(compressed[:, width:], weights, cells, plan.contexts, index.blocks)
 
     def choose(self, q: torch.Tensor, weights: torch.Tensor) -> None:
-        """Chooses positions by q [tokens, heads, dim] and weights [tokens, heads] for this layer and for those after it
-        that share. Contexts of which everything can be chosen are taken whole."""
+        """Chooses positions by q [tokens, heads, dim] and weights [tokens, heads], for this layer and for later layers
+        that share its choice. If a context has no more positions than can be chosen, all are chosen."""
         index, plan = self.layer.attends_to, self.plan
         assert isinstance(index, IndexedPositions)
         if isinstance(self.chosen.latest, KeptChoice):

@@ -42,7 +42,7 @@ class CacheCodec(ABC):
     scales: HeadScales | None = None  # of a layer's heads, for types that have such scales
 
     def for_layer(self, num_kv_heads: int, device: torch.device, scales: ScaleNumbers | None) -> CacheCodec:
-        """The codec of one layer. scales: those that the model's files have for it."""
+        """The codec of one layer. scales: the layer's scales in the model's files."""
         return self
 
     @abstractmethod

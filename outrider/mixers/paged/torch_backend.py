@@ -134,7 +134,7 @@ def _flat(cache: torch.Tensor, part: PaddedRequests) -> torch.Tensor:
 
 
 def tail_zeroed(gathered: torch.Tensor, is_read: torch.Tensor) -> torch.Tensor:
-    """Keys or values [requests, keys, kv heads, dim], with 0 in the place of those that no query reads."""
+    """Keys or values [requests, keys, kv heads, dim], with zeros in place of keys that no query reads."""
     zero = torch.zeros((), dtype=gathered.dtype, device=gathered.device)
     return torch.where(is_read[..., None, None], gathered, zero)
 

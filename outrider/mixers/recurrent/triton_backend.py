@@ -89,5 +89,5 @@ class LayerKernels:
 
 
 def _only(targets: CheckpointTargets, written: torch.Tensor) -> CheckpointTargets:
-    """The targets, with boundary -1 in the place of those that this step does not write."""
+    """The targets, with boundary -1 for each checkpoint that this step does not write."""
     return targets._replace(boundary=torch.where(written, targets.boundary, -1))

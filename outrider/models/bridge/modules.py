@@ -17,7 +17,7 @@ from outrider.models.bridge.current_step import CurrentStep
 
 
 class BridgedModule(nn.Module):
-    """A module without parameters. The layer inside has them, in a format."""
+    """A module of transformers' model without parameters: the layer inside holds the weights in their format."""
 
     def __init__(self, step: CurrentStep) -> None:
         super().__init__()

@@ -221,7 +221,7 @@ def _find_layers(model: nn.Module, calls: list[AttentionCall]) -> str:
                 raise Unservable("its layers do not run one after the other")
         if len(calls) == len(layers):
             return name
-    raise Unservable(f"{calls[0].name} is not in a list of decoder layers that all attend")
+    raise Unservable(f"{calls[0].name} does not belong to a list of decoder layers in which every layer has attention")
 
 
 def _shared(inputs: list[tuple[str, torch.Tensor]]) -> list[list[str]]:

@@ -105,7 +105,7 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     files: dict[Path, set[str] | None] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file or Path(file).is_absolute() or ".." in Path(file).parts:
-            raise WeightError(f"{index}: {file!r} is no file of its folder")  # the index may be a stranger's
+            raise WeightError(f"{index}: {file!r} is not a file in its folder")  # the index may be a stranger's
         names = files.setdefault(folder / file, set())
         assert names is not None
         names.add(name)

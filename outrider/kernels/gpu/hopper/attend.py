@@ -164,8 +164,8 @@ def _attend_run(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, GROUP_INDEX: gl.constexpr,
     WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):
-    """Adds tile i, which may need a mask, and those that follow it. With a window or starts these are all others, of
-    which some need a mask; else none does."""
+    """Adds tile i, which may need a mask, and all tiles after it. With a window or starts some of these need a mask
+    too; otherwise none does."""
     begin, num_key_tiles, first_whole, end_whole, lowest = keys_of_item
     HAS_BRANCH: gl.constexpr = WINDOW_KIND or HAS_STARTS
     turn += i

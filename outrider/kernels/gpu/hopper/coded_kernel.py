@@ -173,8 +173,8 @@ def _scaled(numbers, at, ring, HALF: gl.constexpr, GROUP: gl.constexpr, HAS_SHIF
 def _product(slot, ring, acc, WARP_GROUP: gl.constexpr, CODE: gl.constexpr, WARP_GROUPS: gl.constexpr,
              SCALES: gl.constexpr, GROUP: gl.constexpr,
              HAS_SHIFTS: gl.constexpr, IS_OLD: gl.constexpr, LAYOUT: gl.constexpr):
-    """The sums of one step, without scales. acc: has their shape and layout. With scales of groups the sums so far,
-    to which those of the step are added."""
+    """The sums of one step, without scales. acc: has their shape and layout. With scales of groups `acc` holds the sums
+    so far, and the step's sums are added to it."""
     rows, x_scales, weights, scales, shifts, ready, free = ring
     at = slot * WARP_GROUPS + WARP_GROUP
     if CODE == _FP8:

@@ -161,7 +161,7 @@ def _store(values, out, out_stride, output, token, M, N, ROWS: gl.constexpr):
 
 @gluon.jit
 def _sum_splits(acc, parts, counters, place, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """(whether this program is the last of those that share the sums of a block, the block's sums if it is)."""
+    """(whether this program is the last of the programs that share a block's sums, the block's sums if it is)."""
     SIZE: gl.constexpr = OUTPUTS * ROWS
     splits = gl.num_programs(2)  # not compiled in: products of other shapes have other numbers
     row = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, LAYOUT))

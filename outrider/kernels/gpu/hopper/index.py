@@ -184,7 +184,7 @@ def launch_scores(
     scores: torch.Tensor, num_splits: int | None = None,
 ) -> None:
     """Writes scores [tokens, positions] float32 of visible positions, for token rows with more than top_k of them.
-    Arguments are those of `kernels.latent.choose_positions`."""
+    Takes the arguments of `kernels.latent.choose_positions`."""
     num_tokens, num_heads, head_dim = q.shape
     num_pages, page_size, _ = keys.shape
     tiles = triton.cdiv(num_tokens, ROWS.value)

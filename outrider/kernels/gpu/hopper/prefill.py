@@ -165,8 +165,8 @@ def launch_prefill(
     is_chunked: bool, num_tiles: int, tile_queries: int, search: int, fill_padding: bool,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Launch the kernel. `prefill_attention` has checked the arguments; tile_requests, tile_indices and search are
-    those of the tiles."""
+    """Launch the kernel. `prefill_attention` has checked the arguments; tile_requests, tile_indices and search describe
+    the tiles."""
     name = "prefill_attention"
     require(scale > 0, name, "scale", f"is {scale}, expected more than 0")
     require(takes_cache(shape.num_heads, k_cache) and k_cache.stride() == v_cache.stride(), name, "tiles",
