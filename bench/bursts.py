@@ -25,7 +25,8 @@ from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepRes
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
-from outrider.sched.prompt_time import PromptTime, UnboundedPrompts
+from outrider.sched.full_step import UnboundedPrompts
+from outrider.sched.prompt_time import PromptTime
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 

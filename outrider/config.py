@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from importlib import import_module
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from outrider.core import PAGE_TOKENS, Limits
 from outrider.core.fields import INT32, INT64, Count, NotEmpty, OneOf, Range, Text, check_fields, unknown_name
+from outrider.core.lazy_exports import LateModule
 from outrider.core.params import Seed
 from outrider.core.shipped_drafters import SHIPPED, ShippedDrafter
-from outrider.logits_processors import load_processors
+
+if TYPE_CHECKING:
+    from outrider import logits_processors as processors
+else:
+    processors = LateModule("outrider.logits_processors")
 
 __path__: list[str] = []  # vLLM has a package of this name: imports of its modules say what to use (compat/not_here.py)
 DEVICES = ("auto", "cpu", "cuda")
@@ -112,7 +117,8 @@ class EngineConfig:
                              f"{self.checkpoint_interval}: states are kept where pages end")
         if self.num_pages is not None and self.kv_cache_memory_bytes is not None:
             raise ValueError("num_pages and kv_cache_memory_bytes say the same thing: give one of them")
-        load_processors(self.logits_processors)
+        if self.logits_processors:
+            processors.load_processors(self.logits_processors)
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
                              "every adapter on the device is kept in the host's memory too")

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from outrider import speculation
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
 from outrider.core import FaultRecord
+from outrider.core.lazy_exports import LateModule
 from outrider.core.speculation import NO_SPECULATION, Speculation
 from outrider.engine.engine_feature import EngineFeature
 from outrider.runner.interface import BoundedSteps, FixedDrafting, MeasuredDrafting, NoDrafting, WorkerInfo
-from outrider.sched.prompt_time import UNBOUNDED_PROMPTS, PromptTime, UnboundedPrompts
+from outrider.sched.full_step import UNBOUNDED_PROMPTS, UnboundedPrompts
 from outrider.sched.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from outrider.sched import prompt_time
+else:
+    prompt_time = LateModule("outrider.sched.prompt_time")
 
 
 def make_scheduler(info: WorkerInfo, *, enable_prefix_caching: bool = True, generation: int = 0,
@@ -47,5 +54,5 @@ def _speculation(info: WorkerInfo, host_drafter: speculation.HostDrafter | None,
 def _prompt_time(info: WorkerInfo) -> UnboundedPrompts:
     match info.prompt_steps:
         case BoundedSteps(max_seconds, costs):
-            return PromptTime(max_seconds, costs)
+            return prompt_time.PromptTime(max_seconds, costs)
     return UNBOUNDED_PROMPTS

@@ -21,8 +21,8 @@ from outrider.config import CPU_CACHE_BYTES, CPU_CACHE_SHARE, EngineConfig
 from outrider.core import Axis, Limits
 from outrider.core.host_memory import available_bytes
 from outrider.runner.interface import NoDeviceMemory
-from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 from outrider.runner.storages import collect_replaced
+from outrider.runner.worker_ranks import ONE_RANK, WorkerRanks
 
 log = logging.getLogger("outrider")
 MIB = 1 << 20

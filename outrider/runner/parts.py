@@ -21,10 +21,10 @@ from outrider.runner.device import name_device
 from outrider.runner.grammars import GrammarRows
 from outrider.runner.interface import Grammars
 from outrider.runner.memory import FeatureBytes
-from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 from outrider.runner.row_state import RowState
 from outrider.runner.step import DeviceStep
 from outrider.runner.worker_feature import WorkerFeature
+from outrider.runner.worker_ranks import ONE_RANK, WorkerRanks
 from outrider.sample.sampler import LogprobsMode
 
 

@@ -18,8 +18,8 @@ from outrider.runner.device import gpu_bytes
 from outrider.runner.exact import refuse_inexact
 from outrider.runner.interface import Grammars
 from outrider.runner.parts import StepParts
-from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 from outrider.runner.worker_feature import WorkerFeature
+from outrider.runner.worker_ranks import ONE_RANK, WorkerRanks
 
 
 def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,

@@ -50,8 +50,8 @@ from outrider.runner.plan import (
     StepPlanner,
 )
 from outrider.runner.prompt_reports import HiddenRows, PromptLogprobs, prompt_logprobs, reported_hidden
-from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 from outrider.runner.row_state import RowState
+from outrider.runner.worker_ranks import ONE_RANK, WorkerRanks
 from outrider.sample import History, LogprobRows
 from outrider.sample.sampler import LogprobsMode, sample, sample_chunk
 

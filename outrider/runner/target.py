@@ -27,7 +27,7 @@ from outrider.runner.cache_plan import find_cache_scales
 from outrider.runner.check import check_target
 from outrider.runner.device import pick_device, pick_dtype
 from outrider.runner.memory import enough_memory
-from outrider.runner.rank_group import ONE_RANK
+from outrider.runner.worker_ranks import ONE_RANK
 
 if TYPE_CHECKING:
     from outrider.formats import scaled

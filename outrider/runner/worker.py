@@ -34,9 +34,9 @@ from outrider.runner.measuring import CAPTURE_ADVICE, bound_prompts, measure_dra
 from outrider.runner.memory import UNMEASURED, StepMemory, enough_memory, fit_max_len, plan_memory, release_dropped
 from outrider.runner.parts import StepParts
 from outrider.runner.preparation import gather_parts, prepare_all
-from outrider.runner.rank_group import ONE_RANK, WorkerRanks
 from outrider.runner.step import DeviceStep
 from outrider.runner.target import build_target, fill_target
+from outrider.runner.worker_ranks import ONE_RANK, WorkerRanks
 
 if TYPE_CHECKING:
     from outrider.runner import residence as residences

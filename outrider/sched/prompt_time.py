@@ -9,7 +9,7 @@ Every step yields tokens for all requests that decode, so a long step is a long 
 (12 for `AsyncLLM` and the server, no bound for `LLM` and on a CPU) a step that has both gets as many tokens of prompts
 as fit into that time. `Scheduler._begin_prompts` asks `PromptTime.begin` (`sched/prompt_time.py`), and
 `TimedStep.most_tokens` answers for each prompt. A long prompt of a request for embeddings leaves up to half of a step's
-tokens to short prompts behind it (`FullStep.room_for`).
+tokens to short prompts behind it (`FullStep.room_for`, `sched/full_step.py`).
 
 - The time is predicted from costs that the worker measures at start-up (`runner/graphs/mixed_costs.py`): captured steps
   by their number of tokens, the reading of contexts, and attention by pairs of tokens and keys. Sizes far beyond the
@@ -53,8 +53,8 @@ from math import inf
 from typing import NamedTuple
 
 from outrider.core.costs import SMALL_STEP, MixedStepCosts
+from outrider.sched.full_step import FullStep, PromptLine, UnboundedPrompts
 from outrider.sched.request import Request
-from outrider.sched.waiting import WaitingRequests
 
 SMALL_BURST = 64  # requests, at most
 SMALL_BURST_BOUNDS, LARGE_BURST_BOUNDS = 16, 5  # times max_step_ms that a step may take in a burst
@@ -84,71 +84,6 @@ class Patience(NamedTuple):
 
 
 PATIENCE = Patience(one_prompt=0.040, all_prompts=0.250)
-
-
-class PromptLine(NamedTuple):
-    """Prompts that are to be computed."""
-
-    begun: list[Request]  # computed in part
-    waiting: WaitingRequests
-    num_startable: int  # waiting requests that a row is free for
-
-    @property
-    def num_prompts(self) -> int:
-        return len(self.begun) + self.num_startable
-
-    @property
-    def first(self) -> Request:
-        return self.begun[0] if self.begun else self.waiting.first_arrived
-
-    def short_tokens(self, behind: Request, most: int) -> int:
-        """How many tokens the short prompts behind a request still have to compute, capped at `most`. A prompt is short
-        if at most `most` of its tokens are left. Prompts of the same tenant that are less urgent than the request do
-        not count."""
-        begun = self.begun[self.begun.index(behind) + 1 :] if behind in self.begun else []
-        total = 0
-        for other in chain(begun, self.waiting.ready if self.num_startable else ()):
-            num_left = len(other.token_ids) - other.bound.at_most
-            if other is not behind and num_left <= most and not _is_less_urgent(other, behind):
-                total += num_left
-                if total >= most:
-                    return most
-        return total
-
-
-def _is_less_urgent(request: Request, other: Request) -> bool:
-    one, two = request.input, other.input
-    return one.tenant == two.tenant and one.priority > two.priority
-
-
-class FullStep:
-    """Room for prompts in a step that delays no decoding request: all the tokens that are left."""
-
-    def __init__(self, budget: int, line: PromptLine) -> None:
-        self.tokens_left = budget  # a span of a prompt may take them all, since it cannot be cut
-        self._line = line
-        self._max_short = self._num_kept = -1  # tokens of a short prompt, and kept for those behind; -1: not known yet
-
-    def most_tokens(self, context: int) -> int:
-        """Tokens that the next chunk may have, behind `context` computed ones."""
-        return self.tokens_left
-
-    def room_for(self, request: Request) -> int:
-        """Tokens that the request's next chunk may have. A long prompt that yields no tokens, as that of an embedding,
-        leaves up to half of the step to short prompts behind it, so that they do not wait for its end."""
-        most = self.most_tokens(request.bound.at_most)
-        if request.input.generates:
-            return most
-        if self._max_short < 0:
-            self._max_short = most // 2
-        if len(request.token_ids) - request.bound.at_most <= self._max_short:
-            return most
-        if self._num_kept < 0:
-            self._num_kept = self._line.short_tokens(request, self._max_short)
-        return max(0, most - self._num_kept)
-
-    def add(self, num_tokens: int, context: int) -> None:
-        self.tokens_left -= num_tokens
 
 
 class TimedStep(FullStep):
@@ -200,18 +135,6 @@ class Burst:
         self._last_step = step
         since = max(self._since, step - ESTABLISHED_STEPS)
         return sum(request.prompt_done_at < since for request in decoding)
-
-
-class UnboundedPrompts:
-    """Prompts may fill every step, however long requests that decode wait for it."""
-
-    def begin(self, decoding: list[Request], num_tokens: int, budget: int, line: PromptLine, step: int) -> FullStep:
-        """The room for prompts in the step with this number, in which these requests decode `num_tokens` tokens in
-        all."""
-        return FullStep(budget, line)
-
-
-UNBOUNDED_PROMPTS = UnboundedPrompts()
 
 
 class PromptTime(UnboundedPrompts):

@@ -25,8 +25,8 @@ from outrider.core import (
 from outrider.core.speculation import NO_SPECULATION, Speculation
 from outrider.sched.batch import BatchBuilder
 from outrider.sched.faults import Suspects
+from outrider.sched.full_step import UNBOUNDED_PROMPTS, FullStep, PromptLine, UnboundedPrompts
 from outrider.sched.giving_way import Tenure, held_tokens, least_important
-from outrider.sched.prompt_time import UNBOUNDED_PROMPTS, FullStep, PromptLine, UnboundedPrompts
 from outrider.sched.request import Request, State
 from outrider.sched.row_resources import MAX_WITHOUT_ROOM, Overdue, Room, RowResource, RowResources
 from outrider.sched.shares import NO_TENANT, Tenant, TenantShares

@@ -11,8 +11,8 @@ from outrider.core import Admission, Limits
 from outrider.drafters.base import Drafter, Drafts, Step
 from outrider.drafters.guard import DrafterGuards
 from outrider.drafters.ngram import NgramDrafter
-from outrider.runner.rank_group import WatchedRanks, WorkerRanks
 from outrider.runner.rank_link import STATUS_FIELDS, RankLink, RankStatus
+from outrider.runner.worker_ranks import WatchedRanks, WorkerRanks
 
 
 class CountedRanks:
@@ -31,7 +31,7 @@ class CountedRanks:
 def guarded(drafter: Drafter, group: WatchedRanks) -> DrafterGuards:
     guards = DrafterGuards(drafter, group, WorkerRanks(RankLink(0, 2), group).without_sums)
     limits = Limits(max_requests=4, max_batched_tokens=16, max_len=32, max_drafts=2, vocab_size=64)
-    guards.bind([], limits, torch.device("cpu"))
+    guards.bind([], limits, torch.device("cpu"), lambda admissions: pytest.fail("no slot is filled"))
     return guards
 
 

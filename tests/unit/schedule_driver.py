@@ -16,7 +16,8 @@ from outrider.cache.pages import PageKey, PagePool
 from outrider.core import Finish, Limits, ScheduledBatch, StepResult
 from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
-from outrider.sched.prompt_time import UNBOUNDED_PROMPTS, PromptTime, UnboundedPrompts
+from outrider.sched.full_step import UNBOUNDED_PROMPTS, UnboundedPrompts
+from outrider.sched.prompt_time import PromptTime
 from outrider.sched.request import Request, State
 from outrider.sched.scheduler import Scheduler
 from outrider.speculation.draft_counts import DraftCounts, DraftPlan, SettledDrafts

@@ -12,10 +12,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))
 
 import bursts
 
+from outrider.sched.full_step import UnboundedPrompts
 from outrider.sched.prompt_time import PromptTime
 
 BOUNDED = bursts.Engine("bounded", lambda: PromptTime(0.012, bursts.COSTS), 64)
-FULL = bursts.Engine("full", lambda: None, 64)
+FULL = bursts.Engine("full", UnboundedPrompts, 64)
 
 
 @pytest.mark.parametrize("streams", [16, 48])

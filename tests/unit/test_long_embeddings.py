@@ -12,7 +12,8 @@ from outrider.core import Limits
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.pooling_params import PoolingParams
-from outrider.sched.prompt_time import UNBOUNDED_PROMPTS, PromptTime, UnboundedPrompts
+from outrider.sched.full_step import UNBOUNDED_PROMPTS, UnboundedPrompts
+from outrider.sched.prompt_time import PromptTime
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 from tests.unit.hash_mixer import make_layout

@@ -12,7 +12,8 @@ from outrider.cache.pages import PagePool
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.costs import MixedStepCosts, ReadCost
 from outrider.core.params import SamplingParams
-from outrider.sched.prompt_time import ESTABLISHED_STEPS, Burst, Patience, PromptLine, PromptTime, burst_bounds
+from outrider.sched.full_step import PromptLine
+from outrider.sched.prompt_time import ESTABLISHED_STEPS, Burst, Patience, PromptTime, burst_bounds
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 from outrider.sched.waiting import WaitingRequests

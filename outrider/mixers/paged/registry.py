@@ -8,17 +8,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
 from outrider.cache.kinds import MODEL_CACHE, CacheType
 from outrider.config import BACKENDS as SETTINGS
+from outrider.core.lazy_exports import LateModule
 from outrider.kernels import cpu as native
 from outrider.kernels import ops
 from outrider.mixers.paged.backend import Backend
 from outrider.mixers.paged.codecs import FP8_NAMES
 from outrider.mixers.paged.native_backend import NativeBackend
-from outrider.mixers.paged.torch_backend import TorchBackend
+
+if TYPE_CHECKING:
+    from outrider.mixers.paged import flex_backend, torch_backend, triton_backend
+else:
+    flex_backend = LateModule("outrider.mixers.paged.flex_backend")
+    torch_backend = LateModule("outrider.mixers.paged.torch_backend")
+    triton_backend = LateModule("outrider.mixers.paged.triton_backend")
 
 ALIASES = {"cpu": "native"}
 MASKED = ["flex", "torch"]  # backends that serve layers with masks, in the order in which `auto` prefers them
@@ -95,27 +103,11 @@ def _refuses_flex(device: torch.device, dtype: torch.dtype) -> str | None:
     return None
 
 
-def _make_flex(max_drafts: int) -> Backend:
-    from outrider.mixers.paged.flex_backend import FlexBackend
-
-    return FlexBackend()
-
-
-def _make_triton(max_drafts: int) -> Backend:
-    from outrider.mixers.paged.triton_backend import TritonBackend
-
-    return TritonBackend(decode_kernel_max_query=1 + max_drafts)
-
-
-def _make_exact_triton(max_drafts: int) -> Backend:
-    from outrider.mixers.paged.triton_backend import ExactTritonBackend
-
-    return ExactTritonBackend(decode_kernel_max_query=1 + max_drafts)
-
-
-register_backend(BackendEntry("triton", _refuses_triton, _make_triton, _make_exact_triton,
+register_backend(BackendEntry("triton", _refuses_triton,
+                              lambda max_drafts: triton_backend.TritonBackend(decode_kernel_max_query=1 + max_drafts),
+                              lambda max_drafts: triton_backend.ExactTritonBackend(1 + max_drafts),
                               serves_type=lambda cache_type: cache_type.name in (MODEL_CACHE.name, *FP8_NAMES)))
 register_backend(BackendEntry("native", _refuses_native, lambda _: NativeBackend(), lambda _: NativeBackend()))
-register_backend(BackendEntry("flex", _refuses_flex, _make_flex))
-register_backend(BackendEntry("torch", lambda device, dtype: None, lambda _: TorchBackend(),
+register_backend(BackendEntry("flex", _refuses_flex, lambda _: flex_backend.FlexBackend()))
+register_backend(BackendEntry("torch", lambda device, dtype: None, lambda _: torch_backend.TorchBackend(),
                               serves_type=lambda cache_type: True))
