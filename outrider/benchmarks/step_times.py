@@ -104,7 +104,7 @@ class TimedEngine:
         return self._source.choices(range(min(LOWEST_ID, highest // 2), highest + 1), k=length)
 
     def decode_pace(self, prompts: list[list[int]], num_steps: int) -> Pace:
-        """The pace of steps in which all of the prompts decode, so many one after the other."""
+        """The pace of `num_steps` steps in a row in which all prompts decode."""
         self._runner.steps.clear()
         self._add(prompts, self._answer_len([len(prompt) for prompt in prompts], num_steps + 8))
         while len(self._decoding(len(prompts))) < num_steps + 2:

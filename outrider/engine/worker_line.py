@@ -39,7 +39,8 @@ class WorkerLine:
 
     @property
     def takes_steps(self) -> bool:
-        """False after a step that never reached the worker, which must not go on without it: until `drain`."""
+        """Whether steps may be queued. False after a step failed to reach the worker, until `drain`: later steps would
+        build on the missing one."""
         return not self._is_step_missing
 
     @property

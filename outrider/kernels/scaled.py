@@ -84,7 +84,7 @@ class Scaled:
     def tiled(self, is_tiled: bool = True) -> Scaled:
         """This weight with its bytes in another order, in place. Tiled: 64 bytes of 64 outputs follow each other in the
         order in which the threads of a tensor core hold them, four neighbours with two columns of two outputs. Codes of
-        4 bits first become halves of 128 columns, whatever the group is. Slices of whole tiles of outputs remain such.
+        4 bits first become halves of 128 columns, whatever the group is. Slices of whole tiles of outputs stay tiled.
         """
         if is_tiled == self.is_tiled:
             return self
@@ -139,8 +139,8 @@ class Scaled:
 
 
 def arrange(weight: Scaled, dtype: torch.dtype) -> Scaled:
-    """The weight [outputs, inputs] in the form in which products with token rows of a dtype read it, made in place:
-    here that of files."""
+    """Bring the weight [outputs, inputs], in place, into the form that products with token rows of this dtype read. In
+    plain torch that is the form of the files."""
     return replace(weight.tiled(False), blocks=None)
 
 

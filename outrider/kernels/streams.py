@@ -68,7 +68,7 @@ def mean_streams(streams: Tensor, num_streams: int) -> Tensor:
 
 
 class StreamRule(NamedTuple):
-    """How the weights of hyper-connections are made of a product's results."""
+    """How the weights of hyper-connections are computed from logits."""
 
     num_streams: int
     rms_eps: float

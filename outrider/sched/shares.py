@@ -59,7 +59,8 @@ class TenantShares:
         return sorted(tenants, key=lambda tenant: (computed.get(tenant, 0), self.rows[tenant]))
 
     def num_reserved(self, tenant: Tenant, waiting: Mapping[Tenant, int]) -> int:
-        """Free rows that a tenant must leave to those that have fewer. waiting: requests of each tenant that wait."""
+        """How many free rows a tenant must leave to tenants that have fewer rows. waiting: the waiting requests of each
+        tenant."""
         if len(waiting) < 2:
             return 0
         own = self.rows[tenant]

@@ -19,7 +19,7 @@ PROBE_AFTER = 32  # steps without drafts until a request tries one, whatever the
 
 
 class Memory(NamedTuple):
-    """How far a request's own counts are believed."""
+    """How much weight a request's own counts have against the rates of all requests."""
 
     decay: float  # factor on the counts, per observation
     prior_weight: float  # observations that the shared rate is worth to a new request
@@ -82,9 +82,8 @@ def add_decayed(total: float, decay: float, num: int, added: float) -> float:
 
 
 def believed_weight(weight: float, deviation: float, variance: float) -> float:
-    """How many observations the usual rate counts for. This is `weight`, or less for a request that deviates from the
-    usual rate by more than chance explains, since it may be of a new kind. variance: of the deviations that chance
-    explains."""
+    """The weight of the usual rate, as a number of observations: `weight`, or less for a request that deviates from the
+    usual rate by more than chance explains. variance: how much deviation chance explains."""
     return weight / max(1.0, deviation * deviation / variance / USUAL_DEVIATION)
 
 
@@ -156,7 +155,7 @@ class Acceptance:
         return gains
 
     def _own_weight(self, rates: Rates) -> float:
-        """How many observations the shared rate counts for, for a request with these rates."""
+        """The weight of the shared rate, as a number of observations, for a request with these rates."""
         weight, tried = self._memory.prior_weight, rates.tried[0]
         if not tried:
             return weight

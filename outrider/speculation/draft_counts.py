@@ -44,8 +44,8 @@ class DraftCounts(ABC):
         device is known."""
 
     def beside_prompts(self, plan: DraftPlan) -> DraftPlan:
-        """The plan that was just made, changed for a step that also computes prompts, in which the device shares no
-        rows out."""
+        """Change the plan that was just made for a step that also computes prompts: in such a step the device does not
+        share token rows out."""
         return plan if plan.sharing is None else DraftPlan(plan.sharing.fixed_drafts, plan.num_wanted)
 
     def begin(self, requests: Sequence[DraftedRequest]) -> int:

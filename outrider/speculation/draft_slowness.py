@@ -1,11 +1,11 @@
 """DraftSlowness: how much longer drafts take than foreseen when other processes use the machine.
 
 Costs are measured at start-up, as if nothing else ran. Another process may take a core, or the memory's bandwidth, and
-slow what drafts add more than the step that they are added to. Steps of a request have more drafts and fewer by turns,
-so both are seen under the same conditions, and the factor on the time of drafts is the one by which their times agree
-best. What was foreseen is believed until there is evidence: the noisier the times, the more of it. Where all steps have
-equally many drafts, some steps that check none are asked for once the machine's speed has changed. What was found
-holds while drafts rest, until the machine's speed changes again."""
+slow what drafts add more than the step that they are added to. The number of drafts varies from step to step, so steps
+with many and with few drafts are seen under the same conditions. The factor on the time of drafts is chosen so that
+both agree best with their measured times. Until there is enough evidence the factor is 1; noisier times need more
+evidence. If all steps have equally many drafts, some steps without drafts are asked for when the machine's speed has
+changed. The factor stays while drafts rest, until the machine's speed changes again."""
 
 from __future__ import annotations
 
@@ -40,17 +40,19 @@ class DraftSlowness:
 
     @property
     def wants_look(self) -> bool:
-        """Whether the next step should check no drafts, so that their time can be told from that of the step."""
+        """Whether the next step should check no drafts, so that the time of drafts can be told from the time of
+        steps."""
         return self._looks_left > 0 and self._num_checking + 1 >= (NEAR if self._looks_left > MORE_LOOKS else APART)
 
     @property
     def wants_rest(self) -> bool:
-        """Whether the drafter should rest in the next step: the machine is so slow that it is worth what it misses."""
+        """Whether the drafter should rest in the next step: the machine is so slow that resting is worth the tokens it
+        will not have read."""
         return self._looks_left > MORE_LOOKS and self._level > SEVERE
 
     def observe(self, plain: float, added: float, seconds: float, *, checks_drafts: bool) -> bool:
-        """A step has taken `seconds`; `plain` was foreseen without its drafts, and `added` for these. Returns whether
-        the machine's speed has changed."""
+        """Note that a step has taken `seconds`. Foreseen were `plain` seconds without its drafts and `added` for the
+        drafts. Returns whether the machine's speed has changed."""
         if plain <= 0 or seconds <= 0:  # a clock that stands still
             return False
         self._steps.append((max(0.0, added / plain), math.log(seconds / plain)))

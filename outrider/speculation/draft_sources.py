@@ -46,8 +46,8 @@ class DraftSources:
         self._device.observe([(request_id, num_drafted, num_accepted)])
 
     def prefers_host(self, request_id: int, num_unknown: int, most: int) -> bool:
-        """Whether more of `most` drafts will probably be accepted of the last guess than of the device's drafts.
-        num_unknown: tokens of the guess that steps in flight yield, which must be right first."""
+        """Whether, of `most` drafts, more will probably be accepted from the host's last guess than from the device.
+        num_unknown: tokens at the guess's beginning that steps in flight yield; they must be right first."""
         guess = self._guesses[request_id]
         gains = self._host[guess.match].gains(request_id)
         usable = min(most, len(guess.tokens) - num_unknown)

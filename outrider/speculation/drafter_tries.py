@@ -32,8 +32,8 @@ HOPELESS = 0.9  # acceptance that drafts would need: none are tried
 
 
 class ProposedDepth:
-    """The most drafts of a request, from step to step. It is what pays, but at most what the step before proposed, and
-    now and then one draft more, to see whether that pays by now."""
+    """The most drafts of a request in each step: the number that pays, at most as many as the step before proposed. Now
+    and then it is one more, to see whether that pays by now."""
 
     def __init__(self, k: int, *, tries_from_rest: bool) -> None:
         """tries_from_rest: also where no draft pays."""
@@ -43,7 +43,7 @@ class ProposedDepth:
         self._since = 0  # steps since the last try
 
     def next(self, best: int) -> int:
-        """Drafts for the coming step, when `best` would pay."""
+        """The most drafts for the next step, if `best` would pay."""
         now = max(min(best, self.proposed), self._tried)
         interval = PROBE_DEPTH_AFTER if best else PROBE_ALL_AFTER
         self._since += 1
@@ -93,7 +93,8 @@ class DrafterSight:
 
 
 class DrafterTries:
-    """The steps in which requests try a draft of a drafter that rests otherwise, within `TRY_SHARE` of the time."""
+    """Chooses the steps in which requests try drafts of a resting drafter. Tries take at most `TRY_SHARE` of the
+    time."""
 
     def __init__(self, costs: StepCosts, times: ObservedTimes) -> None:
         self._costs, self._times = costs, times
@@ -113,7 +114,7 @@ class DrafterTries:
         self._saved = max(self._saved, MOST_SAVED * step)
 
     def begin(self, request_ids: Collection[int], num_requests: int, rate: float, *, num_reading: int = 0) -> bool:
-        """Let these of the `num_requests` requests try drafts, if enough time is saved. rate: of recent acceptance.
+        """Let these of the `num_requests` requests try drafts, if enough time is saved. rate: recent acceptance.
         num_reading: steps without drafts before the try."""
         costs, count = self._costs, len(request_ids)
         plain, reading, drafted = (self._times.ratio(num_requests, depth) for depth in (0, READING, 1))

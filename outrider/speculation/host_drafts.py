@@ -1,6 +1,7 @@
 """HostDrafts: drafts that a drafter on the host makes for the batch which is being scheduled.
 
-The host knows settled tokens only, so a draft continues those, with room for what steps in flight may accept of it.
+The host knows settled tokens only, so a draft continues the settled tokens, and is longer by the tokens that steps in
+flight may yield.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class HostDrafts:
                 for request, most in zip(requests, counts, strict=True)]
 
     def take(self, rows: Container[int]) -> list[HostDraft]:
-        """The drafts of the batch that is about to be queued. rows: of its requests with drafts."""
+        """Take the drafts of the batch that is about to be queued. rows: the rows of its requests with drafts."""
         drafts, self._by_row = [draft for row, draft in self._by_row.items() if row in rows], {}
         return drafts
 

@@ -89,7 +89,8 @@ class IndividualDrafts(LearnedDrafts):
         return max(self._counts(requests, list(range(len(requests))), is_exact=False), default=0)
 
     def _counts_of_guesses(self, requests: Sequence[DraftedRequest], running: list[int], is_exact: bool) -> list[int]:
-        """Counts of drafts that cost nothing to guess. A request that has had none for a while tries one."""
+        """Counts of drafts for a drafter whose proposals take no time. A request that has had no draft for a while
+        tries one."""
         wanted = self._counts(requests, running, is_exact)
         plain, one = (self._step_seconds(count, len(running)) for count in (0, 1)) if running else (0.0, 0.0)
         if one - plain >= HOPELESS * plain / max(1, len(running)):  # an accepted draft would hardly pay

@@ -205,9 +205,9 @@ def awaiting(wait_for: Collector | None) -> None:
 
 
 def note_product(x: torch.Tensor, scratch: torch.Tensor) -> None:
-    """Say of the kernel that was just launched that it releases its dependents after it has waited for x: the kernel
-    behind it finds x complete without a wait of its own. It may run beside the product, so `scratch`, which the product
-    still writes, is kept until then: memory that the next kernel's wrapper allocates is never a part of it."""
+    """Note that the kernel just launched lets its successor start only after x is complete, so the successor need not
+    wait for x again. The successor may run while the product still writes `scratch`, so `scratch` is kept alive: memory
+    that the successor's wrapper allocates can never overlap it."""
     _last.product = _Product(_stream_of(x), x, scratch)
 
 

@@ -68,7 +68,8 @@ class Spans(NamedTuple):
 
 
 class DraftLevels(NamedTuple):
-    """The tensor that the levels of drafts go to, [logit rows] int64, and the place of these drafts in their chains."""
+    """Where the confidence levels of drafts are written: a tensor [logit rows] int64, and the place of these drafts in
+    their chains."""
 
     packed: torch.Tensor
     place: int

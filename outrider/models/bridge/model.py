@@ -255,7 +255,7 @@ class _GivenStates(nn.Module):
 
 
 class _States:
-    """The output of a base model with nothing but hidden states."""
+    """A base model's output object that has only hidden states."""
 
     def __init__(self, states: torch.Tensor | None) -> None:
         self.last_hidden_state = states
