@@ -8,7 +8,8 @@ from contextlib import aclosing
 from typing import Any
 
 from outrider.core.checked_request import CheckedRequest
-from outrider.core.outputs import CompletionOutput, Logprob
+from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
+from outrider.server.answer_json import write_answer
 from outrider.server.bodies import beside_loop
 from outrider.server.choice import ParsedChoice, plain_message
 from outrider.server.completions import prompt_logprobs_to_json
@@ -118,10 +119,14 @@ class _Chat:
         last = body.messages[-1]
         self._echo = plain_text(last.content) if body.echo and last.role == "assistant" else ""
 
-    async def answer(self) -> dict[str, Any]:
+    async def answer(self) -> list[bytes]:
         skips = self._body.skip_special_tokens is not False and not self._choices
         (last,) = await self._service.whole(self._body, self._requests, self._name.engine, self._usage,
                                             skip_special_tokens=skips)
+        num_tokens = len(last.prompt_logprobs or ()) + sum(len(sample.token_ids) for sample in last.outputs)
+        return await write_answer(lambda: self._answer(last), num_tokens)
+
+    def _answer(self, last: RequestOutput) -> dict[str, Any]:
         answer = self._head("chat.completion") | {
             "choices": [self._choice(sample) for sample in last.outputs], "usage": self._usage.to_json(),
             "metrics": self._usage.metrics_to_json(), "prompt_logprobs": None, "prompt_token_ids": None}

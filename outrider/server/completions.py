@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
+from outrider.server.answer_json import Written, write_answer
 from outrider.server.errors import ApiError
 from outrider.server.generation import Change, ChangeReader, Usage, finite, named
 from outrider.server.protocol import CompletionRequest
@@ -52,6 +54,15 @@ async def _read_prompts(service: Service, body: CompletionRequest) -> Sequence[T
     return await service.encode_prompts(body.prompt, "prompt", body.add_special_tokens is not False, truncation)
 
 
+class _PromptParts(NamedTuple):
+    """What every choice of one prompt repeats of it."""
+
+    text: str  # empty unless the answer begins with it
+    token_ids: Written | None
+    logprobs: Written | None
+    log: dict[str, Written] | None  # log-probabilities of the tokens of `text`, as TokenLog has them
+
+
 class _Completion:
     """One request to the route, from its checked requests to its answer."""
 
@@ -67,15 +78,28 @@ class _Completion:
                             for k in range(request.num_samples)
                             } if body.return_token_ids and body.prompt is not None else {}
 
-    async def answer(self) -> dict[str, Any]:
+    async def answer(self) -> list[bytes]:
         outputs = await self._service.whole(self._body, self._requests, self._id, self._usage,
                                             skip_special_tokens=self._body.skip_special_tokens is not False)
-        choices = [self._choice(output, sample, i * len(output.outputs) + sample.index)
-                   for i, output in enumerate(outputs) for sample in output.outputs]
         if self._body.max_tokens == 0:
             self._usage.leave_out_completions()
+        num_tokens = sum((len(output.prompt_token_ids or ()) if self._repeats_prompt else 0) + len(sample.token_ids)
+                         for output in outputs for sample in output.outputs)
+        return await write_answer(lambda: self._answer(outputs), num_tokens)
+
+    def _answer(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        choices = []
+        for i, output in enumerate(outputs):
+            prompt = self._prompt_parts(output)
+            choices += [self._choice(prompt, sample, i * len(output.outputs) + sample.index)
+                        for sample in output.outputs]
         return self._head | {"choices": choices, "usage": self._usage.to_json(),
                              "metrics": self._usage.metrics_to_json()}
+
+    @property
+    def _repeats_prompt(self) -> bool:
+        """Whether each choice has the tokens of its prompt in some form."""
+        return bool(self._body.echo or self._body.return_token_ids or self._body.prompt_logprobs is not None)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
         n = self._requests[0].num_samples
@@ -86,8 +110,9 @@ class _Completion:
         logs = [self._token_log() for _ in range(num_logs)]  # by choice
         echoes = {}  # by choice, until it is given
         if self._body.echo:
-            echoes = {i * n + k: self._prompt_text(list(request.token_ids))
-                      for i, request in enumerate(self._requests) for k in range(n)}
+            texts = await asyncio.to_thread(lambda: [self._prompt_text(list(request.token_ids))
+                                                     for request in self._requests])
+            echoes = {i * n + k: text for i, text in enumerate(texts) for k in range(n)}
         head = compact(self._head)[:-1]
         async with aclosing(self._service.run(self._requests, self._id)) as parts:
             async for i, increments in parts:
@@ -131,32 +156,39 @@ class _Completion:
         return (f'data: {head},"choices":[{{"index":{change.choice},"text":{quoted(change.text)},'
                 f'"logprobs":{logprobs},"finish_reason":{reason}{stop}{ids}}}]{usage}}}\n\n')
 
-    def _choice(self, output: RequestOutput, sample: CompletionOutput, index: int) -> dict[str, Any]:
+    def _prompt_parts(self, output: RequestOutput) -> _PromptParts:
+        """Write what the choices of one prompt repeat of it."""
+        text, ids, logprobs, before = "", None, None, None
+        if self._body.echo:
+            text = self._prompt_text(output.prompt_token_ids)
+            if output.prompt_logprobs is not None and self._body.logprobs is not None:
+                log = self._token_log(skip_special_tokens=False)
+                log.add(output.prompt_token_ids, output.prompt_logprobs)
+                taken = log.take(len(text), is_last=True)
+                before = {name: Written.from_value(own) for name, own in taken.items()}
+        if output.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
+            logprobs = Written.from_value(prompt_logprobs_to_json(output.prompt_logprobs))
+        if self._body.return_token_ids and self._body.prompt is not None:
+            ids = Written.from_value(list(output.prompt_token_ids))
+        return _PromptParts(text, ids, logprobs, before)
+
+    def _choice(self, prompt: _PromptParts, sample: CompletionOutput, index: int) -> dict[str, Any]:
         choice: dict[str, Any] = {"index": index, "text": sample.text, "logprobs": None,
                                   "finish_reason": sample.finish_reason, "stop_reason": sample.stop_reason,
-                                  "prompt_logprobs": None, "token_ids": None, "prompt_token_ids": None}
-        prompt = ""
+                                  "prompt_logprobs": prompt.logprobs, "token_ids": None, "prompt_token_ids": None}
         if self._body.max_tokens == 0:
             sample = replace(sample, text="", token_ids=[], logprobs=None if sample.logprobs is None else [])
             choice |= {"text": "", "finish_reason": "length", "stop_reason": None}
         if self._body.echo:
-            prompt = self._prompt_text(output.prompt_token_ids)
-            choice["text"] = prompt + sample.text
+            choice["text"] = prompt.text + sample.text
         if sample.logprobs is not None:
-            log = self._token_log(len(prompt))
+            log = self._token_log(len(prompt.text))
             log.add(sample.token_ids, sample.logprobs)
-            written = log.take(len(sample.text), is_last=True)
-            if self._body.echo and output.prompt_logprobs is not None:
-                log = self._token_log(skip_special_tokens=False)
-                log.add(output.prompt_token_ids, output.prompt_logprobs)
-                before = log.take(len(prompt), is_last=True)
-                written = {name: before[name] + own for name, own in written.items()}
-            choice["logprobs"] = written
-        if output.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs_to_json(output.prompt_logprobs)
+            own = log.take(len(sample.text), is_last=True)
+            choice["logprobs"] = own if prompt.log is None else {
+                name: prompt.log[name].extended(values) for name, values in own.items()}
         if self._body.return_token_ids:
-            ids = None if self._body.prompt is None else output.prompt_token_ids
-            choice |= {"token_ids": sample.token_ids, "prompt_token_ids": ids}
+            choice |= {"token_ids": sample.token_ids, "prompt_token_ids": prompt.token_ids}
         return choice
 
     def _token_log(self, begin: int = 0, skip_special_tokens: bool | None = None) -> TokenLog:
