@@ -75,7 +75,7 @@ class RequestChecks:
                 joined.append(tokenizer.encode(tokenizer.render_chat(messages, chat_template=chat_template,
                                                                      add_generation_prompt=False)))
             elif classes.separates_pairs:
-                joined.append(tokenizer.backend.encode(one, other).ids)
+                joined.append(tokenizer.encoding((one, other)).ids)
             else:
                 joined.append(tokenizer.encode(one + other))
         return joined

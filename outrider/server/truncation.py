@@ -40,7 +40,7 @@ class Truncation:
         return cls(num_tokens, body.truncation_side or side)
 
     def encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
-        encoded = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
+        encoded = tokenizer.encoding(text, add_special_tokens)
         ids: list[int] = encoded.ids
         if len(ids) <= self.num_tokens:
             return ids

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -296,3 +297,24 @@ def test_missing_and_damaged_files_are_named_with_what_to_do(tmp_path: Path) -> 
     (tmp_path / "tokenizer_config.json").write_text("{'")
     with pytest.raises(TokenizerError, match="tokenizer_config.json is not valid JSON"):
         Tokenizer.load(tmp_path)
+
+
+def test_other_threads_run_while_a_long_text_is_tokenized() -> None:
+    """A server's event loop is one of them, and other tenants' streams are in it."""
+    tokenizer, num_ticks, is_done = Tokenizer(trained(PRE["qwen2"])), 0, threading.Event()
+
+    def tick() -> None:
+        nonlocal num_ticks
+        while not is_done.wait(0.001):
+            num_ticks += 1
+
+    ticking = threading.Thread(target=tick)
+    ticking.start()
+    try:
+        before = num_ticks
+        encoding = tokenizer.encoding("x1 " * 300_000)
+        num_meanwhile = num_ticks - before
+    finally:
+        is_done.set()
+        ticking.join()
+    assert len(encoding.ids) >= 300_000 and num_meanwhile > 10
