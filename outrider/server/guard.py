@@ -41,6 +41,9 @@ BODY_SECONDS = 60.0  # for a client to send its body
 # What is read of a body that is refused: a client that is still sending when the connection closes gets no answer.
 UNREAD_BYTES = 1 << 28
 JOINED_IN_LOOP = 1 << 18  # bytes
+# Bytes of an answer that are sent at once. The connection copies what its client has not read, so that clients that
+# ask for a large answer and do not read it would each hold a copy of all of it.
+PIECE_BYTES = 1 << 16
 UNREAD_IDLE_SECONDS = 1.0  # without a further piece
 IS_READ = "outrider.body_is_read"  # in the scope: nothing of the body is left to be read
 TENANT = "outrider.tenant"  # in the scope: a digest of the key that was used, or None
@@ -203,9 +206,19 @@ def _with_header(send: Send, name: bytes, value: bytes, on_refused: Callable[[in
             on_start()
             if on_refused is not None and (400 <= message["status"] < 500 or message["status"] == 503):
                 on_refused(message["status"])
+        elif len(message.get("body", b"")) > PIECE_BYTES:
+            return _send_pieces(send, message)
         return send(message)
 
     return send_with
+
+
+async def _send_pieces(send: Send, message: Message) -> None:
+    """Send a part of a body in pieces, each when the connection has room for it."""
+    body = message["body"]
+    for start in range(0, len(body), PIECE_BYTES):
+        more_body = start + PIECE_BYTES < len(body) or message.get("more_body", False)
+        await send({**message, "body": body[start : start + PIECE_BYTES], "more_body": more_body})
 
 
 async def send_error(send: Send, path: str, error: ApiError, unread: Awaitable[None] | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import socket
 import threading
@@ -17,7 +18,7 @@ import pytest
 from outrider.async_llm import AsyncLLM
 from outrider.engine.text import Tokenizer
 from outrider.server.errors import ApiError
-from outrider.server.guard import Guard
+from outrider.server.guard import PIECE_BYTES, Guard
 from outrider.server.held_bodies import HeldBodies, HeldBody
 from tests.server.rig import MODEL, PATIENCE, Served, served_fixture, tiny_engine
 
@@ -269,6 +270,29 @@ def test_bodies_count_for_their_keys_until_they_are_answered() -> None:
     full = HeldBody(guard._bodies)
     full.add(guard._digest(b"one").hex()[:16], 64 * 100)
     assert ask("one", "/x", b"x") == 429 and ask("two", "/x", b"x") == 200
+
+
+def test_a_large_answer_is_sent_in_pieces() -> None:
+    """Each piece waits until the connection has room for it, which would copy the whole answer otherwise."""
+    body, sent = os.urandom(3 * PIECE_BYTES + 5), list[Any]()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        for more_body in (True, False):
+            await send({"type": "http.response.body", "body": body, "more_body": more_body})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    guard = Guard(app, keys=[], max_body_bytes=100)
+    asyncio.run(guard({"type": "http", "method": "GET", "path": "/x", "headers": []}, receive, send))
+    pieces = sent[1:]
+    assert max(len(piece["body"]) for piece in pieces) <= PIECE_BYTES
+    assert b"".join(piece["body"] for piece in pieces) == body + body
+    assert [piece["more_body"] for piece in pieces] == [True] * (len(pieces) - 1) + [False]
 
 
 def test_a_key_whose_requests_hold_too_many_bytes_is_told_to_wait(guarded: Served) -> None:
