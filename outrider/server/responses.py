@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from outrider.core.fields import shown
 from outrider.server.bodies import IS_LARGE, LARGE, MAX_VALUES, BodyRoute, beside_loop
 from outrider.server.body_errors import check_query
+from outrider.server.body_json import parse_large
 from outrider.server.errors import ApiError
 from outrider.server.guard import TENANT
 from outrider.server.protocol import ChatRequest, ResponseFormat
@@ -144,7 +145,8 @@ def _chat(body: ResponsesRequest, earlier: tuple[StoredItem, ...]) -> ChatReques
 
 
 def _messages(body: ResponsesPrompt, earlier: tuple[StoredItem, ...]) -> list[Any]:
-    return chat_messages(body.instructions, [*CONVERSATION.validate_json(_joined(earlier)), *body.input_items])
+    items = CONVERSATION.validate_python(parse_large(_joined(earlier)))  # pydantic's own parser refuses deep values
+    return chat_messages(body.instructions, [*items, *body.input_items])
 
 
 class _Response:

@@ -202,3 +202,15 @@ def test_the_store_is_bounded_in_number_bytes_and_time(monkeypatch: pytest.Monke
     assert kept(store, "own", "deg") == "eg" and kept(store, "other", "z") == "z"
     clock.now += 1
     assert kept(store, "own", "deg") == "g" and kept(store, "other", "z") == ""
+
+
+@pytest.mark.parametrize("depth", [100, 500])
+def test_a_conversation_goes_on_behind_deep_values(served: Served, depth: int) -> None:
+    """Whatever a body may have can be continued: a stored item is read as the body was."""
+    summary: list[Any] = []
+    for _ in range(depth):
+        summary = [summary]
+    items = [{"type": "reasoning", "content": [], "summary": summary}, {"role": "user", "content": "x"}]
+    client = served.client("one")
+    first = respond(client, input=items)
+    respond(client, input="y", previous_response_id=first.id)
