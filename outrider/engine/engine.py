@@ -37,12 +37,11 @@ class Engine:
                  submits_early: bool = False) -> None:
         """make_scheduler: for steps from a generation on. submits_early: with one step in flight, the next one is
         queued before the last one's tokens go out."""
-        self.weights_version = 0  # how many updates of weights were complete
+        self._requests, self.keepers = requests, requests.keepers
         self._make_scheduler, self._watchers = make_scheduler, tuple(watchers)
         self.scheduler = self._watched_scheduler(0)
         self.worker = worker
         self.checks, self.model, self.limits = checks, checks.model, checks.model.limits
-        self._requests, self.keepers = requests, requests.keepers
         worker.on_death = self.keepers.close
         self.stats = stats
         self.trace = UntracedSteps()  # a StepTrace, set before the first step, traces some steps
@@ -54,6 +53,11 @@ class Engine:
     @property
     def runner(self) -> Runner:
         return self.worker.runner
+
+    @property
+    def weights_version(self) -> int:
+        """How many updates of weights were complete."""
+        return self._requests.weights_version
 
     @property
     def has_ended(self) -> bool:
@@ -127,9 +131,8 @@ class Engine:
     def take_new_weights(self) -> None:
         """Raise the version of the weights, after `rest` and a complete update. No page of older weights can be found
         any more, and outputs say which tokens come from which version."""
-        self.weights_version += 1
+        self._requests.use_weights(self.weights_version + 1)
         self.scheduler.cache.use_weights(self.weights_version)
-        self._requests.use_weights(self.weights_version)
 
     def forget_cached(self) -> bool:
         """Forget cached pages that no request holds. Returns whether no page can be found any more."""

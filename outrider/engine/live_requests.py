@@ -66,7 +66,7 @@ class LiveRequests:
         self.keepers = keepers
         self._model, self._seed = model, seed
         self._ids = count()
-        self._weights_version = 0
+        self.weights_version = 0  # how many updates of weights were complete
         self._num_accepted = 0  # requests, with a seed or without: what the seed of the next one is drawn from
         self._live: dict[str, _Live] = {}
         self._samples: dict[int, tuple[_Live, Output]] = {}  # by the scheduler's request id
@@ -122,7 +122,7 @@ class LiveRequests:
         """Build the request and the objects that turn its tokens into outputs; nothing is registered yet."""
         task, prompt_len, model = asked.params, len(asked.token_ids), self._model
         metrics = RequestMetrics(arrival_time=time.perf_counter())
-        keys = [SampleKey(request_id, index, asked.seed, metrics, self._weights_version)
+        keys = [SampleKey(request_id, index, asked.seed, metrics, self.weights_version)
                 for index in range(asked.num_samples)]
         if isinstance(task, HiddenTask):
             gatherer = task.make_gatherer(keys[0], prompt_len, model.classes)
@@ -148,7 +148,7 @@ class LiveRequests:
 
     def use_weights(self, version: int) -> None:
         """Later tokens of all requests come from this version of the weights."""
-        self._weights_version = version
+        self.weights_version = version
         for _, sample in self._samples.values():
             if isinstance(sample, SampleOutput):
                 sample.use_weights(version)
