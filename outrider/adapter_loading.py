@@ -62,7 +62,8 @@ def loaded(engine: Engine, run: Run, requests: Sequence[CheckedRequest],
 
 async def load(adapters: AdapterLoads, call: Callable[[Callable[[], Any]], Future[Any]],
                begin: Callable[[], AdapterHold]) -> AdapterHold:
-    """Wait until an adapter is loaded, and return the hold that keeps it. `begin` calls `begin` or `hold`."""
+    """Wait until an adapter is loaded, and return the hold that keeps it. `begin` starts the load: it calls
+    `AdapterLoads.begin` or `AdapterLoads.hold`."""
 
     def begin_and_look() -> tuple[AdapterHold, bool]:
         hold = begin()

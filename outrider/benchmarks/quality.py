@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _perplexity(llm: LLM, tokenizer: Tokenizer, text: str, args: argparse.Namespace) -> tuple[float, int]:
-    """The perplexity, and how many tokens it is of. Each window begins as a prompt does; its own first token, which has
-    nothing before it, is not counted."""
+    """The perplexity, and the number of tokens that it was computed from. Each window begins as a prompt does; its own
+    first token, which has nothing before it, is not counted."""
     begin = tokenizer.encode("")
     ids = tokenizer.encode(text, add_special_tokens=False)
     width, wanted = args.window - len(begin), args.text_tokens

@@ -47,7 +47,8 @@ CacheEvent = PageStored | PageRemoved | AllRemoved
 
 
 class CacheEvents:
-    """The events of an engine's caches, in one record for its whole life, whatever caches it has one after another."""
+    """The record of an engine's cache events. It outlives the caches: an engine that starts again has a new cache and
+    the same record."""
 
     def __init__(self, layout: CacheLayout, labels: Mapping[str, str] = MappingProxyType({})) -> None:
         """labels: public names of keys that requests have."""

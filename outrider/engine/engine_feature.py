@@ -19,7 +19,7 @@ class Order(Protocol):
 
 
 class EngineFeature:
-    """Methods do nothing unless a feature defines them."""
+    """The engine's half of a feature: a subclass overrides the methods it needs, the others do nothing."""
 
     reads_extra_args = False  # whether requests pass it values in `SamplingParams.extra_args`
 

@@ -63,7 +63,7 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
 
 @dataclass(frozen=True)
 class HiddenRows:
-    """Vectors of the scheduled requests, in batch order."""
+    """The reported vectors of hidden states, one for each scheduled request, in batch order."""
 
     vectors: torch.Tensor  # flat, float32, float64 of a float64 model
     shapes: list[tuple[int, int] | None]  # (vectors, their size) of each request; None: it generates tokens

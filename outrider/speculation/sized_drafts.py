@@ -303,7 +303,8 @@ class SizedDrafts(LearnedDrafts):
 
     def _share_out(self, requests: Sequence[DraftedRequest], gains: list[list[float]],
                    choice: DraftChoice) -> list[int]:
-        """Drafts of each request. One that has had none for a while tries one, in the place of the least likely."""
+        """The number of drafts of each request. A request without drafts for a while tries one, in place of the least
+        likely draft."""
         drafts = [(gain, index) for index, own in enumerate(gains) for gain in own[: choice.depth]]
         drafts.sort(key=itemgetter(0), reverse=True)
         del drafts[choice.total :]

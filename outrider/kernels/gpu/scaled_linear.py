@@ -1,8 +1,9 @@
 """Products with weights of codes and scales (`kernels.scaled.Scaled`) in Triton, for any number of token rows.
 
 The weight is the first operand of every tile, so that tensor cores take 64 of its rows however few token rows there
-are. Token rows that are rounded to fp8 meet fp8 codes as they are; all other codes become the dtype of x in registers.
-Scales of whole groups multiply the sums of a group, which no rounding touches; those of short groups the numbers.
+are. Token rows that are rounded to fp8 are multiplied with fp8 codes directly; all other codes are converted to the
+dtype of x in registers. The scale of a long group multiplies the group's sum, which stays unrounded; the scales of
+short groups multiply the numbers.
 
 An output is one chain of additions over the columns, or the sum of several chains over ranges that depend on the
 weight's shape alone, added in order. A token row's bits depend on no other row; in exact mode not on their number

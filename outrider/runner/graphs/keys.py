@@ -217,7 +217,7 @@ class GraphKeys:
                 yield GraphKey(requests, requests * (1 + drafts), drafts, drafts > 0)
 
     def beyond_start(self) -> Iterator[GraphKey]:
-        """The largest decode steps, where start-up does not capture them: their kernels must be compiled as well."""
+        """The largest decode steps, if start-up does not capture them: their kernels must be compiled too."""
         requests, most = self.limits.max_requests, self.limits.max_drafts
         if requests > self.sizes.at_start[-1]:
             yield from self._of_sizes([requests], range(most + 1), longest=self._short)
