@@ -204,8 +204,8 @@ class SizedDrafts(LearnedDrafts):
 
     def _plan_by_acceptance(self, requests: Sequence[DraftedRequest], request_ids: list[int], most: int, *,
                             learns: bool) -> tuple[DraftChoice, float, list[list[float]]]:
-        """The best choice by each request's acceptance, its rate, and the gains of drafts. learns: how much requests
-        differ is estimated anew."""
+        """Return the best choice by each request's acceptance, the rate of tokens that it yields, and the gains of all
+        drafts. learns: how much requests differ is estimated anew."""
         if learns:
             self._next_learning = self._step + LEARN_SPREAD_EVERY
             self.acceptance.learn_spread(request_ids)

@@ -77,7 +77,7 @@ class BlockSizes:
         return config | {"architectures": ["DFlashDraftModel"], "dflash_config": nested}
 
     def speculators_config(self, draft_vocab_size: int, target_name: str) -> dict[str, Any]:
-        """The form of the speculators library."""
+        """The config in the form of the speculators library."""
         kind = "dspark" if self.markov_rank else "dflash"
         return {
             "architectures": ["DSparkSpeculator" if self.markov_rank else "DFlashSpeculator"],

@@ -160,7 +160,7 @@ def coded_tiles(
     activation: str | None = None, plan: TilePlan | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
     """[rows, n] of any number of token rows. With an activation: act(gate) * up of the product's halves [rows, n / 2].
-    While launches are collected, those of later steps too."""
+    While launches are collected, the launches of later steps are collected too."""
     name, (n, k), device = "coded_tiles", weight.shape, x.device
     require_tensor(name, "x", x, (None, k), device, (torch.bfloat16,))
     require_tensor(name, "weight", weight.codes, (n, None), device, (weight.codes.dtype,))
