@@ -50,6 +50,10 @@ class ErnieMoe(Ernie):
                            "moe_orthogonal_loss_lambda", "moe_z_loss_lambda", "moe_group", "moe_all_to_all_dropout")
         super().__init__(config, dtype=dtype, device=device, max_len=max_len)
 
+    def slot_name(self, name: str) -> str:
+        """The slot for a tensor's name: files have the correction beside the router, transformers' modules inside."""
+        return super().slot_name(name.replace(".gate.moe_statics.", ".moe_statics."))
+
     def ignores(self, name: str) -> bool:
         return super().ignores(name) or name.startswith(("model.mtp_", "mtp_"))
 

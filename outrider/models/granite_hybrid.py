@@ -31,7 +31,8 @@ from outrider.models.hybrid import LINEAR, HybridDecoder
 from outrider.models.nemotron_h import OLD_NAMES, UnplacedAttention
 
 EXPERTS, SHARED = "block_sparse_moe", "shared_mlp"
-EXPERT_TENSORS = {"router.layer.weight": "gate.weight", "input_linear.weight": "experts.gate_up_proj",
+EXPERT_TENSORS = {"router.layer.weight": "gate.weight", "router.weight": "gate.weight",
+                  "input_linear.weight": "experts.gate_up_proj",
                   "output_linear.weight": "experts.down_proj"}
 MLP_TENSORS = {"input_linear.weight": "gate_up_proj.weight", "output_linear.weight": "down_proj.weight"}
 

@@ -189,7 +189,7 @@ def one_by_one(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a source, each under the name of its slot if the model has one. `expanded` counts, by kind, the
     stored weights that became numbers."""
-    return _in_parts(_split_experts(tensors, slots), slots, expanded)
+    return _in_parts(split_experts(tensors, slots), slots, expanded)
 
 
 def _in_parts(
@@ -231,7 +231,7 @@ def _kept_parts(
     return parts
 
 
-def _split_experts(tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot]) -> Tensors:
+def split_experts(tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot]) -> Tensors:
     """The tensors, with a joint tensor of all experts split into one for each expert and projection if the model has
     slots for these. Files of one family have either form."""
     for name, tensor in tensors:

@@ -7,12 +7,17 @@ from outrider.models.llama import Mistral
 from outrider.models.qwen3_moe import read_rule
 
 EXPERT_NAMES = ("w1", "w3", "w2")  # gate, up and down in the checkpoint
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # in transformers, of each expert
 SPARSE = "block_sparse_moe"  # experts and their router in the checkpoint
 
 
 def published_name(name: str) -> str:
     """A tensor's name in the checkpoint, from the name of transformers' module."""
-    return name.replace(".mlp.", f".{SPARSE}.")
+    name = name.replace(".mlp.", f".{SPARSE}.")
+    if f".{SPARSE}.experts." in name:
+        for own, published in zip(PROJECTIONS, EXPERT_NAMES, strict=True):
+            name = name.replace(f".{own}.weight", f".{published}.weight")
+    return name
 
 
 class Mixtral(Mistral):

@@ -144,6 +144,10 @@ class NemotronH(HybridDecoder):
         self.layers = layers
         self.recurrent_layers = {own.part.index: own.part.mixer for own in layers if isinstance(own.part, Mamba2)}
 
+    def slot_name(self, name: str) -> str:
+        """The slot for a tensor's name. Files have another first word than transformers' modules."""
+        return super().slot_name(f"backbone.{name.removeprefix('model.')}" if name.startswith("model.") else name)
+
     def layer(self, index: int, kind: str) -> NemotronHLayer:
         hidden_size, dtype, device = self.sizes.hidden_size, self.dtype, self.device
         match kind:

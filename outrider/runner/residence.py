@@ -64,6 +64,7 @@ class Residence:
         self._are_incomplete = False  # the weights were dropped, or an update of them failed half-way
         self._stream: weight_update.WeightStream | None = None  # an update that has begun
         self._was_incomplete = False  # before that update
+        self._doubtful: set[str] = set()  # buffers that failed updates have replaced
         self._are_unread = False  # the weights were dropped and are awake; no file was read, because an update may come
         self._lacks_captures = False  # captured steps were dropped, and not captured again
         self._packed_bytes = parts.packed_bytes  # of second copies of weights, and of others that formats hold
@@ -173,17 +174,17 @@ class Residence:
             update.store()
             self._complete(names)
         except BaseException as error:
-            self._free_again(WEIGHTS)
+            self._doubt(names)
             raise WeightsIncomplete(f"an update of weights failed when some were changed already ({error!r}): "
                                     f"{ALL_NEEDED}") from error
         return self._end_update(len(names), start)
 
     def _check_whole(self, update: weight_update.WeightUpdate, names: Collection[str]) -> None:
         """Refuse an update that lacks weights which the model lacks, too. Those that were only dropped are read."""
-        if self._are_incomplete and self._are_unread and not update.is_whole(names):
+        if self._are_incomplete and self._are_unread and not update.is_whole(names, self._doubtful):
             self._read_weights()
         if self._are_incomplete:
-            update.check_whole(names)
+            update.check_whole(names, self._doubtful)
 
     def stream_weight(self, given: NamedArray | NamedTensor) -> None:
         """Replace one weight of an update whose tensors come one by one. If it does not fit and is the first, nothing
@@ -199,7 +200,7 @@ class Residence:
                 self._stream = None
                 if not stream.came:
                     raise
-                self._free_again(WEIGHTS)
+                self._doubt(stream.came)
                 raise WeightsIncomplete(f"an update of weights ended after {len(stream.came)} tensors ({error}): "
                                         f"{ALL_NEEDED}") from error
             stream.seconds += time.perf_counter() - start
@@ -217,16 +218,21 @@ class Residence:
             stream, self._stream, start = self._stream, None, time.perf_counter()
             if stream is None or not stream.came:
                 raise WeightError("the update has no tensor that the model uses")
-            missing = stream.missing() if needs_all or self._was_incomplete else ()
+            missing = stream.missing(self._doubtful) if needs_all or self._was_incomplete else ()
             try:
                 if missing:
                     raise WeightError(f"it lacks {some_names(missing)}")
                 self._complete(stream.came)
             except BaseException as error:
-                self._free_again(WEIGHTS)
+                self._doubt(stream.came)
                 raise WeightsIncomplete(f"an update of weights has ended and is not whole ({error}): "
                                         f"{ALL_NEEDED}") from error
             return self._end_update(len(stream.came), start - stream.seconds)
+
+    def _doubt(self, names: Iterable[str]) -> None:
+        """Called when an update has failed after it had changed some of these weights."""
+        self._doubtful |= set(filter(weight_update.is_buffer, names))
+        self._free_again(WEIGHTS)
 
     def _begin_update(self) -> None:
         """Called before the first weight changes."""
@@ -242,6 +248,7 @@ class Residence:
 
     def _end_update(self, num_tensors: int, start: float) -> UpdateReport:
         self._are_incomplete = False
+        self._doubtful.clear()
         self._asleep.pop(WEIGHTS, None)
         self._release()
         num_captured, seconds = self._capture_again()
@@ -260,11 +267,13 @@ class Residence:
     def _weights_to_free(self, level: int) -> list[FreedMemory]:
         """Two groups: what can be read or made again, and the rest, whose content is always kept."""
         modules = [self._parts.model, *(self._modules() if self._makes_drafter else [])]
-        slots = [slot.target for module in modules for slot in module.weights().values()]
+        named = [own for module in modules for own in module.weights().items()]
+        slots = [slot.target for name, slot in named if not weight_update.is_buffer(name)]
+        buffers = find_storages([slot.target for name, slot in named if weight_update.is_buffer(name)])
         heads = [module for module in self._modules() if isinstance(module, DraftHead)]
         formats = [linear.format for linear in find_modules(modules, Linear)]
         formats += [head.rounded_output.linear.format for head in heads if head.rounded_output is not None]
-        own = find_storages(head.own_tensors for head in heads)
+        own = find_storages(head.own_tensors for head in heads) | buffers
         every = find_storages([self._parts.model, *self._modules()])
         shared = find_storages([self._parts.model.group])  # other ranks know the addresses
         again = {key: storage for key, storage in find_storages([slots, formats]).items() if key not in own | shared}
@@ -306,6 +315,7 @@ class Residence:
         self._read_drafter(())
         self._prepare()
         self._are_incomplete = self._are_unread = False
+        self._doubtful.clear()
 
     def _read_drafter(self, given: Iterable[str]) -> None:
         """Fill the dropped weights of the drafter from one that is made anew, except for those that were given."""

@@ -18,7 +18,15 @@ import torch
 from outrider.formats import WeightSlot
 from outrider.layers import LayeredModule
 from outrider.models.base import Model
-from outrider.models.loader import Stored, check_finite, check_numbers, check_shape, one_by_one, some_names
+from outrider.models.loader import (
+    Stored,
+    check_finite,
+    check_numbers,
+    check_shape,
+    one_by_one,
+    some_names,
+    split_experts,
+)
 from outrider.models.mtp import MTPHead
 from outrider.models.sources import gguf_source
 from outrider.models.sources.folder import read_config
@@ -26,7 +34,14 @@ from outrider.models.sources.model_source import WeightError
 from outrider.models.sources.quantization import KEY, Quantization, quantization_section, read_quantization
 from outrider.runner.commands import NamedArray, UpdateWeights
 
+BUFFERS = ("e_score_correction_bias",)
 PIECE = 1 << 24  # numbers that are checked together: the device may be full
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a weight is no parameter in transformers. Trainers do not have it, so it is kept when others are dropped.
+    """
+    return name.endswith(BUFFERS)
 
 
 class UpdatedWeights:
@@ -42,10 +57,14 @@ class UpdatedWeights:
 
     def in_slots(self, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors of an update, each under the name of its slot if there is one."""
-        named = ((self._model.slot_name(name), tensor) for name, tensor in tensors)
-        for name, tensor in one_by_one(named, self.slots, Counter()):
+        apart = split_experts(self._named(tensors), self.slots)  # whose names may be those of modules, too
+        for name, tensor in one_by_one(self._named(apart), self.slots, Counter()):
             assert isinstance(tensor, torch.Tensor)
             yield name, tensor
+
+    def _named(self, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
+        for name, tensor in tensors:
+            yield name if name in self.slots else self._model.slot_name(name), tensor
 
     def check(self, name: str, tensor: torch.Tensor, *, has_form_of_model: bool) -> None:
         """Refuse a tensor that its slot cannot hold. has_form_of_model: bits come in the form of the model's files."""
@@ -69,9 +88,11 @@ class UpdatedWeights:
     def ignores(self, name: str) -> bool:
         return self._model.ignores(name) or any(name in head.description.names.shared for head in self._heads)
 
-    def missing(self, names: Collection[str]) -> Collection[str]:
-        """The model's weights that are not among the names."""
-        return self._model.weights().keys() - set(names)
+    def missing(self, names: Collection[str], doubtful: Collection[str]) -> Collection[str]:
+        """The model's weights that are not among the names. Buffers keep their values if they are not among the
+        doubtful, which a failed update has replaced."""
+        lacking = self._model.weights().keys() - set(names)
+        return {name for name in lacking if name in doubtful or not is_buffer(name)}
 
 
 class WeightUpdate:
@@ -107,12 +128,12 @@ class WeightUpdate:
                               "and a tensor, or a folder with safetensors files")
         return list(names)
 
-    def is_whole(self, names: Collection[str]) -> bool:
-        return not self._weights.missing(names)
+    def is_whole(self, names: Collection[str], doubtful: Collection[str]) -> bool:
+        return not self._weights.missing(names, doubtful)
 
-    def check_whole(self, names: Collection[str]) -> None:
+    def check_whole(self, names: Collection[str], doubtful: Collection[str]) -> None:
         """Raise WeightError if the names of the update lack a weight of the model."""
-        if missing := self._weights.missing(names):
+        if missing := self._weights.missing(names, doubtful):
             raise WeightError("the model's weights were dropped (sleep level 2), or an update that failed has changed "
                               f"some of them, and this update lacks {some_names(missing)}: give all weights; where "
                               "they were dropped, wake_up(tags=['weights']) reads them first")
@@ -159,8 +180,8 @@ class WeightStream:
             elif not self._weights.ignores(slot):
                 raise WeightError(f"the model has no weight of this name: {name}")
 
-    def missing(self) -> Collection[str]:
-        return self._weights.missing(self.came)
+    def missing(self, doubtful: Collection[str]) -> Collection[str]:
+        return self._weights.missing(self.came, doubtful)
 
 
 def _quantization_of(path: Path, stored: Mapping[str, Any]) -> Mapping[str, Any]:

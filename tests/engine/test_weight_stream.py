@@ -17,8 +17,10 @@ from outrider.compat.engine_args import config_for
 from outrider.engine.start import start_engine
 from outrider.models.sources.model_source import WeightError
 from outrider.runner.commands import WeightsIncomplete
+from outrider.runner.weight_update import is_buffer
 from tests.engine.harness import greedy, with_other_weights
 from tests.engine.test_update_weights import FOLDERS, LONG, NAME, PROMPTS, SETTINGS, generated, llama
+from tests.models.oracle import make_folder
 
 Tensors = dict[str, torch.Tensor]
 
@@ -69,6 +71,28 @@ def test_tokens_and_drafts_are_those_of_an_engine_started_with_the_weights(case:
         stream(llm, tensors_of(other))
         llm.wake_up()
         assert generated(llm)[0] == theirs[0], "weights came while the engine slept"
+
+
+def test_buffers_that_trainers_do_not_have_are_kept(tmp_path: Path) -> None:
+    folder = make_folder("glm4_moe", tmp_path / "model")
+    tensors = tensors_of(folder)
+    parameters = {name: tensor for name, tensor in tensors.items() if not is_buffer(name)}
+    (buffer, *_) = tensors.keys() - parameters.keys()
+    with LLM(str(folder), **SETTINGS) as llm:
+        ours = generated(llm)
+        llm.sleep(level=2)
+        llm.wake_up(tags=["weights"])
+        llm.load_weights(parameters)
+        llm.wake_up(tags=["kv_cache"])
+        assert generated(llm) == ours
+        llm.load_weights({buffer: tensors[buffer] + 1})
+        with pytest.raises(WeightsIncomplete):
+            llm.load_weights([("model.extra", torch.ones(1))])
+        llm.load_weights(parameters)
+        with pytest.raises(WeightsIncomplete, match="it lacks " + buffer):
+            generated(llm)  # the failed update has replaced one
+        llm.load_weights(tensors)
+        assert generated(llm) == ours
 
 
 def test_some_weights_of_a_model_that_is_whole_in_any_type(folders: tuple[Path, Path], tmp_path: Path) -> None:
