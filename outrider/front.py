@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from outrider.compat import vllm_config as vllm_configs
     from outrider.compat.engine_args import EngineArgs
     from outrider.compat.vllm_config import ModelConfig, VllmConfig
+    from outrider.features.pooling import tensors as pooled_tensors
 else:
+    pooled_tensors = LateModule("outrider.features.pooling.tensors")  # with torch, which the engine has imported
     vllm_configs = LateModule("outrider.compat.vllm_config")
 
 
@@ -83,9 +85,7 @@ class Front:
 
     @staticmethod
     def _as_tensors(outputs: Sequence[PoolingRequestOutput]) -> None:
-        from outrider.features.pooling.tensors import as_tensors  # with torch, which the engine has imported
-
-        as_tensors(outputs)
+        pooled_tensors.as_tensors(outputs)
 
     if not TYPE_CHECKING:  # a checker knows which methods there are
 

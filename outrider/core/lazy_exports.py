@@ -61,6 +61,8 @@ class LateModule:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # asked for by tools that look at objects, which need not import anything
+            raise AttributeError(name)
         return getattr(import_module(self._name), name)
 
 

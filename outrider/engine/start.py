@@ -26,10 +26,13 @@ from outrider.models.sources import ModelSource
 from outrider.runner.interface import RunningWorker
 
 if TYPE_CHECKING:
-    from outrider.engine import kv_events
+    from outrider.engine import kv_events, worker_process
     from outrider.engine.grammar.compiler import RemoteForms
+    from outrider.runner import worker as workers
 else:
     kv_events = LateModule("outrider.engine.kv_events")
+    worker_process = LateModule("outrider.engine.worker_process")  # with multiprocessing
+    workers = LateModule("outrider.runner.worker")  # with torch, which a process without a device does not import
 
 PROCESS_ID = os.getpid()  # the process that imported this module
 T = TypeVar("T")
@@ -56,16 +59,14 @@ def _start_around(config: EngineConfig, sockets: kv_events.EventSockets | None, 
     tokenizer = load_tokenizer(config, source)
     worker: RunningWorker
     if in_process:
-        from outrider.engine.worker_process import WorkerProcess  # with multiprocessing, which others do not need
-
-        child = WorkerProcess(config, source)
+        child = worker_process.WorkerProcess(config, source)
         worker, grammars = child, _grammars(tokenizer, source, child)
     else:
         with collections_paused(), status_line("starting torch"):
-            from outrider.runner.worker import Worker  # torch is imported here, and only if the worker lives here too
+            load_worker = workers.Worker.load
 
         grammars = _grammars(tokenizer, source)
-        load = partial(Worker.load, config, source, grammars, loading_bar(source.name))
+        load = partial(load_worker, config, source, grammars, loading_bar(source.name))
         worker = load() if os.getpid() == PROCESS_ID else _in_thread(load)
     engine = engine_around(config, worker, tokenizer, grammars, sockets)
     freeze_heap(engine)

@@ -20,9 +20,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.config import EngineConfig
+from outrider.core.lazy_exports import LateModule
 from outrider.engine.collector import freeze_heap
 from outrider.engine.grammar.deep_thread import end_process
 from outrider.engine.load import grammars_of
@@ -32,6 +33,13 @@ from outrider.kernels.compiler_start import hash_compiler_ahead
 from outrider.models.sources.model_source import ModelSource
 from outrider.runner.interface import Grammars, RunningWorker
 from outrider.runner.rank_link import Doing, RankLink, RankStatus
+
+if TYPE_CHECKING:
+    from outrider.runner import rank_group
+    from outrider.runner import worker as workers
+else:  # with torch
+    rank_group = LateModule("outrider.runner.rank_group")
+    workers = LateModule("outrider.runner.worker")
 
 BEAT_SECONDS = 0.25  # between two signs of life of a rank
 IN_FLIGHT_SECONDS = 0.05  # until a child whose steps are in flight looks again whether they are over
@@ -87,12 +95,9 @@ def serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: in
 
 def _load(config: EngineConfig, source: ModelSource, grammars: Grammars, place: RankPlace,
           status: RankStatus) -> RunningWorker:
-    from outrider.runner.rank_group import device_of_rank, join_ranks
-    from outrider.runner.worker import Worker
-
     link = replace(place.link, status=status)
-    config = replace(config, device=device_of_rank(config.device, link))
-    return Worker.load(config, source, grammars, ranks=join_ranks(link, status, config.device))
+    config = replace(config, device=rank_group.device_of_rank(config.device, link))
+    return workers.Worker.load(config, source, grammars, ranks=rank_group.join_ranks(link, status, config.device))
 
 
 def _run(pipe: Connection, to_parent: _ToParent, worker: RunningWorker, grammars: Any, place: RankPlace,

@@ -5,14 +5,21 @@ from __future__ import annotations
 import os
 import sys
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from outrider.core.lazy_exports import LateModule
 from outrider.runner.device import pick_device
 from outrider.runner.rank_link import RankLink, RankStatus
 from outrider.runner.ranks import ProcessRanks
 from outrider.runner.worker_ranks import DEVICE_SECONDS, ONE_RANK, WatchedRanks, WorkerRanks
+
+if TYPE_CHECKING:
+    from outrider.runner import device_ranks as on_devices
+else:  # with Triton, which a CPU need not have
+    on_devices = LateModule("outrider.runner.device_ranks")
 
 # The parent watches the ranks and ends them much earlier than a sum gives up; during start-up one rank may read its
 # weights for long while another waits in a sum.
@@ -62,9 +69,7 @@ def join_ranks(link: RankLink, status: RankStatus, device_name: str) -> WorkerRa
     num_sharing = link.count if is_shared else 1
     if not uses_memory:
         return WorkerRanks(link, WatchedRanks(ProcessRanks(), status), num_sharing)
-    from outrider.runner.device_ranks import DeviceRanks
-
-    device_ranks = DeviceRanks(device, DEVICE_SECONDS)
+    device_ranks = on_devices.DeviceRanks(device, DEVICE_SECONDS)
     return WorkerRanks(link, WatchedRanks(device_ranks, status), num_sharing, device_ranks)
 
 

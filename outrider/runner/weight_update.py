@@ -32,6 +32,7 @@ from outrider.models.sources import gguf_source
 from outrider.models.sources.folder import read_config
 from outrider.models.sources.model_source import WeightError
 from outrider.models.sources.quantization import KEY, Quantization, quantization_section, read_quantization
+from outrider.models.sources.safetensors_files import safetensors_tensors
 from outrider.runner.commands import NamedArray, UpdateWeights
 
 BUFFERS = ("e_score_correction_bias",)
@@ -151,8 +152,6 @@ class WeightUpdate:
             return ((array.name, as_tensor(array)) for array in self._given.arrays)
         if self._is_gguf:
             return gguf_source(self._path).read()
-        from outrider.models.sources.safetensors_files import safetensors_tensors
-
         return safetensors_tensors(self._path, self._quantization)
 
 

@@ -28,7 +28,7 @@ from outrider.engine.text import Tokenizer
 from outrider.runner.interface import WorkerDied
 
 if TYPE_CHECKING:
-    from outrider.engine.grammar import check_threads, deep_thread, trial
+    from outrider.engine.grammar import check_threads, deep_thread, texts, trial
     from outrider.engine.grammar import leases as form_leases
     from outrider.engine.grammar import matcher as matchers
 else:  # none of them before the first grammar
@@ -36,6 +36,7 @@ else:  # none of them before the first grammar
     deep_thread = LateModule("outrider.engine.grammar.deep_thread")
     form_leases = LateModule("outrider.engine.grammar.leases")
     matchers = LateModule("outrider.engine.grammar.matcher")
+    texts = LateModule("outrider.engine.grammar.texts")
     trial = LateModule("outrider.engine.grammar.trial")
 
 COMPILE_SECONDS = 10.0  # of one grammar
@@ -294,9 +295,7 @@ def _describe(load_tokenizer: Callable[[], Tokenizer]) -> tuple[str, int]:
 
 
 def _text(asked: StructuredOutputsParams) -> str:
-    from outrider.engine.grammar.texts import grammar_text
-
     try:
-        return grammar_text(asked)
+        return texts.grammar_text(asked)
     except ValueError as error:
         raise ValueError(f"structured_outputs.{asked.form} cannot be read: {trial.short(str(error))}") from None

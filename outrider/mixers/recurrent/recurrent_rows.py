@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 
 from outrider.cache.kinds import RecurrentKind, RecurrentSpec
 from outrider.core import NULL_PAGE, Admission, Axis, CheckpointWrite, Limits, ScheduledBatch
+from outrider.core.lazy_exports import LateModule
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.recurrent import CheckpointTargets, ScanTarget
@@ -28,6 +30,11 @@ from outrider.mixers.recurrent.recurrent_mixer import (
     StepCounts,
 )
 from outrider.mixers.recurrent.torch_backend import TorchRecurrent
+
+if TYPE_CHECKING:
+    from outrider.mixers.recurrent import triton_backend
+else:
+    triton_backend = LateModule("outrider.mixers.recurrent.triton_backend")
 
 
 class RecurrentRows:
@@ -191,9 +198,7 @@ def make_backend(mixers: Mapping[int, RecurrentMixer], rows: Mapping[int, LayerR
     on_gpu = pages.pool.device.type == "cuda" and pages.pool.dtype != torch.float64
     if (on_gpu and ops.has_triton() and starts_whole
             and all(mixers[layer].kernel_params() is not None for layer in rows)):
-        from outrider.mixers.recurrent.triton_backend import TritonRecurrent
-
-        return TritonRecurrent(mixers, rows, pages, exact=exact)
+        return triton_backend.TritonRecurrent(mixers, rows, pages, exact=exact)
     return TorchRecurrent(mixers, rows, pages, exact=exact)
 
 
