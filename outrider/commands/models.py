@@ -84,7 +84,7 @@ def lines() -> Iterator[str]:
 
 
 def page() -> str:
-    bridged = "\n".join(f"- `{name}`{f' ({_code(ids)})' if ids else ''}" for name, ids in BRIDGED.items())
+    bridged = ",\n".join(f"`{name}`{f' ({_code(ids)})' if ids else ''}" for name, ids in BRIDGED.items())
     return PAGE.format(methods=", ".join(methods()), rows="\n".join(map(_row, served())), bridged=bridged)
 
 

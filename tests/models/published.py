@@ -266,7 +266,7 @@ def outcome_of(name: str) -> Outcome:
 
 
 def row_of(checkpoint: Checkpoint) -> str:
-    return f"| `{checkpoint.name}` | `{checkpoint.architecture}` | {outcome_of(checkpoint.name).says} |"
+    return f"- `{checkpoint.name}`, `{checkpoint.architecture}`: {outcome_of(checkpoint.name).says}"
 
 
 HEAD = """# Configs of well-known checkpoints
@@ -278,7 +278,6 @@ Every checkpoint without "refused" is served: `6.74B` are its billions of parame
 [through transformers](models.md#through-transformers). The refusals:
 
 """
-COLUMNS = "| checkpoint | architecture | outcome |\n|---|---|---|\n"
 
 
 def page(row_of: Callable[[Checkpoint], str] = row_of) -> str:
@@ -286,7 +285,7 @@ def page(row_of: Callable[[Checkpoint], str] = row_of) -> str:
     text = HEAD + reasons + "\n\nQwen3.6 and Qwen3.8 dense models have the architecture of Qwen3.5.\n"
     for source, heading in SOURCES.items():
         rows = (row_of(checkpoint) for checkpoint in CHECKPOINTS.values() if checkpoint.source == source)
-        text += f"\n## {heading}\n\n{COLUMNS}" + "\n".join(rows) + "\n"
+        text += f"\n## {heading}\n\n" + "\n".join(rows) + "\n"
     return text
 
 

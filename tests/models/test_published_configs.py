@@ -10,7 +10,7 @@ import pytest
 from tests.models.published import CHECKPOINTS, RECONSTRUCTED, outcome_of, page, row_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
-ROWS = {line.split("`")[1]: line for line in PAGE.read_text().splitlines() if line.startswith("| `")}
+ROWS = {line.split("`")[1]: line for line in PAGE.read_text().splitlines() if line.startswith("- `")}
 # Architectures without a family take seconds, since transformers' code is looked at or run.
 CASES = [pytest.param(name, marks=[] if checkpoint.has_family else pytest.mark.long)
          for name, checkpoint in CHECKPOINTS.items()]
