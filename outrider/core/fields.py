@@ -153,7 +153,11 @@ def shown(value: Any) -> str:
 
 def nearest(word: str, known: Iterable[str], cutoff: float = CLOSE) -> str | None:
     """The known name that was probably meant by a misspelt one."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=cutoff)
+    names = list(known)
+    longest = max(map(len, names), default=0)
+    if 2 * longest < cutoff * (len(word) + longest):
+        return None  # so long that no name is alike; difflib would take seconds to find that of a megabyte
+    found = difflib.get_close_matches(word, names, n=1, cutoff=cutoff)
     return found[0] if found else None
 
 

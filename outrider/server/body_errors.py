@@ -10,6 +10,7 @@ from outrider.server.errors import ApiError
 
 Problem = Mapping[str, Any]  # as pydantic tells it
 FIRST = ("refused", "extra_forbidden")  # kinds of problems that say more than others, which often follow from them
+MAX_NAME = 100  # characters of a name that an error repeats
 MAX_PROBLEMS = 1000  # problems that are looked at: a long list may have one for each of its items
 
 
@@ -18,7 +19,7 @@ def bad_body(problems: Sequence[Problem], body: Any, fields: Iterable[str]) -> A
     problems = problems[:MAX_PROBLEMS]
     first = next((problem for kind in FIRST for problem in problems if problem["type"] == kind), problems[0])
     place = _place(first, body)
-    param = place[0] if place else None
+    param = place[0][:MAX_NAME] if place else None
     match first["type"]:
         case "refused":
             where = f"{'.'.join(place)}: " if place else ""
@@ -29,7 +30,7 @@ def bad_body(problems: Sequence[Problem], body: Any, fields: Iterable[str]) -> A
             return ApiError(400, "the request has no body")
         case "extra_forbidden":
             hint = did_you_mean(place[0], fields) if len(place) == 1 else ""
-            return ApiError(400, f"there is no field {'.'.join(place)[:100]!r}{hint}", param=param)
+            return ApiError(400, f"there is no field {'.'.join(place)[:MAX_NAME]!r}{hint}", param=param)
     # A place has problems of its own and further ones inside it only where it is a union, and the alternative that was
     # read furthest is the one that was meant.
     inside = [other for each in problems if (other := _place(each, body))[: len(place)] == place]
@@ -42,7 +43,8 @@ def check_query(given: Iterable[str], known: Sequence[str]) -> None:
     """Refuse parameters of a query that a route does not have."""
     for name in given:
         if name not in known:
-            raise ApiError(400, f"there is no parameter {shown(name)}{did_you_mean(name, known)}", param=name[:100])
+            raise ApiError(400, f"there is no parameter {shown(name)}{did_you_mean(name, known)}",
+                           param=name[:MAX_NAME])
 
 
 def _place(problem: Problem, body: Any) -> list[str]:

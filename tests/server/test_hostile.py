@@ -51,6 +51,11 @@ def test_lists_that_are_too_long_and_fields_without_effect(served: Served, field
     assert error["param"] == param and words in error["message"]
 
 
+def test_an_error_repeats_no_long_name_of_a_field(served: Served) -> None:
+    for body in ({"k" * 5000: 1}, {"messages": [{"k" * 5000: 1}]}):
+        assert len(json.dumps(served.error("/v1/chat/completions", **body))) < 400
+
+
 def test_hints_to_other_servers_are_taken(served: Served) -> None:
     hints = {"prompt_cache_key": "k", "safety_identifier": "me", "return_tokens_as_token_ids": False}
     assert served.post("/v1/chat/completions", messages=CHAT, max_tokens=1, **hints).status_code == 200
