@@ -11,7 +11,50 @@ from outrider.sched.request import Request
 from outrider.sched.shares import Tenant
 
 Rank = tuple[int, int]  # priority, number of arrival: the least comes first
-Line = list[tuple[Rank, Request]]  # a heap
+Entry = tuple[Rank, Request]
+
+
+class Line:
+    """The waiting requests of one tenant. A removed request stays in the heap until it comes first or half of the heap
+    is removed, because a search for each of a request's thousands of samples would keep every tenant waiting."""
+
+    def __init__(self) -> None:
+        self._heap: list[Entry] = []  # its first entry was not removed
+        self._ids: set[int] = set()  # of those that were not removed
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __iter__(self) -> Iterator[Request]:
+        return (request for _, request in self._heap if request.id in self._ids)
+
+    def __contains__(self, request: Request) -> bool:
+        return request.id in self._ids
+
+    @property
+    def first(self) -> Request:
+        return self._heap[0][1]
+
+    def push(self, entry: Entry) -> None:
+        heapq.heappush(self._heap, entry)
+        self._ids.add(entry[1].id)
+
+    def pop(self) -> Request:
+        request = heapq.heappop(self._heap)[1]
+        self._ids.remove(request.id)
+        self._drop_removed()
+        return request
+
+    def remove(self, request: Request) -> None:
+        self._ids.remove(request.id)
+        self._drop_removed()
+
+    def _drop_removed(self) -> None:
+        if 2 * len(self._ids) < len(self._heap):
+            self._heap = [entry for entry in self._heap if entry[1].id in self._ids]
+            heapq.heapify(self._heap)
+        while self._heap and self._heap[0][1].id not in self._ids:
+            heapq.heappop(self._heap)
 
 
 class WaitingRequests:
@@ -21,7 +64,7 @@ class WaitingRequests:
         self._arrivals = count()
         self._ranks: dict[int, Rank] = {}  # rank of every request that has not ended, whether it waits or runs
         self._lines: dict[Tenant, Line] = {}  # none of them is empty
-        self._held_back: Line = []  # no heap
+        self._held_back: dict[int, Request] = {}  # by id
         self._on_trial: Container[int] = EVERYONE  # requests that may run
 
     def __len__(self) -> int:
@@ -44,17 +87,17 @@ class WaitingRequests:
         return tenant in self._lines
 
     def next_of(self, tenant: Tenant) -> Request:
-        return self._lines[tenant][0][1]
+        return self._lines[tenant].first
 
     @property
     def first_arrived(self) -> Request:
         """The earliest request among those that are first in their tenants' lines."""
-        return min((line[0][1] for line in self._lines.values()), key=lambda request: request.arrived_at)
+        return min((line.first for line in self._lines.values()), key=lambda request: request.arrived_at)
 
     @property
     def ready(self) -> Iterator[Request]:
         """The waiting requests that may run, in no particular order."""
-        return (request for line in self._lines.values() for _, request in line)
+        return (request for line in self._lines.values() for request in line)
 
     def rank(self, request: Request) -> Rank:
         """The place of a request within its tenant's line: the greater the rank, the less important the request."""
@@ -66,44 +109,44 @@ class WaitingRequests:
 
     def push(self, request: Request) -> None:
         """Put a request that has arrived before back in its old place."""
-        entry = (self._ranks[request.id], request)
-        if self._may_run(request):
-            heapq.heappush(self._lines.setdefault(request.input.tenant, []), entry)
-        else:
-            self._held_back.append(entry)
+        if not self._may_run(request):
+            self._held_back[request.id] = request
+            return
+        if request.input.tenant not in self._lines:
+            self._lines[request.input.tenant] = Line()
+        self._lines[request.input.tenant].push((self._ranks[request.id], request))
 
     def pop(self, tenant: Tenant) -> Request:
-        line = self._lines[tenant]
-        request = heapq.heappop(line)[1]
-        if not line:
-            del self._lines[tenant]
+        request = self._lines[tenant].pop()
+        self._drop_if_empty(tenant)
         return request
 
     def hold_back_all_but(self, on_trial: Container[int]) -> None:
         """Hold back all requests but these."""
         self._on_trial = on_trial
-        self._line_up([*self.ready, *(request for _, request in self._held_back)])
+        self._line_up([*self.ready, *self._held_back.values()])
 
     def remove(self, request: Request) -> None:
         """Remove a request that has ended while it waited."""
-        line = self._lines.get(request.input.tenant, [])
-        left = [entry for entry in line if entry[1] is not request]
-        if len(left) == len(line):
-            self._held_back = [entry for entry in self._held_back if entry[1] is not request]
-        elif left:
-            heapq.heapify(left)
-            self._lines[request.input.tenant] = left
-        else:
-            del self._lines[request.input.tenant]
+        line = self._lines.get(request.input.tenant)
+        if line is None or request not in line:
+            self._held_back.pop(request.id, None)
+            return
+        line.remove(request)
+        self._drop_if_empty(request.input.tenant)
 
     def forget(self, request: Request) -> None:
         """Forget the rank of a request that has ended."""
         del self._ranks[request.id]
 
     def _line_up(self, requests: Iterable[Request]) -> None:
-        self._lines, self._held_back = {}, []
+        self._lines, self._held_back = {}, {}
         for request in requests:
             self.push(request)
+
+    def _drop_if_empty(self, tenant: Tenant) -> None:
+        if not self._lines[tenant]:
+            del self._lines[tenant]
 
     def _may_run(self, request: Request) -> bool:
         return request.id in self._on_trial
