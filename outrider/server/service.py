@@ -167,14 +167,14 @@ class Service:
                             **more: Any) -> list[CheckedRequest]:
         """Make one checked request for each prompt. `more`: sampling parameters that the body spells differently."""
         limits = self.host.llm.engine.limits
+        for name in ("allowed_token_ids", "stop_token_ids"):  # before each of millions is checked
+            num_ids = len(getattr(body, name) or ())
+            if num_ids > limits.vocab_size:
+                raise ApiError(400, f"{name} has {num_ids} ids, and the vocabulary has {limits.vocab_size}", param=name)
         if body.use_beam_search:
             params = beam_sampling(body, more.get("max_tokens"), more.get("structured_outputs") or body.form(), limits)
         else:
             params = body.sampling(**more)
-        vocab_size = limits.vocab_size
-        if len(params.allowed_token_ids or ()) > vocab_size:
-            raise ApiError(400, f"allowed_token_ids has {len(params.allowed_token_ids or ())} ids, and the vocabulary "
-                                f"has {vocab_size}", param="allowed_token_ids")
         names: tuple[tuple[str, str], ...] = ()
         if body.structured_outputs is None:  # the form is another field's; behind reasoning it is part of a grammar
             own = "tools" if body.response_format is None else "response_format.json_schema.schema"

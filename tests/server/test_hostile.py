@@ -42,6 +42,7 @@ def test_a_huge_n_makes_no_parsers(served: Served, monkeypatch: pytest.MonkeyPat
     ({"stop": ["x"] * 65}, "stop", "at most 64"), ({"stop": "x" * 20_000}, "stop", "16384 characters"),
     ({"bad_words": ["x"] * 1025}, "bad_words", "at most 1024"), ({"bad_words": ["x" * 20_000]}, "bad_words", "16384"),
     ({"allowed_token_ids": [1] * 257}, "allowed_token_ids", "the vocabulary has 256"),
+    ({"stop_token_ids": [1] * 257}, "stop_token_ids", "the vocabulary has 256"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not streamed"),
     ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", "not supported"),
 ])
