@@ -88,7 +88,15 @@ def _item_page(items: tuple[StoredItem, ...], limit: int, after: str | None) -> 
     page = items[:limit]
     head = {"object": "list", "first_id": page[0].id if page else None, "last_id": page[-1].id if page else None,
             "has_more": len(items) > limit}
-    return _written(compact(head)[:-1].encode() + b',"data":' + _joined(page) + b"}")
+    parts = [compact(head)[:-1].encode(), b',"data":[']
+    for item in page:
+        parts += [b"," if len(parts) > 2 else b"", item.json]
+    return JsonWork(_ready([*parts, b"]}"]), None)
+
+
+async def _ready(parts: list[bytes]) -> list[bytes]:
+    """The answer in parts, as items are stored: clients that do not read it hold no copy of them."""
+    return parts
 
 
 def _joined(items: Iterable[StoredItem]) -> bytes:

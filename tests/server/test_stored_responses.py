@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from typing import Any, cast
 
 import openai
@@ -15,6 +17,7 @@ from outrider.server.generation import Change
 from outrider.server.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from outrider.server.protocol import ChatMessage, ChatRequest
 from outrider.server.response_store import ResponseStore, StoredItem, StoredResponse
+from outrider.server.responses import _item_page
 from outrider.server.service import Service
 from outrider.server.translated_chat import TranslatedChat
 from tests.server.rig import MODEL, Served, served_fixture, serving
@@ -214,3 +217,20 @@ def test_a_conversation_goes_on_behind_deep_values(served: Served, depth: int) -
     client = served.client("one")
     first = respond(client, input=items)
     respond(client, input="y", previous_response_id=first.id)
+
+
+def test_a_page_of_items_copies_none_of_them() -> None:
+    """A client that does not read its answer would hold the copy."""
+    items = tuple(StoredItem(str(index), b'{"id":"%d"}' % index) for index in range(3))
+    sent: list[bytes] = []
+
+    async def receive() -> Any:
+        await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        sent.append(message.get("body", b""))
+
+    asyncio.run(_item_page(items, 2, None)({"type": "http"}, receive, send))
+    page = json.loads(b"".join(sent))
+    assert page["data"] == [{"id": "0"}, {"id": "1"}] and page["has_more"] is True and page["last_id"] == "1"
+    assert [part for part in sent if any(part is item.json for item in items)] == [item.json for item in items[:2]]
