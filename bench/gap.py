@@ -58,7 +58,8 @@ class Load:
         self.count += 1
         name = f"{kind}-{self.count}"
         ids = [self.source.randrange(100, self.engine.limits.vocab_size) for _ in range(length)]
-        self.engine.add(name, ids, SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True))
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self.engine.add({name: self.engine.checks.check(ids, params)})
         return name
 
     def step(self) -> Iterator[tuple[str, int, bool]]:
