@@ -140,8 +140,9 @@ COMPARED = {
     ("draw_drafts", "triton"): ["test_triton_draft::test_float32_drafts_are_the_same_with_kernels"],
 }
 
+OURS_BY_NAME = [getattr(module, name) for module in OURS for name in {*vars(module), *getattr(module, "__all__", ())}]
 ROWS = {name: operation for name, operation in ops.operations().items()
-        if any(value is operation for module in OURS for value in vars(module).values())}
+        if any(value is operation for value in OURS_BY_NAME)}
 KERNELS = [(name, kernel) for name, operation in ROWS.items() for kernel in operation.kernels]
 
 
