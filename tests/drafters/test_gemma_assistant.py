@@ -164,7 +164,7 @@ def test_suppressed_tokens_are_not_guessed(tmp_path: Path) -> None:
 def test_a_step_reads_nothing(monkeypatch: pytest.MonkeyPatch, pair_of: Callable[[str, bool], Pair],
                               centroids: bool) -> None:
     """Target and assistant have nothing that waits for the device, so that their steps can be captured."""
-    monkeypatch.setattr("outrider.mixers.paged.registry.TorchBackend", PlansMayRead)
+    monkeypatch.setattr("outrider.mixers.paged.torch_backend.TorchBackend", PlansMayRead)
     target, assistant = pair_of("moe", centroids)
     settings = {"speculative_config": config_of(assistant, 3), "overlap": False, "num_pages": 100}
     with Rig(load(target, torch.float64), **settings) as rig:

@@ -252,7 +252,7 @@ def test_f4_batches_and_results_are_plain_data() -> None:
 @EACH
 def test_f4_a_step_reads_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     drafter = scripted(family, 4)  # whose script a plain engine writes
-    monkeypatch.setattr("outrider.mixers.paged.registry.TorchBackend", PlansMayRead)
+    monkeypatch.setattr("outrider.mixers.paged.torch_backend.TorchBackend", PlansMayRead)
     config = Cell(17, "scripted", True, False, False).settings
     with StateRig(hybrid(family), drafter=drafter, compares=False, **config) as rig:
         guard = guard_steps(rig, torch.inference_mode)

@@ -114,7 +114,7 @@ def guard_steps(rig: Rig, mode: Callable[[], AbstractContextManager[None]]) -> N
 
 
 def quiet_rig(monkeypatch: pytest.MonkeyPatch, family: str, **options: Any) -> Rig:
-    monkeypatch.setattr("outrider.mixers.paged.registry.TorchBackend", PlansMayRead)
+    monkeypatch.setattr("outrider.mixers.paged.torch_backend.TorchBackend", PlansMayRead)
     return Rig(tiny_model(family), overlap=False, **options)
 
 
@@ -168,7 +168,7 @@ def test_a_step_with_an_indexer_reads_nothing(monkeypatch: pytest.MonkeyPatch, f
     drafter = mtp_of(model, 3) if family in ("deepseek_v32_modules", "hy_v4", "glm5_next") else None
     for experts in find_modules([model, *([] if drafter is None else drafter.modules())], Experts):
         monkeypatch.setattr(experts.format, "mix", lambda x, *_: x)
-    monkeypatch.setattr("outrider.mixers.paged.registry.TorchBackend", PlansMayRead)
+    monkeypatch.setattr("outrider.mixers.paged.torch_backend.TorchBackend", PlansMayRead)
     asks = [Ask(prompt_of(i, 20 + 9 * i, 24), greedy(6)) for i in range(3)]
     with Rig(model, drafter=drafter, overlap=False, pad_requests=(8,), pad_tokens=(80,)) as rig:
         guard = guard_steps(rig, torch.inference_mode)

@@ -111,7 +111,7 @@ def test_the_record_is_what_was_served(condition: str, monkeypatch: pytest.Monke
 def test_recording_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step that waits for the device could not be captured."""
     without_thread(monkeypatch)
-    monkeypatch.setattr("outrider.mixers.paged.registry.TorchBackend", PlansMayRead)
+    monkeypatch.setattr("outrider.mixers.paged.torch_backend.TorchBackend", PlansMayRead)
     with Rig(target(), **SETTINGS | {"overlap": False}) as rig:
         guard_steps(rig, MODES["inference_mode"])
         rig.run([Ask(prompt, greedy(6)) for prompt in prompts(3, seed=6)])

@@ -335,7 +335,7 @@ def test_equal_layers_are_passed_over_while_kernels_compile() -> None:
 def test_a_step_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU could capture."""
     assert not starcoder().reads_device
-    monkeypatch.setattr("outrider.mixers.paged.registry.TorchBackend", PlansMayRead)
+    monkeypatch.setattr("outrider.mixers.paged.torch_backend.TorchBackend", PlansMayRead)
     with Rig(starcoder(), overlap=False) as rig:
         guard = guard_steps(rig, MODES["inference_mode"])
         assert tokens_of(rig.run(ASKS)) == expected_tokens()
