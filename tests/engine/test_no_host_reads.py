@@ -61,7 +61,9 @@ def is_read(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 class PlansMayRead(TorchBackend):
-    guard: NoHostReads
+    def __init__(self) -> None:
+        super().__init__()
+        self.guard = NoHostReads()  # that of no step, until one is guarded
 
     def plan(self, view: BatchView, group: Group) -> Plan:
         self.guard.is_planning = True
