@@ -105,9 +105,9 @@ class CostBench:
         return dict(sorted(paces.items()))
 
     def _contexts(self, num_requests: int) -> list[int]:
-        """Tokens behind which so many requests decode when steps are measured, the longest first. On a GPU kernels are
-        chosen by the number of requests, and their times differ by it only behind contexts as servers have them: a step
-        of many requests waits for the longest one."""
+        """Context lengths of the `num_requests` requests whose decode steps are measured, the longest first. On a GPU
+        the lengths differ as they do on a server, because a step waits for the request with the longest context, and
+        short contexts would not show how kernels for different numbers of requests differ."""
         if not self._is_cuda:
             return [SHORT_CONTEXT] * num_requests
         room = (self._info.num_pages - 1) // 2 * 16 // num_requests

@@ -43,7 +43,8 @@ class Figure(NamedTuple):
 
 
 class ResultPart:
-    """What a feature's half on the device tells with the result of a step. The engine keeps the last of each type."""
+    """What a feature's part on the device reports with the result of a step. The engine keeps the last report of each
+    type."""
 
     __slots__ = ()
 

@@ -1,5 +1,5 @@
-"""Speculation: all that the scheduler knows of drafts. `outrider/speculation/` has the engine's own; here is the one of
-an engine without a drafter.
+"""Speculation: the interface by which the scheduler asks for drafts. `outrider/speculation/` implements it for engines
+with a drafter; the implementation for an engine without a drafter is here.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ class OfCommand:
 
 @dataclass(frozen=True)
 class FormAnnounced:
-    """A request with this form may come: children compile its grammar and keep it under this number. None: a first one
-    may come, for which children read the tokenizer."""
+    """Tells children that a request with this form may come: they compile the form's grammar and keep it under this
+    number. If `form` is None, the first form may come soon, and children only read the tokenizer."""
 
     number: int
     form: StructuredOutputsParams | None

@@ -94,7 +94,7 @@ class CapturedShape(StepExtents):
 
     @property
     def logit_rows_are_tokens(self) -> bool:
-        """Padded logit rows may come from any token row."""
+        """Whether a padded logit row may be made from any token row."""
         return isinstance(self.queries, DecodeQueries)
 
 
@@ -161,8 +161,8 @@ def token_spans(scheduled: ScheduledBatch, marked: MarkedSpans, shape: EagerShap
 
 def find_stand_ins(scheduled: ScheduledBatch, shape: EagerShape, embeds: dict[int, PromptEmbeds],
                    device: torch.device, *, ahead: int) -> StandIns | None:
-    """The embeddings that stand in for token ids in this step. embeds: prompts' embeddings by row, if the step computes
-    some of them. ahead: how many positions further on the token rows are than the step's own."""
+    """The embeddings that replace token ids in this step. embeds: the prompt's embeddings for each row that has a
+    prompt of embeddings. ahead: how many positions the token rows are ahead of the step's token rows."""
     first_row = [0, *accumulate(shape.queries.lens)]
     token_rows: list[int] = []
     values: list[NDArray[np.floating]] = []

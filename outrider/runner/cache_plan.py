@@ -98,7 +98,8 @@ def find_cache_scales(config: EngineConfig, source: ModelSource, model: Model) -
 
 
 def _of_heads(scales: list[float], layer: AttentionLayer, group: RankGroup | None) -> tuple[float, ...]:
-    """One scale for every kv head, of none, one or as many as the model has heads. A rank takes those of its heads."""
+    """One scale for every kv head. `scales` has no scale, one scale for all heads, or one for each head of the model. A
+    rank takes the scales of its heads."""
     if group is not None and len(scales) > 1:
         held = Ranks.from_group(group).share(ModelSize(len(scales)), min(len(scales), group.count))
         scales = scales[held.start : held.stop]

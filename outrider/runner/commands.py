@@ -109,7 +109,7 @@ class Sleep(Command[SleepReport]):
 
 @dataclass(frozen=True)
 class WakeUp(Command[WakeReport]):
-    """Bring parts back. Those that are awake stay as they are."""
+    """Bring sleeping parts of the memory back to the device. Parts that are awake stay as they are."""
 
     parts: tuple[str, ...] = PARTS
 
@@ -134,8 +134,8 @@ class NamedArray:
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor of torch under its name in a checkpoint. It reaches a worker of the same process as it is, on whatever
-    device, and another process as a NamedArray."""
+    """A tensor of torch under its name in a checkpoint. A worker in the same process gets the tensor itself, on any
+    device; a worker in another process gets a NamedArray."""
 
     name: str
     tensor: Any
@@ -153,8 +153,8 @@ class NamedTensor:
 
 @dataclass(frozen=True)
 class UpdateWeights(Command[UpdateReport]):
-    """Replace weights by tensors with the names of the model's checkpoint, given as arrays or in files. Nothing is
-    changed if one of them does not fit."""
+    """Replace weights by the given tensors, which have the names of the model's checkpoint and come as arrays or in
+    files. Nothing is changed if one of them does not fit."""
 
     arrays: tuple[NamedArray, ...] = ()
     path: str | None = None  # a folder with safetensors files, one such file or a GGUF file; `arrays` are not read then

@@ -1,4 +1,5 @@
-"""Refuses at start-up, by name, whatever exact mode cannot serve. The table of operations says what is exact."""
+"""Refuses at start-up, by name, every setting and operation that exact mode cannot serve. The table of operations says
+which operations are exact."""
 
 from __future__ import annotations
 

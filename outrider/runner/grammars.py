@@ -81,7 +81,8 @@ class RowGrammar:
         return matcher
 
     def forbids_end_at(self, length: int) -> bool:
-        """Whether the text should not end after so many tokens, prompt included, if it can go on."""
+        """Whether the request forbids an end of the text at this length (prompt included), as long as the grammar lets
+        the text go on."""
         return self.params.ignore_eos or length - self.prompt_len < self.params.min_tokens
 
 
@@ -126,7 +127,8 @@ class GrammarRows(StepPart):
 
     def turn(self, batch: ScheduledBatch) -> None:
         """Called between the halves of a split step. Matchers follow the run of the step before, then write the masks
-        of this step's logit rows. Masks after a draft that is not allowed are left as they are: no run gets there."""
+        of this step's logit rows. The masks behind a draft that is not allowed are not written, because no run gets
+        there."""
         wanted: list[tuple[Matcher, list[int], int]] = []
         cells: list[int] = []
         lengths: list[tuple[RowGrammar, int]] = []  # length of the text before each mask
@@ -145,8 +147,8 @@ class GrammarRows(StepPart):
             self._write(wanted, cells, lengths)
 
     def settle(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
-        """Called after a split step whose run can be read at once. Returns the result with the waiting drafts counted
-        anew, because grammars have cut some and forced others."""
+        """Called after a split step whose run can be read at once. Returns the result with new counts of waiting
+        drafts, because grammars have removed some drafts and added others."""
         rows, counts = [row for row, _ in self._drafting(batch)], {}
         for row, text in zip(rows, read_later(self._state, rows, self._run)(), strict=True):
             if text.is_alive:
@@ -159,8 +161,8 @@ class GrammarRows(StepPart):
         return self.explain(batch, replace(result, requests=parts))
 
     def explain(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
-        """The result of a split step, in which requests whose grammars failed say so. The device knows only that no
-        token was allowed."""
+        """Add the failures of grammars to the result of a split step. The device knows only that no token was
+        allowed."""
         owners = ((row, self._rows.get(row)) for row in batch.rows)
         failures = {row: own.failure for row, own in owners if own is not None and own.failure is not None}
         if not failures:
@@ -185,8 +187,8 @@ class GrammarRows(StepPart):
         return grammar
 
     def _guess(self, row: int, known: int, drafts: list[int], in_flight: int = 0) -> int:
-        """Drafts for the next step, behind at most `in_flight` tokens that this one may yield. Returns their number, as
-        far as the grammar can tell."""
+        """Make drafts for the next step, behind the at most `in_flight` tokens that this step may yield. Returns the
+        number of drafts, as far as the grammar can tell."""
         grammar, most = self._rows[row], self._max_drafts
         if grammar.params.max_drafts is not None:
             most = min(most, grammar.params.max_drafts)

@@ -61,7 +61,7 @@ class FixedDrafting:
 
 @dataclass(frozen=True)
 class MeasuredDrafting:
-    """The number of drafts is chosen every step, by what steps cost."""
+    """The engine chooses the number of drafts in every step, from measured costs of steps."""
 
     max_drafts: int
     costs: StepCosts
@@ -117,8 +117,8 @@ class Matcher(Protocol):
         """The first drafts, as far as the grammar allows them and the text goes on after them."""
 
     def guess(self, drafts: Sequence[int], most: int) -> list[int]:
-        """At most `most` drafts: the given ones, as far as they are allowed, then the tokens that the grammar
-        forces."""
+        """At most `most` drafts: first the given drafts up to the first one that the grammar forbids, then the tokens
+        that the grammar forces."""
 
 
 class Grammars(Protocol):

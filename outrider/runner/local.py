@@ -1,6 +1,6 @@
 """LocalRunner: a DeviceStep behind `submit(batch) -> future`, so that the host can schedule while the device works.
 
-On the CPU a thread of its own plays the device. The runner knows no requests, only rows.
+On the CPU a second thread takes the place of the device. The runner knows rows, and no requests.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class LocalRunner:
         return self._thread.submit(work)
 
     def on_thread(self, work: Callable[[], Made]) -> Made:
-        """Run `work` on the thread of steps, and return its result. A measurement belongs there: a thread that runs
-        products has helpers of its own, and how these wait for each other depends on how many there are."""
+        """Run `work` on the thread of steps, and return its result. Measurements use it, because each thread that runs
+        products has its own pool of helper threads, and products run at another speed if several pools exist."""
         return self.in_order(work).result()
 
     def idle(self, quiet_seconds: float) -> float | None:

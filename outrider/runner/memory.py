@@ -186,8 +186,9 @@ def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan:
 
 
 def release_dropped() -> None:
-    """Give memory of objects that were dropped back: that of a GPU to the driver. Parts of a model may refer to each
-    other, as do captured steps and the objects that choose among them: only a collection frees these."""
+    """Free the memory of objects that are no longer used, and give GPU memory back to the driver. A garbage collection
+    is needed, because parts of a model may refer to each other, and so do captured steps and the objects that choose
+    among them."""
     collect_replaced()
     torch.cuda.empty_cache()
 
@@ -206,8 +207,8 @@ def _no_room(config: EngineConfig, device: torch.device, budget: int, weights: i
 
 
 def _free_bytes(config: EngineConfig, device: torch.device, ranks: WorkerRanks) -> int:
-    """Bytes that this rank may still take. Ranks on one device look at it when all have loaded, and share what is
-    left."""
+    """Bytes that this rank may still take on its device. Ranks that use the same device read the free memory when all
+    of them have loaded, and share it."""
     ranks.link.gather(None)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

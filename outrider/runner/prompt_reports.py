@@ -1,7 +1,7 @@
 """Reports on prompts, for the requests that ask: log-probabilities of the prompt's tokens, and hidden states.
 
 A report of hidden states is the last token's vector, the sum over the tokens of each step, or a vector for every token.
-Requests whose report depends on every token take no prefix hits, so that every token passes through here once. Steps
+A request whose report needs every token takes no prefix hits, so that every token of its prompt is computed once. Steps
 with a report run uncaptured.
 """
 

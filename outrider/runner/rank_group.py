@@ -29,7 +29,7 @@ SHARED_DEVICE = "OUTRIDER_RANKS_SHARE_DEVICE"  # tests: set to 1, all ranks use 
 
 
 def device_of_rank(name: str, link: RankLink) -> str:
-    """The setting `device` of one rank: every rank has a CUDA device of its own, or all of them the CPU."""
+    """The setting `device` of one rank: one CUDA device for each rank, or the CPU for all ranks."""
     device = pick_device(name)
     if link.count == 1 or device.type != "cuda":
         return name
@@ -74,7 +74,7 @@ def join_ranks(link: RankLink, status: RankStatus, device_name: str) -> WorkerRa
 
 
 def _reaches_all(device: torch.device, link: RankLink) -> bool:
-    """Whether the rank has a GPU that can read the memory of all others."""
+    """Whether the rank's GPU can read the memory of all other ranks' GPUs."""
     if device.type != "cuda":
         return False
     others = [other for other in range(link.count) if other != link.rank]

@@ -58,8 +58,8 @@ class RankStatus:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Show that the rank waits for the others, in a sum or to agree with them. Another thread may take the next
-        step from the parent meanwhile."""
+        """Show, while the context lasts, that the rank waits for other ranks: in a sum, or for an agreement. During the
+        wait another thread of the rank may take the next step from the parent."""
         self._numbers[_WAITS] = 1
         yield
         self._numbers[_WAITS] = 0

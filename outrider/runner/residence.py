@@ -187,8 +187,8 @@ class Residence:
             update.check_whole(names, self._doubtful)
 
     def stream_weight(self, given: NamedArray | NamedTensor) -> None:
-        """Replace one weight of an update whose tensors come one by one. If it does not fit and is the first, nothing
-        has changed. If others came before, the update is over, and the weights are incomplete."""
+        """Replace one weight of an update whose tensors come one by one. A first tensor that does not fit changes
+        nothing. A later tensor that does not fit ends the update and leaves the weights incomplete."""
         with self._background_paused():
             self._stream = stream = self._stream or weight_update.WeightStream(self._parts.model, self._modules())
             start = time.perf_counter()
@@ -265,7 +265,8 @@ class Residence:
         return [] if self._parts.drafter is None else self._parts.drafter.modules()
 
     def _weights_to_free(self, level: int) -> list[FreedMemory]:
-        """Two groups: what can be read or made again, and the rest, whose content is always kept."""
+        """The weights in two groups: weights that can be read or made again, and the rest, which are copied before
+        their memory is freed."""
         modules = [self._parts.model, *(self._modules() if self._makes_drafter else [])]
         named = [own for module in modules for own in module.weights().items()]
         slots = [slot.target for name, slot in named if not weight_update.is_buffer(name)]
@@ -318,7 +319,8 @@ class Residence:
         self._doubtful.clear()
 
     def _read_drafter(self, given: Iterable[str]) -> None:
-        """Fill the dropped weights of the drafter from one that is made anew, except for those that were given."""
+        """Fill the dropped weights of the drafter from a new drafter that is made for this. Weights that the update
+        gave are left as they are."""
         speculative, parts = self._config.speculative, self._parts
         if parts.drafter is None or speculative is None or not self._makes_drafter:
             return

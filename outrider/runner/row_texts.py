@@ -1,4 +1,5 @@
-"""RowText: a row's tokens and drafts as the device has them, for features that follow the text on the host."""
+"""RowText: a copy of the tokens and drafts that the device keeps for a row, for features that follow the text on the
+host."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class DeviceStep:
 
     @property
     def has_sampler_kernels(self) -> bool:
-        """Whether kernels sample, with any parameters, by what rows hold."""
+        """Whether a kernel samples for all sampling parameters and reads them from the row state."""
         return _has_sampler_kernels(self.model.dtype, self.state.device)
 
     def add_part(self, part: StepPart) -> None:
@@ -170,7 +170,7 @@ class DeviceStep:
 
     @torch.inference_mode()
     def load_filling(self, count: int) -> None:
-        """Load what filling the drafter's slots of so many rows launches, with dead rows."""
+        """Load the kernels that fill the drafter's slots for so many admitted rows, by a run with dead rows."""
         dead = Admission(NULL_ROW, NO_REQUEST, computed=1, max_len=2, output_ids=[0])
         self.drafting.load_filling([dead] * count, lambda admissions: dead_view(self._view_of_admitted(admissions)))
 
@@ -231,7 +231,7 @@ class DeviceStep:
         return ForwardHalf(inputs, recurrent, self.forward(view, plan, recurrent, rows))
 
     def _needs_only_logit_rows(self, shape: StepShape) -> bool:
-        """Whether only the hidden states that make logits are read behind the last layer. A step with an `EagerShape`
+        """Whether only the hidden states that make logits are needed after the last layer. A step with an `EagerShape`
         needs all of them, since it may report log-probabilities of prompts."""
         reads_all = self.drafting.reads_hidden is HiddenReads.ALL
         return isinstance(shape, CapturedShape) and not shape.logit_rows_are_tokens and not reads_all

@@ -25,9 +25,9 @@ _LEAVES = (str, bytes, int, float, type, ModuleType, FunctionType, BuiltinFuncti
 
 
 def find_storages(roots: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
-    """The storages of all tensors that objects hold, directly or through other objects, by an identity that stays while
-    they are resized. Functions, classes and weak references are not followed; a tensor in a layout of a library's own
-    has no storage."""
+    """The storages of all tensors that the objects hold, directly or through other objects. The key of a storage stays
+    the same when the storage is resized. Functions, classes and weak references are not followed. Tensors in a
+    library's private layout have no storage and are left out."""
     seen: dict[int, Any] = {}  # keeps the objects alive, so that an id has one owner
     found: dict[int, torch.UntypedStorage] = {}
     waiting = list(roots)
@@ -68,7 +68,7 @@ class FreedMemory:
     because storages that already lie in the host's memory are not freed."""
 
     def __init__(self, storages: Iterable[torch.UntypedStorage], *, keeps: bool) -> None:
-        """Copy what is kept; nothing is freed yet, so that an error here changes nothing."""
+        """Copy the content that is kept. Nothing is freed yet, so an error here changes nothing."""
         self._sizes = [(storage, storage.nbytes()) for storage in storages]
         self.total_bytes = sum(size for _, size in self._sizes)
         self.host_bytes = 0

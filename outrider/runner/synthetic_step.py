@@ -1,4 +1,4 @@
-"""SyntheticStep, for benchmarks: a step that accepts drafts at chosen rates and is like all others otherwise."""
+"""SyntheticStep, for benchmarks: a step that accepts drafts at chosen rates and otherwise does what every step does."""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ PIECE = 1 << 24  # numbers that are checked together: the device may be full
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a weight is no parameter in transformers. Trainers do not have it, so it is kept when others are dropped.
+    """Whether the weight is a buffer in transformers instead of a parameter. Trainers do not have buffers, so a buffer
+    is kept when parameters are dropped.
     """
     return name.endswith(BUFFERS)
 
@@ -99,7 +100,8 @@ class UpdatedWeights:
 class WeightUpdate:
     def __init__(self, model: Model, modules: Sequence[LayeredModule], given: UpdateWeights,
                  stored: Mapping[str, Any]) -> None:
-        """modules: those of the drafters. stored: the `quantization_config` of the model's files, empty for none."""
+        """modules: the drafters' modules. stored: the `quantization_config` of the model's files, empty if they have
+        none."""
         self._weights, self._given = UpdatedWeights(model, modules), given
         self._path = None if given.path is None else Path(given.path)
         self._is_gguf = self._path is not None and self._path.suffix == ".gguf"
@@ -156,7 +158,7 @@ class WeightUpdate:
 
 
 class WeightStream:
-    """An update whose tensors come one at a time. Each is checked, and copied into its place, when it comes."""
+    """An update whose tensors come one at a time. Each tensor is checked and copied into its place when it comes."""
 
     def __init__(self, model: Model, modules: Sequence[LayeredModule]) -> None:
         self._weights = UpdatedWeights(model, modules)
@@ -184,7 +186,7 @@ class WeightStream:
 
 
 def _quantization_of(path: Path, stored: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `quantization_config` of an update's files; that of the model's files if they have none."""
+    """The `quantization_config` of the update's files, or of the model's files if the update's files have none."""
     return quantization_section(read_config(path)) if (path / "config.json").is_file() else stored
 
 

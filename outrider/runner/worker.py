@@ -56,10 +56,10 @@ class Worker:
                  drafter: Drafter | None = None, prepare: Prepare = lambda model, drafter: None,
                  grammars: Grammars | None = None, fill: Fill = lambda parts, config: None,
                  source: ModelSource | None = None, ranks: WorkerRanks = ONE_RANK) -> None:
-        """`drafter`: one that is already made, where the config makes none. `prepare` gets model and drafter before
-        anything runs: benchmarks change what routers choose. `fill` gives a model with blank weights its own:
-        kernels are compiled meanwhile. `source`: where weights that were dropped are read again. `ranks`: those that
-        hold the model together; every rank runs the same steps."""
+        """`drafter`: an existing drafter, used if the config asks for none. `prepare` is called with the model and the
+        drafter before anything runs; benchmarks use it to change what routers choose. `fill` loads the weights of a
+        model that was built blank, while kernels are compiled. `source`: where dropped weights are read again. `ranks`:
+        the ranks that share the model; every rank runs the same steps."""
         if model.device.type == "cuda" and model.device.index is not None:
             torch.cuda.set_device(model.device)  # streams and graphs are made on the current one
         clock = Laps()
@@ -209,8 +209,8 @@ def _needs_no_weights(config: EngineConfig, device: torch.device) -> bool:
 
 
 def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, StepMemory]:
-    """(the limits, perhaps with a shorter length; the number of pages; what steps take, or UNMEASURED if that was not
-    measured for these limits. If it was, kernels are being compiled)"""
+    """Plan the cache. Returns the limits, perhaps with a smaller `max_len`; the number of pages; and the memory of a
+    step, or UNMEASURED if no step was measured for these limits. The measurement also starts to compile kernels."""
     limits, device, step_memory = parts.limits, parts.model.device, UNMEASURED
     if device.type == "cuda" and config.fits_cache_to_device:
         use_graphs = not config.enforce_eager and not parts.edits_logits and can_capture(parts.layout, parts.backend)

@@ -36,5 +36,5 @@ class WorkerFeature:
         return NO_WORK
 
     def attach(self, step: DeviceStep, model: Model, limits: Limits) -> None:
-        """Add the feature's part to a step (`DeviceStep.add_part`, `take_deltas`, `edit_logits`). Called for every step
-        that is made: perhaps one to measure memory with, then the one that serves."""
+        """Add the feature's part to a step (`DeviceStep.add_part`, `take_deltas`, `edit_logits`). Called for every
+        DeviceStep that is made: perhaps first one that only measures memory, then the one that serves."""

@@ -33,7 +33,8 @@ class OneRank:
 
 @dataclass(frozen=True)
 class WorkerRanks:
-    """A rank's place among those that hold a model together: how tensors are summed, and how hosts agree."""
+    """What a rank shares with the other ranks of its model: the group that sums tensors, and the link by which hosts
+    agree."""
 
     link: RankLink
     group: RankGroup
@@ -50,7 +51,8 @@ class WorkerRanks:
 
     @contextmanager
     def without_sums(self) -> Iterator[None]:
-        """Within, sums raise an error: code of users may fail on one rank alone, and the others would wait for it."""
+        """A context in which sums over ranks raise an error. It surrounds users' code, which may fail on one rank
+        alone; the other ranks would then wait for ever in a sum."""
         if not isinstance(self.group, WatchedRanks):
             yield
             return

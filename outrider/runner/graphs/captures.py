@@ -99,8 +99,9 @@ class StepGraphs:
             del self.captured[key]
 
     def reserve(self, num_bytes: int) -> None:
-        """Memory that all captures share, whichever comes first: as much as the largest takes. A graph of its own keeps
-        it, since memory of a pool without graphs is given back."""
+        """Reserve the memory that all captures share: as much as the largest capture takes, so that captures can come
+        in any order. A graph that is kept for this holds the memory, since torch frees the memory of a pool without
+        graphs."""
         self._reserved, self._reserved_bytes = torch.cuda.CUDAGraph(), num_bytes
         device = self._step.state.device
         self._record(self._reserved, lambda: torch.empty(num_bytes, dtype=torch.uint8, device=device)[:1].zero_())
@@ -127,8 +128,8 @@ class StepGraphs:
         self._run_all(dict.fromkeys(chain(first, sampled, rest, others)))
 
     def run_sharing(self) -> None:
-        """Run steps that read shared pages once, for their kernels. Until these are there, steps read such pages for
-        each request, as other pages."""
+        """Run steps that read shared pages once, so that their kernels are compiled. Until these kernels are ready,
+        steps read a shared page once for each request, like other pages."""
         self._run_all(self.keys.sharing())
 
     def _run_all(self, keys: Iterable[GraphKey]) -> None:
@@ -158,7 +159,8 @@ class StepGraphs:
         return None
 
     def capture(self, key: GraphKey) -> CapturedStep:
-        """Capture the key's step with buffers of its own. `load` must have loaded the same key before.
+        """Capture the key's step with its buffers, which no other capture uses. `load` must have loaded the same key
+        before.
 
         A drafter that fails while it is captured, and may end the capture (it reads the device, say), is switched off
         by that; the step is captured again without it."""
@@ -239,9 +241,9 @@ class StepGraphs:
 
 
 def _forget_workspaces() -> None:
-    """Let go of the scratch memory of the library's products, which torch keeps for each stream until the process ends:
-    32 MiB inside the memory of a capture would hold all of it after the last capture was dropped. Before a capture, so
-    that it gets scratch memory of its own, and after it."""
+    """Free the scratch memory of cuBLAS, 32 MiB that torch keeps for each stream until the process ends. Called before
+    a capture, so that the capture allocates new scratch memory, and after it: scratch memory inside a capture's memory
+    would keep all of that memory allocated after the last capture was dropped."""
     forget = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # a torch without CUDA has none
     if forget is not None:
         forget()

@@ -32,8 +32,8 @@ from outrider.sample.logprobs import KERNEL_MAX_LOGPROBS
 
 
 class SamplerForm(enum.Enum):
-    """Which sampler a captured step has. Rows say what is done for them, so that a form serves every batch that asks
-    for no more, and a row's token does not depend on the form."""
+    """Which sampler a captured step has. The row state says which stages a row needs. So a step with all stages also
+    serves batches that need fewer, and a row's token does not depend on the form."""
 
     DRAW = "a temperature"
     FULL = "all parameters"
@@ -54,7 +54,7 @@ class GraphKey:
     shares_pages: bool = False  # attention reads pages that several requests hold once for several of them
 
     def covers(self, other: GraphKey) -> bool:
-        """Whether a graph of this key serves every batch of the other's."""
+        """Whether a graph of this key can run every batch that a graph of the other key can run."""
         own, others = ((key.has_prompts, key.form, key.sampler, key.shares_pages, key.deltas)
                        for key in (self, other))
         return (own == others and self.requests >= other.requests and self.num_wanted >= other.num_wanted
@@ -164,8 +164,8 @@ class GraphKeys:
     @staticmethod
     def wider(key: GraphKey, captured: Iterable[GraphKey],
               loss: Callable[[GraphKey], float] = lambda wide: 0.0) -> GraphKey | None:
-        """The cheapest of the captured keys that serves whatever `key` serves. loss: seconds that a step of `key` loses
-        on a wider graph, as far as they are known."""
+        """The cheapest captured key that covers `key`. loss: seconds that a step of `key` loses on a wider graph, as
+        far as they are known."""
         covering = [wide for wide in captured if wide.covers(key)]
         return min(covering, key=lambda wide: (loss(wide), wide.tokens, wide.num_wanted, wide.requests,
                                                wide.takes_checkpoints, wide.longest), default=None)
@@ -199,8 +199,8 @@ class GraphKeys:
                                   longest=self._short)
 
     def _of_sizes(self, sizes: Iterable[int], num_drafts: Collection[int], **kind: Any) -> Iterator[GraphKey]:
-        """Decode steps of these request counts that check so many drafts of each request and propose as many; a drafter
-        without layers always proposes the most."""
+        """Keys of decode steps with these numbers of requests. Each request has `num_drafts` drafts to check, and the
+        step proposes the same number. If proposals are cheap, the step always proposes the most."""
         for requests, drafts in product(sizes, num_drafts):
             num_wanted = drafts if self._is_costly else self.limits.max_drafts
             yield GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, **kind)
@@ -210,7 +210,8 @@ class GraphKeys:
         return replace(key, longest=self._short)
 
     def behind_long_contexts(self) -> Iterator[GraphKey]:
-        """Some decode steps that do more than those of start-up, of each kind."""
+        """Keys of a few decode steps with long contexts, with and without drafts. The steps that start-up captures are
+        for short contexts and do less."""
         sizes = self.sizes.at_start
         for requests in {sizes[0], sizes[len(sizes) // 2], sizes[-1]} if self._short < EVERY_LENGTH else ():
             for drafts in {0, self.limits.max_drafts}:
@@ -239,15 +240,15 @@ class GraphKeys:
                 yield replace(largest, tokens=tokens)
 
     def with_parameters(self) -> Iterator[GraphKey]:
-        """A few decode steps with the sampler for all parameters. They stand in for all others of that kind, until a
-        batch needs one."""
+        """Keys of a few decode steps with the sampler for all parameters. They serve all sizes until a batch needs a
+        graph of another size."""
         if self._takes_parameters:
             yield from self._of_sizes(reversed(self.sizes.full_at_start), dict.fromkeys((self.limits.max_drafts, 0)),
                                       takes_checkpoints=self.takes_checkpoints, sampler=SamplerForm.FULL)
 
     def with_deltas(self) -> Iterator[GraphKey]:
-        """Some steps of each kind whose rows have deltas. All steps of this kind are captured when a batch needs
-        them."""
+        """Keys of some steps of each kind whose rows have deltas. All steps of this kind are captured when a batch
+        needs them."""
         sizes = self.sizes.at_start
         if reach := self._reach_of_deltas():
             for key in self._of_sizes({sizes[0], sizes[-1]}, {0, self.limits.max_drafts}, longest=self._short):
@@ -301,7 +302,8 @@ class GraphKeys:
         return chain(self.decoding(), self.with_parameters())
 
     def prompts_at_start(self) -> Iterator[GraphKey]:
-        """The largest step with prompts, then a few that stand in for all others, largest first."""
+        """Keys of the steps with prompts that start-up captures: the largest, then a few smaller ones, largest first.
+        They serve all other sizes with padding."""
         largest = self.largest_with_prompts()
         if largest is None:
             return
@@ -315,7 +317,7 @@ class GraphKeys:
                               takes_checkpoints=self.takes_checkpoints, sampler=sampler)
 
     def largest(self) -> GraphKey:
-        """The key with the most tokens of those that start-up captures."""
+        """The key with the most tokens among the keys that start-up captures."""
         return self.largest_with_prompts() or next(chain(self.with_parameters(), self.decoding()))
 
     def shape(self, key: GraphKey) -> CapturedShape:

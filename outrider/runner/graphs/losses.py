@@ -29,7 +29,7 @@ MARGIN = 2.0  # times the launches' duration that the device must take for a ste
 
 @dataclass(frozen=True)
 class LossRates:
-    """Measured times from which a step's loss without a graph of its own is estimated."""
+    """Measured times. They give an estimate of the seconds that a step loses because there is no graph of its size."""
 
     launch_seconds: float = 0.0  # the host's time to launch a step of any size
     token_seconds: float = 0.0  # the device's time for each token of a large step; 0: not measured

@@ -23,8 +23,8 @@ MEASURED_UNCAPTURED = (1, 2, 3, 4, 5, 6, 8, 9, 16, 17, 32, 48)
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """Padded sizes of captured steps, each list in ascending order. Those of later captures end with the most there may
-    be, those of start-up with the most that it captures."""
+    """Padded sizes of captured steps, each list in ascending order. Lists for later captures end with the largest size
+    that a step can have; lists for start-up end with the largest size that start-up captures."""
 
     requests: list[int]  # request counts of decode steps
     at_start: list[int]  # the request counts captured at start-up; the others are captured once they are met often

@@ -107,7 +107,7 @@ def _count_nothing(step: DeviceStep, limits: Limits) -> None:
 
 
 def run_largest(step: DeviceStep, limits: Limits) -> int:
-    """Run the largest step. Returns the most bytes that were reserved on the device meanwhile."""
+    """Run the largest step. Returns the most bytes that were reserved on the device during the step."""
     device = step.state.device
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
@@ -193,7 +193,8 @@ def _kinds(limits: Limits) -> Iterator[tuple[list[int], int]]:
 
 
 def _expert_tiles(step: DeviceStep, limits: Limits) -> Iterator[list[int]]:
-    """Tokens of each request in steps whose experts run different kernels: tiles go by the number of token rows."""
+    """Tokens of each request in steps whose experts run different kernels. The number of token rows chooses the tile of
+    the experts' kernel."""
     if layers.find_modules([step.model, *([] if step.drafter is None else step.drafter.modules())], layers.Router):
         tokens = 1
         while tokens <= min(limits.max_batched_tokens, limits.max_requests * limits.max_len):
