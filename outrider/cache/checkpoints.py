@@ -79,7 +79,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class RequestCheckpoints:
-    """A running request's own checkpoints, by boundary."""
+    """The checkpoints of one running request, by boundary."""
 
     row: int
     known: int  # known tokens when the request was admitted
@@ -278,8 +278,8 @@ class Checkpoints:
         return [checkpoint for checkpoint in self._open.values() if checkpoint.state in states]
 
     def _wanted(self, own: RequestCheckpoints, progress: StateProgress) -> list[int]:
-        """The boundaries that the step may reach and at which a checkpoint is wanted: the ones that are kept for good,
-        and all that may turn out to be the row's latest."""
+        """The boundaries at which the step should write a checkpoint if it reaches them: boundaries that are kept for
+        good, and every boundary that may turn out to be the row's latest."""
         size, interval = self.kind.page_tokens, self.kind.interval
         first = (progress.before // size + 1) * size
         latest = max(first, progress.least // size * size)

@@ -26,7 +26,8 @@ class PageContent(NamedTuple):
 
 
 class PageStored(NamedTuple):
-    """A page that requests can find from now on, or a recurrent state, which has no content of its own."""
+    """An event: from now on requests can find this page, or this recurrent state. The `content` of a recurrent state is
+    None."""
 
     group: int
     digest: bytes
@@ -66,7 +67,7 @@ class CacheEvents:
             self._events.append(PageStored(*key, content, labels))
 
     def store_state(self, digest: bytes, page_key: tuple[int, bytes]) -> None:
-        """Note a recurrent state that can be found from now on. `page_key`: the key of one of its pages."""
+        """Note that from now on a recurrent state can be found. `page_key`: the key of one of the state's pages."""
         self._states.add(page_key[1][:STATE_BYTES])
         self._events.append(PageStored(self.state_group, digest, None))
 

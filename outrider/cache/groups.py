@@ -41,8 +41,8 @@ CacheSpec = PagedSpec | RecurrentSpec
 
 @dataclass(frozen=True)
 class LayerCache:
-    """A layer's claim on the cache: pages of its own, the pages of another layer, which it can only read, or a state
-    in every row. A layer that keeps several kinds makes several claims, whose parts have different names."""
+    """What a layer needs from the cache: pages that it writes, another layer's pages that it only reads, or a state in
+    every row. A layer that keeps several kinds makes several claims, whose parts have different names."""
 
     layer: int
     spec: CacheSpec
@@ -54,7 +54,7 @@ class LayerCache:
         return isinstance(self.spec, RecurrentSpec)
 
     def stored_as(self, cache_type: CacheType) -> LayerCache:
-        """The claim with keys and values stored as this type. The states of recurrent layers stay as they are."""
+        """The same claim, with keys and values stored as this type. States of recurrent layers keep their type."""
         return self if isinstance(self.spec, RecurrentSpec) else replace(self, spec=self.spec.stored_as(cache_type))
 
 
@@ -166,9 +166,9 @@ def plan_groups(target: list[LayerCache], page_tokens: int = 16, checkpoint_inte
 
 def _place_page_parts(layers: Sequence[LayerCache], layout: CacheLayout,
                       whole_parts: bool) -> tuple[tuple[PlacedPart, ...], int]:
-    """Lay out what is kept once for each page behind what is kept for its tokens; return the places and the bytes of a
-    whole page. Every group's pages have these places: pages have equal sizes, so leaving them out in some groups would
-    save nothing."""
+    """Place the parts that are kept once for each page after the parts that are kept for each token. Returns the places
+    and the bytes of a whole page. Every group's pages have these places: pages have equal sizes, so leaving them out in
+    some groups would save nothing."""
     placed: list[PlacedPart] = []
     end = layout.page_bytes
     for layer in layers:

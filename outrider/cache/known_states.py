@@ -66,7 +66,8 @@ class KnownStates:
         return self._restoring.get(request_id, [])
 
     def end_restoring(self) -> None:
-        """Free all restored states. Called when the batch that restores them is made: later ones may take the pages."""
+        """Free the pages of all restored states. Called when the batch that restores them is made; from then on later
+        batches may take the pages."""
         for request_id in list(self._restoring):
             self.release(request_id)
 

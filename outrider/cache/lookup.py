@@ -1,4 +1,4 @@
-"""PrefixLookup: how much of a request's beginning other requests have computed, or are computing.
+"""PrefixLookup: finds how much of a request's beginning other requests have computed or are computing.
 
 Finds pages and recurrent states that are published, and those that steps before a *horizon* promised. It keeps the
 hashes of the requests' tokens, asks running requests to keep states, and changes nothing else.
@@ -124,9 +124,9 @@ class PrefixLookup:
 
     def find_common(self, request_id: int, token_ids: Sequence[int], spans: PromptSpans, step: int | None,
                     hit: int) -> tuple[bool, int]:
-        """Whether a request should wait because others compute more of its beginning than `hit` tokens. If it should
-        not, and pages reach further than any state: the boundary after which it should keep its own state, so that a
-        common beginning of any length is computed at most twice."""
+        """Whether a request should wait because others compute more of its beginning than `hit` tokens. If the request
+        should not wait, and cached pages reach further than any cached state, also returns a boundary at which the
+        request should keep its state. Then a common beginning of any length is computed at most twice."""
         if not self._kind.layers:
             if step is None or self._shares_within_step or not self.promises:
                 return False, 0

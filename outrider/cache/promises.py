@@ -25,7 +25,7 @@ from outrider.cache.pages import PageKey, PagePool
 
 @dataclass(slots=True, eq=False)
 class Promise:
-    """Everything that one step writes for one request and that others may share."""
+    """The pages and states that one step writes for one request and that other requests may share."""
 
     step: int
     writer: int  # request

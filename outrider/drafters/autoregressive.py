@@ -38,7 +38,7 @@ from outrider.models.base import Hidden
 
 class DraftNetwork(Protocol):
     """The network of a drafter: a whole model, or a head. It turns token rows into hidden states, and hidden states
-    into logits over its own vocabulary."""
+    into logits over the drafter's vocabulary."""
 
     hidden_size: int  # size of the hidden states it consumes; 0 for a whole model
     num_outputs: int  # size of its vocabulary
@@ -64,7 +64,7 @@ class DraftNetwork(Protocol):
 
 
 class NetworkDrafter(Drafter):
-    """A drafter that draws its drafts from the logits of a network of its own."""
+    """A drafter with a network. It draws drafts from the network's logits."""
 
     skip_reads_aux = False
 
@@ -90,7 +90,7 @@ class NetworkDrafter(Drafter):
 
 
 class AutoregressiveDrafter(NetworkDrafter):
-    """A drafter whose network writes a slot for every token, each draft's included."""
+    """A drafter with a network that writes a cache slot for every token, drafts included."""
 
     _num_chained = 0  # slots from the first valid input to the first slot that is valid in every module
 
@@ -206,7 +206,8 @@ class AutoregressiveDrafter(NetworkDrafter):
             self._run_first_slot(self._batches.first_slots(view, planned), hidden, stand_ins)
 
     def _fitting(self, stand_ins: StandIns | None) -> StandIns | None:
-        """Embeddings in place of ids, if the network's own are as wide: a draft model has others, and reads the ids."""
+        """The embeddings that replace token ids, if they have the network's width. Otherwise None, and the network
+        reads the ids: a draft model has embeddings of another size."""
         fits = stand_ins is not None and stand_ins.values.shape[1] == self.network.hidden_size
         return stand_ins if fits else None
 

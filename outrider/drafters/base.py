@@ -52,7 +52,7 @@ class DraftBuild:
 
 
 class HiddenReads(enum.IntEnum):
-    """The final hidden states of a step that a drafter reads. The others need not be computed."""
+    """Which final hidden states of a step a drafter reads. Other final hidden states need not be computed."""
 
     NOTHING = 0
     LAST = 1  # the state of each request's last computed token, by `Step.last_final`
@@ -132,7 +132,8 @@ class Drafter:
         return []
 
     def bind(self, cached: CachedLayers, limits: Limits, device: torch.device) -> None:
-        """Called once, before the first step, with the cache of its layers and the sizes for its own row state."""
+        """Called once, before the first step. Gives the drafter the cache of its layers, and the sizes of the row state
+        that it may allocate."""
 
     def admit(self, admissions: list[Admission]) -> None:
         """Called when requests take rows, before the step that first schedules them."""
@@ -146,8 +147,8 @@ class Drafter:
         nothing."""
 
     def propose(self, step: Step) -> Drafts:
-        """Guess up to `step.num_wanted` tokens for every request. No host reads; what is returned for requests
-        that do not go on is ignored."""
+        """Guess up to `step.num_wanted` tokens for every request. The method must not read device data on the host.
+        Drafts for requests that do not go on are ignored."""
         raise NotImplementedError
 
     def skip(self, step: Step) -> None:

@@ -31,7 +31,7 @@ from outrider.mixers import BatchView, ExactQueries, KeysFrom
 
 class DraftingBatches:
     def __init__(self, groups: Sequence[Group], limits: Limits, device: torch.device) -> None:
-        """groups: the groups of the drafter's own layers."""
+        """groups: the cache groups of the drafter's layers."""
         self.groups = tuple(groups)
         self._max_len = limits.max_len
         self._single = SingleTokenView(limits, device)
@@ -61,7 +61,8 @@ class DraftingBatches:
         return self._moved(single, step, 1 + index, tokens, passes.further[index - 1], keys)
 
     def first_slots(self, admitted: BatchView, planned: FirstSlots) -> BatchView:
-        """The batch of the pass that fills the slot before the first one of a row's steps, for rows just admitted."""
+        """The batch of the pass for newly admitted rows. It fills the slot just before the first slot that a row's
+        steps fill."""
         keys = KeysFrom(planned.key_starts, planned.key_starts_int32)
         return self._with_rows(admitted, admitted.token_ids, planned.only, keys)
 
@@ -77,7 +78,7 @@ class DraftingBatches:
 
     def _moved(self, view: BatchView, step: Step, ahead: int, tokens: torch.Tensor, rows: DraftPass,
                keys: KeysFrom) -> BatchView:
-        """The view with other token rows, whose contexts end at most `ahead` tokens after the step's."""
+        """The view with new token rows. Their contexts end at most `ahead` tokens after the contexts of the step."""
         bound = step.batch.padded.max_length.after(ahead, self._max_len)
         return replace(self._with_rows(view, tokens, rows, keys), max_length=bound)
 

@@ -212,8 +212,8 @@ class BlockDrafter(Drafter):
         )
 
     def _whole_view(self, view: BatchView, block: BlockRows, num_rows: int, sight: Sight) -> BatchView:
-        """The rows of blocks, each as a request of its own that stands at the block's end, so that it sees the whole
-        block."""
+        """A view that makes every row of the blocks a separate request. Each row is placed at the end of its block, so
+        that it sees the whole block."""
         count, device = view.num_requests * num_rows, block.positions.device
         bound = view.max_length.after(num_rows, self._max_len)
         tables = list(view.page_tables)
@@ -235,7 +235,7 @@ class BlockDrafter(Drafter):
 
 
 class BlockLayers:
-    """The layers of a block drafter, each bound to the view of its own sight."""
+    """The layers of a block drafter, each bound to a view with the layer's sight."""
 
     def __init__(self, by_layer: Mapping[int, Any]) -> None:
         self._by_layer = by_layer

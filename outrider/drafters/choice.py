@@ -1,4 +1,5 @@
-"""ProposalChoice: for each request, chooses the proposal of which most drafts will probably be accepted.
+"""ProposalChoice: chooses between drafters for each request. It takes the proposal with the most drafts that will
+probably be accepted.
 
 Every drafter proposes for every request. Each proposal is graded by the tokens that the next step yields, also if
 another proposal was checked: its leading drafts that equal these tokens would have been accepted. A request's grades

@@ -1,4 +1,5 @@
-"""A whole, smaller model as drafter, with its own layers in the common pool. It must share the target's vocabulary."""
+"""A smaller model as drafter. Its layers keep their cache in the same pool as the target's layers. It must have the
+target's vocabulary."""
 
 from __future__ import annotations
 

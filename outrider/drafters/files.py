@@ -43,8 +43,8 @@ def with_method(config: SpeculativeConfig, build: DraftBuild) -> SpeculativeConf
 
 
 def method_of(source: ModelSource, *, has_tensors: bool, is_target: bool) -> str:
-    """The method that a model's files are for. `has_tensors`: whether weights are there to look at. `is_target`: they
-    are the target's own, so that only a module in them can draft."""
+    """The draft method that a model's files are for. `has_tensors`: whether the weights can be looked at. `is_target`:
+    whether these are the target's files, in which only a prediction module can draft."""
     config = source.reader()
     classes = " ".join(map(str, config.get("architectures", list, []))).lower()
     for word, kind in NOT_SERVED.items():

@@ -198,7 +198,7 @@ class DrafterGuards(StepPart):
             guard.fill_slots(self._view_of, is_cold=batch.drafting.num_wanted == 0)
 
     def load_filling(self, dead: list[Admission], view_of: ViewOf) -> None:
-        """Let the package's own drafters load what filling slots launches. dead: admissions of the null row."""
+        """Let the drafters of this package load the kernels that fill slots. dead: admissions of the null row."""
         for guard in self._guards:
             if not guard.is_foreign:
                 guard.admit(dead)
@@ -211,8 +211,8 @@ class DrafterGuards(StepPart):
             observer.reset()
 
     def aux_layers_for(self, num_wanted: int) -> tuple[int, ...]:
-        """The layers whose states the target records in a step that asks for so many drafts. Without drafts few
-        drafters read them, and recording takes time and memory."""
+        """The layers at which the target records states for drafters, in a step that asks for `num_wanted` drafts.
+        Recording takes time and memory, and few drafters read the states of a step without drafts."""
         reads_always = any(guard.drafter.aux_layers and guard.drafter.skip_reads_aux for guard in self._guards)
         is_needed = num_wanted > 0 or bool(self._observers) or reads_always
         return self.aux_layers if is_needed else ()

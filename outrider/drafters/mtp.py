@@ -1,5 +1,5 @@
-"""Loads a target's own multi-token-prediction modules as drafter. Their tensors lie in the target's checkpoint, or
-beside it."""
+"""Loads the multi-token-prediction modules of the target as a drafter. Their tensors are in the target's checkpoint, or
+in a file beside it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def mtp_drafter(config: SpeculativeConfig, build: DraftBuild) -> AutoregressiveD
 
 
 def modules_drafter(modules: list[MTPHead], num_drafts: int) -> AutoregressiveDrafter:
-    """The drafter of loaded modules. One module drafts from its own output; several make one draft each."""
+    """The drafter for loaded modules. A single module makes all drafts, each from its last output; several modules make
+    one draft each."""
     if len(modules) == 1:
         return head_drafter("mtp", modules[0], num_drafts)
     warn_beyond("mtp", modules[0], num_drafts)

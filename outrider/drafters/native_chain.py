@@ -26,7 +26,8 @@ from outrider.models.eagle import Eagle3Head
 
 class NativeChain:
     def __init__(self, head: Eagle3Head, paged: PagedLayer, tails: torch.Tensor) -> None:
-        """paged: the head's layer, bound to any step. tails: [pages, hidden] what is kept with pages."""
+        """paged: the head's layer, bound to any step. tails: [pages, hidden], the hidden state that is kept with each
+        page."""
         self._head, self._paged, self._tails = head, paged, tails
         self._bound: DraftChain | None = None
         self._matrices: list[object] = []  # of the products that `_bound` was made with

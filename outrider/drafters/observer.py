@@ -19,7 +19,7 @@ class DraftObserver(StepPart):
         """A step has computed and accepted its tokens; drafters come next. Captured with the step: no host reads."""
 
     def end_step(self) -> ResultPart | None:
-        """A step's result is read. Returns what is to be told with it."""
+        """Called when a step's result is read. Returns the reports that are sent with the result."""
         return None
 
     def resting(self) -> AbstractContextManager[None]:

@@ -85,6 +85,6 @@ class SuffixDrafter:
 
 
 def _common_suffix(tokens: Sequence[int], others: Sequence[int], end: int) -> int:
-    """How many tokens that end before others[end] equal the last ones of `tokens`."""
+    """The length of the common suffix of `tokens` and others[:end]."""
     most = min(LONGEST, end, len(tokens))
     return next((n for n in range(most) if others[end - 1 - n] != tokens[-1 - n]), most)

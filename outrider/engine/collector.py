@@ -33,8 +33,8 @@ def collections_paused() -> Iterator[None]:
 
 
 def freeze_heap(engine: object) -> None:
-    """Leave everything that lives now out of collections until all engines that froze the heap have ended. Collections
-    go on, and look at what is made from now on."""
+    """Exclude all objects that exist now from garbage collection, until every engine that froze the heap has ended.
+    Collections go on and look only at objects that are made later."""
     gc.collect()
     gc.freeze()
     _engines.add(id(engine))

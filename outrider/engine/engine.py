@@ -99,8 +99,8 @@ class Engine:
         return seeded
 
     def resume(self, request_id: str, queued: CheckedRequest, known: dict[int, list[int]]) -> dict[int, str]:
-        """Go on with a request after `reset`. `known`: the first tokens of those of its samples that have not ended.
-        Returns their texts so far."""
+        """Go on with a request after `reset`. `known`: for each sample that has not ended, the tokens that the caller
+        has. Returns the texts of these samples so far."""
         return self._requests.resume(request_id, queued, known, self.scheduler)
 
     def abort(self, request_id: str) -> None:
@@ -186,7 +186,7 @@ class Engine:
         return increments
 
     def idle(self, quiet_seconds: float) -> float | None:
-        """Let the worker prepare for later steps, when there was no work for so many seconds. See `Runner.idle`."""
+        """Let the worker prepare for later steps. quiet_seconds: how long there was no work. See `Runner.idle`."""
         return self.runner.idle(quiet_seconds)
 
     def close(self) -> None:
@@ -201,7 +201,8 @@ class Engine:
         unfreeze_heap(self)  # what start-up made may be garbage from now on
 
     def close_watchers(self) -> None:
-        """Watchers give up what they hold, so that another engine may take it: the addresses of the cache's events."""
+        """Close the step watchers. They free what another engine may need, such as the addresses for events of the
+        cache."""
         watchers, self._watchers = self._watchers, ()
         for watcher in watchers:
             watcher.close()

@@ -19,7 +19,8 @@ class Order(Protocol):
 
 
 class EngineFeature:
-    """The engine's half of a feature: a subclass overrides the methods it needs, the others do nothing."""
+    """The part of a feature that runs in the engine. A subclass overrides the methods that it needs; by default a
+    method does nothing."""
 
     reads_extra_args = False  # whether requests pass it values in `SamplingParams.extra_args`
 

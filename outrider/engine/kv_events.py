@@ -35,7 +35,8 @@ _Batch = tuple[int, float, list[CacheEvent]]  # sequence number, time, events
 
 
 class EventSockets:
-    """The sockets, made before a model is loaded: an address that cannot be used is told at once."""
+    """The sockets of events. They are opened before a model is loaded, so that an address that cannot be used is
+    reported at once."""
 
     def __init__(self, config: KVEventsConfig) -> None:
         try:
@@ -73,12 +74,13 @@ class EventSockets:
 
 
 def is_local(address: str) -> bool:
-    """Whether an address is one of this machine alone."""
+    """Whether only this machine can reach the address."""
     return not address.startswith("tcp://") or address.startswith(("tcp://127.", "tcp://localhost:", "tcp://[::1]:"))
 
 
 def with_rank(endpoint: str, rank: int) -> str:
-    """The address for a replica: ports are counted up, other addresses get a name of their own, as with vLLM."""
+    """The address of one replica, as in vLLM: a TCP port is raised by the replica's number, and any other address gets
+    the number as a suffix."""
     if rank == 0:
         return endpoint
     if not endpoint.startswith("tcp://"):

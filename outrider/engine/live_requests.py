@@ -62,7 +62,7 @@ class _Live:
 
 class LiveRequests:
     def __init__(self, model: ServedModel, keepers: RequestKeepers, seed: int = 0) -> None:
-        """seed: of the engine; those of requests without one are drawn from it."""
+        """seed: the engine's seed. Requests without a seed get one that is drawn from it."""
         self.keepers = keepers
         self._model, self._seed = model, seed
         self._ids = count()

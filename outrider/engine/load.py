@@ -25,7 +25,8 @@ def find_model(config: EngineConfig) -> ModelSource:
 
 
 def _with_class_ids(config: EngineConfig, source: ModelSource) -> ModelSource:
-    """The source with ids in place of the texts of `classifier_from_token`: tokens whose logits score classes."""
+    """The source with token ids in place of the texts of `classifier_from_token`. The logits of these tokens are the
+    scores of classes."""
     tokens = source.config.get("classifier_from_token")
     if tokens is None:
         return source

@@ -36,7 +36,7 @@ def with_plain_content(message: Message) -> Message:
 
 
 def up_to_the_end_of(messages: list[Message], rendered: str) -> str:
-    """A rendered chat, cut behind the last message's text, so that the answer continues this message."""
+    """A rendered chat, cut off after the text of the last message, so that the answer continues this message."""
     last = str(messages[-1].get("content") or "").strip() if messages else ""
     end = rendered.rfind(last) + len(last)
     if not last or end < len(last):

@@ -32,7 +32,8 @@ def read_embeds(given: Any, hidden_size: int) -> NDArray[np.floating]:
 
 
 def place_embeds(values: NDArray[np.floating], given: Sequence[Any] | None, num_tokens: int) -> PromptEmbeds:
-    """given: positions in a prompt of so many tokens; None: there is an embedding for every token."""
+    """Check the positions of a prompt's embeddings. given: the positions in a prompt of `num_tokens` tokens; None if
+    there is an embedding for every token."""
     if given is None and len(values) != num_tokens:
         raise ValueError(f"prompt_embeds has {len(values)} tokens and prompt_token_ids has {num_tokens}")
     places = range(num_tokens) if given is None else given

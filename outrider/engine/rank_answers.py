@@ -116,7 +116,8 @@ def _is_lost(failures: dict[int, Failure]) -> bool:
 
 
 def _alone_of(number: int, failures: dict[int, Failure]) -> WorkerDied:
-    """The error that names the first rank that failed by itself, rather than one that has only lost the others."""
+    """The error that names the first rank that failed by itself. Ranks that failed only because they lost another rank
+    come last."""
     by_cause = sorted(failures.items(), key=lambda own: (issubclass(own[1].kind, RankLost), own[0]))
     return _alone(by_cause[0][0], number, by_cause[0][1])
 

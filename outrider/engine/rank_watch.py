@@ -28,7 +28,7 @@ STRAGGLER_SECONDS = 30.0  # that ranks may take to fail in a step in which anoth
 
 @dataclass
 class RankProcess:
-    """A rank's process and what it shows of itself."""
+    """The process of one rank, and the status that the process shares with its parent."""
 
     rank: int
     process: BaseProcess
@@ -74,13 +74,14 @@ class RankWatch:
         return None if stuck <= limit else WorkerDied(f"nothing has moved for {stuck:.0f} s: {self.blamed()}")
 
     def blamed(self) -> str:
-        """Words for the ranks that are not waiting, and for which the others may wait."""
+        """A description of the ranks that hold up the rest: ranks that do not wait for another rank, or all ranks if
+        every rank waits."""
         busy = [own for own in self._ranks if not own.status.is_waiting]
         return ", ".join(own.words for own in busy or self._ranks)
 
 
 def death_of(own: RankProcess, num_ranks: int, when: str = "") -> WorkerDied:
-    """The error for a rank whose process has died. when: words in place of what the rank did last."""
+    """The error for a rank whose process has died. when: a description that replaces the last activity of the rank."""
     code = own.process.exitcode
     if code == UNGUARDED:
         return WorkerDied(UNGUARDED_ADVICE)

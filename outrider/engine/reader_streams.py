@@ -52,7 +52,7 @@ class Stream(ABC):
             self._waiter.set_result(None)
 
     async def _wait(self) -> None:
-        """Wait until something is ready. A future of its own costs half as much as an event of asyncio."""
+        """Wait until something is ready. A new future for each wait costs half as much as an `asyncio.Event`."""
         if not self._is_ready:
             self._waiter = self.loop.create_future()
             await self._waiter

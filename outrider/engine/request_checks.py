@@ -48,9 +48,9 @@ class RequestChecks:
 
     def check_all(self, prompts: Sequence[Prompt], params: Sequence[RequestParams],
                   priorities: Sequence[int], caller: FormClient | None = None) -> list[CheckedRequest]:
-        """One request for each prompt. May take long where a prompt is a long text, and seconds where a grammar must be
-        compiled. Requests often share parameters, which are checked once. `caller`: who takes turns with others at the
-        compiler of grammars."""
+        """Make one checked request for each prompt. A long text takes long to tokenize, and a grammar may take seconds
+        to compile. Requests often share parameters, which are checked once. `caller`: the tenant that takes turns with
+        other tenants at the grammar compiler."""
         given = {id(own): own for own in params}
         checked = {key: self._check_params(own) for key, own in given.items()}
         leases = {key: self._compile_form(own, caller) for key, own in checked.items()}
@@ -59,8 +59,8 @@ class RequestChecks:
 
     def join_pairs(self, ones: list[Any], others: list[Any],
                    chat_template: str | None = None) -> list[list[int]]:
-        """The prompt of each text of `others` with the text of `ones` at its place, or the only one, for a head that
-        scores pairs of texts."""
+        """One prompt for each pair of texts, for a head that scores pairs. Text i of `others` is paired with text i of
+        `ones`, or with the only text of `ones`."""
         classes = self.model.classes
         assert classes is not None
         if classes.num_labels != 1:

@@ -17,7 +17,7 @@ class ScriptImport:
 
 
 def end_if_importing_script() -> None:
-    """End this process if the script that it imports is about to make an engine of its own. There is no traceback: the
-    parent's error says what to do."""
+    """End this child process if the script that it imports is about to make another engine. There is no traceback,
+    because the parent's error says what to do."""
     if ScriptImport.is_running:
         os._exit(UNGUARDED)

@@ -46,7 +46,8 @@ class CallersScript:
         return cls(tuple(place.items()), alias is not None and alias.is_installed())
 
     def check(self, *sent: object) -> None:
-        """Raise ValueError if a process could not unpickle what it is sent, because its class is in no file."""
+        """Raise ValueError if another process could not unpickle the object, because its class is defined in no
+        file."""
         if not self.place and (name := _name_in_main(sent)) is not None:
             raise ValueError(f"{name} was defined in a shell, a notebook or on standard input, where the processes of "
                              "the engine cannot find it: write it into a file, and import it from there")

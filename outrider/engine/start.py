@@ -74,8 +74,8 @@ def _start_around(config: EngineConfig, sockets: kv_events.EventSockets | None, 
 
 
 def _in_thread(work: Callable[[], T]) -> T:
-    """Runs the work in a thread of its own, for a process that was forked: a thread that has computed before the fork
-    waits for ever for the threads that helped it (OpenMP's), which the fork did not copy."""
+    """Run the work in a new thread, because this process may have been forked. A thread that ran products before the
+    fork would wait for ever for its OpenMP threads, which a fork does not copy."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()
 

@@ -14,7 +14,8 @@ class StepWatcher:
     """Methods do nothing unless a watcher defines them. They are called where `Engine.step` is."""
 
     def follow(self, scheduler: Scheduler) -> None:
-        """The engine goes on with this scheduler, whose cache is empty: whatever an earlier one held is gone."""
+        """Follow a new scheduler, which replaces the engine's old one. Its cache is empty, and everything in the old
+        cache is gone."""
 
     def flush(self) -> None:
         """Pass on what has happened since the last call: a step is over, or the cache has changed between steps."""

@@ -138,7 +138,8 @@ class Tokenizer:
 
     @cached_property
     def vocab_size(self) -> int:
-        """The number of tokens, added ones included. A model's own vocabulary may be padded beyond it."""
+        """The number of tokens, including added tokens. The vocabulary of the model may be larger, because of
+        padding."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property

@@ -24,7 +24,8 @@ class WorkerLine:
     """Single-threaded, as its engine is."""
 
     def __init__(self, runner: Runner) -> None:
-        """runner: the worker (`Worker` or `WorkerProcess`). A worker's own `runner` is its part that runs steps."""
+        """runner: the `Worker` or `WorkerProcess`. (The attribute `runner` of a Worker is only its part that runs
+        steps.)"""
         self.runner = runner
         self.on_death: Callable[[], object] = _ignore  # called when the worker has died
         self._in_flight: deque[Future[StepResult]] = deque()
@@ -83,7 +84,7 @@ class WorkerLine:
         return result
 
     def drain(self) -> None:
-        """Wait for all steps after one has failed: those behind it are cancelled or have no effect."""
+        """Wait for all steps in flight after one has failed. Later steps are cancelled or have no effect."""
         self._last_end = None
         while self._in_flight:
             try:

@@ -201,7 +201,7 @@ class WorkerProcess:
                 self._end(error)
 
     def _end(self, error: WorkerDied) -> None:
-        """Ends all children. The first error is the one that every step fails with."""
+        """End all children. Every step then fails with the first error that was given."""
         with self._change:
             if self._died is None:
                 self._died = WorkerDied("the worker was closed") if self._is_closing else error

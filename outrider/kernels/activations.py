@@ -1,4 +1,4 @@
-"""Activations between two products, by their names: gated ones of two projections side by side, and one of a single
+"""Activations between two products, by name. Gated activations take two projections side by side; "relu2" takes one
 projection."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def limited_silu(limit: float) -> str:
 
 
 def silu_limit(activation: str) -> float | None:
-    """The limit of an activation that `limited_silu` named; None for the others."""
+    """The limit in the name of an activation made by `limited_silu`; None for all other activations."""
     return float(activation.removeprefix(_LIMITED)) if activation.startswith(_LIMITED) else None
 
 

@@ -29,7 +29,8 @@ def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> torch
 
 
 def lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros that, on the CPU, take memory when they are first written: torch's own allocator may touch all of them."""
+    """A tensor of zeros. On the CPU its pages take memory only when they are first written; torch's allocator might
+    touch all of them at once."""
     if device.type != "cpu" or math.prod(shape) * dtype.itemsize < DIRECT_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
     return _mapped_zeros(shape, dtype)

@@ -17,8 +17,8 @@ from outrider.kernels.ops import has_triton
 
 
 def precompiling(device: torch.device) -> AbstractContextManager[None]:
-    """Within this context a launch on the device only begins to compile its kernel. Later launches wait for their
-    kernels, and `finish_compiling` waits for all. Does nothing on devices whose kernels are not compiled at run
+    """A context in which a launch on the device only begins to compile its kernel. Later launches wait for their
+    kernels, and `finish_compiling` waits for all kernels. Does nothing on devices whose kernels are not compiled at run
     time."""
     if device.type != "cuda" or not has_triton():
         return nullcontext()
@@ -27,8 +27,8 @@ def precompiling(device: torch.device) -> AbstractContextManager[None]:
 
 
 def postponing(device: torch.device) -> AbstractContextManager[None]:
-    """Within this context, itself within `precompiling`, kernels are compiled after all others, and `finish_compiling`
-    does not wait for them."""
+    """A context within `precompiling`. Kernels launched in it are compiled after all other kernels, and
+    `finish_compiling` does not wait for them."""
     if device.type != "cuda" or not has_triton():
         return nullcontext()
     postponed: AbstractContextManager[None] = import_module("outrider.kernels.gpu").postponing()

@@ -80,7 +80,7 @@ class RowSlots(NamedTuple):
 
     @staticmethod
     def most_segments(num_rows: int, num_slots: int) -> int:
-        """Segments that so many token rows have at most."""
+        """The most segments that this number of token rows can have."""
         return min(num_rows, num_rows // SEGMENT_ROWS + num_slots + 1)
 
 
@@ -97,7 +97,8 @@ def _segments(sorted_slots: Tensor) -> Tensor:
 
 
 class TargetRange(NamedTuple):
-    """The targets of one linear layer, which lie one behind the other, and where the output features of each end."""
+    """The targets of one linear layer, which have consecutive numbers, and where the output features of each target
+    end."""
 
     first: int
     ends: tuple[int, ...]

@@ -117,8 +117,8 @@ class FirstSlots(NamedTuple):
 
 
 class ReadingPass(NamedTuple):
-    """A pass that stands at the last computed token of each request that goes on, with the known token after it, and
-    writes nothing: its one tensor of slots serves every group."""
+    """A drafting pass with one token row for each request, which writes nothing to the cache. The row holds the known
+    token after the last computed token. Because nothing is written, one tensor of slots serves every group."""
 
     keys: DraftSamplingKeys
     tokens: torch.Tensor  # [requests]

@@ -82,12 +82,12 @@ def _every_position(contexts: TokenContexts, num_positions: int) -> Tensor:
 
 
 def _entries(cache: Tensor, contexts: TokenContexts, positions: Tensor) -> Tensor:
-    """[positions, width] what the cache holds of the one token row's request."""
+    """[positions, width]: the cache entries at these positions, of the request that the single token row belongs to."""
     return cache[_cells(cache, contexts, positions)]
 
 
 def _cells(cache: Tensor, contexts: TokenContexts, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """(pages, cells in them) of positions of the one token row's request."""
+    """(pages, cells within the pages) of these positions, of the request that the single token row belongs to."""
     pages = contexts.page_table[contexts.request_of, positions // cache.shape[1]].long()
     return pages, positions % cache.shape[1]
 

@@ -39,7 +39,7 @@ def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down
 def scaled_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Scaled, down: Scaled, activation: str,
                    added: Tensor | None = None, rounds: bool = False,
                    biases: moe.ExpertBiases | None = None) -> Tensor:
-    """Experts whose weights are codes with scales."""
+    """The experts' weighted sums on the host, for weights that are codes with scales."""
     product = _rounding_product(ops.scaled_wide) if rounds else ops.scaled_wide
     return _mix(product, x, ids, weights, gate_up, down, activation, added, biases)
 

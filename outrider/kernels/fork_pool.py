@@ -56,8 +56,8 @@ class ForkPool:
         return number
 
     def end(self) -> None:
-        """Say that no more tasks come. A fork then leaves as soon as there is none to begin, while others are still
-        busy."""
+        """Tell the forks that no more tasks come. A fork then ends as soon as no task is left to begin, even if other
+        forks are still busy."""
         self._todo_end.close()
 
     def wait(self, seconds: float) -> list[int]:

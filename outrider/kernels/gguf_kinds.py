@@ -38,7 +38,7 @@ class GgufKind:
     table: tuple[int, ...] | None = None
 
     def dequantize(self, blocks: Tensor) -> Tensor:
-        """The numbers [rows, inputs] that blocks stand for, in float32."""
+        """Dequantise blocks to float32 numbers [rows, inputs]."""
         parts = self.unpack(blocks)
         codes = parts.codes.view(torch.int8).float() - self.offset
         if self.table is not None:

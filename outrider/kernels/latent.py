@@ -116,7 +116,8 @@ def latent_values(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: 
 
 
 def every_position(contexts: TokenContexts, num_positions: int) -> Tensor:
-    """[tokens, num_positions] the visible positions, NOT_CHOSEN in place of the others."""
+    """[tokens, num_positions]: each position that the token row sees, and NOT_CHOSEN for positions that it does not
+    see."""
     every = torch.arange(num_positions, device=contexts.first.device)
     return torch.where(_is_visible(every, contexts), every, NOT_CHOSEN)
 

@@ -271,7 +271,7 @@ def prepare_linear(weight: Tensor, bias: Tensor | None = None, packed: bool = Fa
 
 
 def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
-    """The product of 16-bit operands in float32; wider ones stay as they are."""
+    """A product computed in float32 if the operands have 16 bits, otherwise in the operands' dtype."""
     parts = [F.linear(widened(x), widened(rows)) for rows in weight.split(MAX_WIDENED)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 

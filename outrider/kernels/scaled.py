@@ -226,7 +226,8 @@ def scaled_linear(x: Tensor, weight: Scaled, bias: Tensor | None = None, roundin
 
 
 def scaled_gated(x: Tensor, weight: Scaled, bias: Tensor | None, rounding: int, activation: str) -> Tensor:
-    """act(gate) * up of the product, whose first half of outputs is the gate."""
+    """act(gate) * up of the product with the weight: the first half of the outputs is the gate, the second half is
+    up."""
     out = scaled_linear(x, weight, bias, rounding)
     return silu_mul(out) if activation == "silu" else gelu_tanh_mul(out)
 

@@ -34,8 +34,8 @@ _MOST_CHANCE = int(MOST_CHANCE * (1 << CHANCE_BITS))
 
 
 class RowFields(Protocol):
-    """The part of the row state that a step reads and writes; int64 but for `alive` (bool) and page tables (int32). The
-    tensors are written to, and never replaced by others."""
+    """The part of the row state that a step reads and writes. All tensors are int64, except `alive` (bool) and page
+    tables (int32). Steps write to these tensors and never replace them."""
 
     tokens: torch.Tensor  # [ROWS, LENGTH]
     known: torch.Tensor  # [ROWS]

@@ -81,7 +81,7 @@ class Module:
             part.finalize()
 
     def set_exact(self, exact: bool) -> None:
-        """Choose exact operations or ordinary ones; called for every module before models are prepared. In exact mode a
+        """Choose exact or ordinary operations. Called for every module before models are prepared. In exact mode a
         token row has the same bits in every batch."""
 
 
@@ -251,7 +251,7 @@ class LayeredModule(Module):
         return len(self.layers) - 1
 
     def shard(self, group: RankGroup) -> None:
-        """Every rank keeps the caches of its own heads."""
+        """Keep this rank's part of every sharded weight, and the caches of the heads that this rank holds."""
         check_ranks(self, group.count)
         super().shard(group)
         self.group = group

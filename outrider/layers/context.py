@@ -86,8 +86,8 @@ class StepFactors:
 
 
 class RowDeltas(ABC):
-    """Row deltas: what each request of a step adds to the products of its own token rows. Modules without deltas, and
-    token rows without deltas, keep their bits."""
+    """Row deltas: what each request of a step adds to the products of its token rows, such as an adapter's part.
+    Modules without deltas, and token rows without deltas, keep their bits."""
 
     @abstractmethod
     def of_rows(self, token_rows: torch.Tensor) -> RowDeltas:
@@ -108,8 +108,8 @@ class RowDeltas(ABC):
         return ProductChange(self, linear, x, first)
 
     def factors(self) -> StepFactors | None:
-        """The factors behind `begin`, for layers that are one kernel. None if there are no factors; layers must then
-        call `begin` for every product."""
+        """The factors that `begin` would apply, for layers that run as one kernel. None if the deltas have no factors;
+        layers must then call `begin` for every product."""
         return None
 
     def change(self, module: object) -> bool:
@@ -205,7 +205,8 @@ NO_DELTAS = NoDeltas()
 
 
 class NothingAttends:
-    """The `attend` of token rows behind the last layer, where only logits are computed."""
+    """The `attend` of a context for token rows after the last layer, where only logits are computed. It serves no
+    layer."""
 
     def mixer(self, layer: int) -> Never:
         raise AssertionError(f"layer {layer} is behind the last layer")
@@ -244,8 +245,8 @@ class StepContext:
 
 
 class _RowsContext(StepContext):
-    """The context of some rows, which gathers positions at their first use: most layers behind a choice of rows use
-    none."""
+    """The context of a selection of token rows. It gathers positions at their first use, because most layers after a
+    selection use none."""
 
     def __init__(self, whole: StepContext, rows: WantedRows) -> None:
         self._whole, self._rows = whole, rows.token_rows

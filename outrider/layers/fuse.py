@@ -154,7 +154,8 @@ def _linears(layer: AttentionMLPLayer) -> tuple[Linear, Linear, Linear, Linear]:
 
 
 def between(record: AuxRecord | None, count: int, residual: torch.Tensor) -> dict[int, torch.Tensor]:
-    """The buffers for auxiliary states between `count` layers of one call, by the number of the layer behind each."""
+    """The buffers for auxiliary states between the `count` layers of one call, keyed by the number of the layer after
+    each state."""
     if record is None:
         return {}
     return {layer: torch.empty_like(residual) for layer in record.wanted if record.first < layer < record.first + count}
@@ -192,7 +193,7 @@ _REPLACEMENTS: list[TryBuild] = [NativeDecoderLayer.try_build, InPlaceLayer.try_
 
 
 def register_fused_layer(try_build: TryBuild) -> None:
-    """Try this replacement before all others from now on."""
+    """Register a replacement, which is tried before the ones registered earlier."""
     _REPLACEMENTS.insert(0, try_build)
 
 

@@ -109,7 +109,7 @@ class LatentExpansion(FormatModule[ExpansionFormat]):
         return values.flatten(1)
 
     def _deltas(self, context: StepContext) -> RowDeltas | None:
-        """The step's row deltas, if one of them changes the expansion; else None."""
+        """The row deltas of the step if any of them changes the expansion, otherwise None."""
         deltas = context.deltas
         return deltas if deltas is not None and deltas.change(self) else None
 

@@ -93,8 +93,8 @@ class StreamGate(Module):
 
 
 class StreamLayer(DecoderLayer):
-    """A token mixer and a feed-forward, each behind its own gate. `early`, if given, adds to the streams before
-    both."""
+    """A token mixer and a feed-forward, with a gate in front of each. `early`, if given, adds to the streams before
+    both gates."""
 
     def __init__(self, mixer_gate: StreamGate, mixer: TokenMixer, mlp_gate: StreamGate, mlp: FeedForward, *,
                  mixer_name: str, early: StreamAdder | None = None) -> None:
@@ -142,7 +142,7 @@ class StreamAdder(Module):
 
 
 class StreamEnd(StreamGate):
-    """The gate behind the last layer, which replaces a final norm."""
+    """The gate after the last layer, which takes the place of a final norm."""
 
     def __init__(self, hidden_size: int, num_streams: int, rank: int, eps: float, *, dtype: torch.dtype,
                  device: torch.device) -> None:

@@ -15,8 +15,8 @@ from outrider.cache.kinds import pages_for
 
 @dataclass(frozen=True)
 class LengthBound:
-    """An upper bound of the longest context of a batch, made from the batch's own bounds. Only graph capture uses the
-    worst case."""
+    """An upper bound of the longest context in a batch, made from the bounds of its requests. Only graph capture uses
+    the worst case."""
 
     tokens: int
 
@@ -113,7 +113,8 @@ class BatchView:
     spans: Spans = NO_SPANS
 
     def page_table(self, group: Group) -> torch.Tensor:
-        """[requests, columns up to the batch's own bound]"""
+        """[requests, columns]: the page table of a group, cut after the columns that the batch's longest context can
+        use."""
         return self.page_tables[group.index][:, : pages_for(self.max_length.tokens, group.page_tokens)]
 
     def slots(self, group: Group) -> torch.Tensor:

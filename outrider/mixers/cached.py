@@ -99,7 +99,7 @@ def can_capture(layout: CacheLayout, backend: Backend) -> bool:
 class CachedLayers:
     def __init__(self, layers: Sequence[LayerParams], pool: DevicePool, backend: Backend, *,
                  exact: bool = False) -> None:
-        """exact: a token row has the same bits alone and among others."""
+        """exact: whether a token row must have the same bits alone and together with other rows."""
         self._device = pool.data.device
         self._pool = pool
         groups = {layer.index: pool.layout.groups_of(layer.index) for layer in layers}
@@ -119,14 +119,16 @@ class CachedLayers:
         return self._pool.page_parts(layer)
 
     def bind(self, view: BatchView, others: Mapping[int, Any] | None = None) -> BoundLayers:
-        """Bind the layers to a step over one view. `others`: layers of the same model that are bound already."""
+        """Bind the layers to a step over one view of the batch. `others`: layers of the same model that are already
+        bound."""
         parts = [others] if others else []
         parts += [mixer.bind(view) for mixer in self.mixers]
         return BoundLayers(parts[0] if len(parts) == 1 else dict(item for part in parts for item in part.items()))
 
     def bind_rows(self, view: BatchView) -> dict[int, Any]:
-        """Bind layers to a view of the tokens whose results are wanted, each request's last ones, while another view
-        binds all tokens of the step. Mixers leave out layers that cannot read what all tokens wrote."""
+        """Bind layers to a view of the last tokens of each request, whose results are wanted. Another view binds all
+        tokens of the step and writes the cache. Mixers leave out layers that cannot read the cache entries written by
+        the other view."""
         return {layer: bound for mixer in self.mixers for layer, bound in mixer.bind_rows(view).items()}
 
     def bind_after(self, earlier: BoundLayers, token_rows: torch.Tensor, view: BatchView) -> BoundLayers:
@@ -143,7 +145,7 @@ class CachedLayers:
 
     @property
     def whole_len(self) -> int:
-        """The most tokens of contexts behind which some layers do less than behind longer ones."""
+        """The longest context, in tokens, for which some layers do less work than for longer contexts."""
         return min((mixer.whole_len for mixer in self.mixers), default=EVERY_LENGTH)
 
 

@@ -30,7 +30,8 @@ class Mixer(ABC):
         return True
 
     def set_exact(self, exact: bool) -> None:
-        """Choose arithmetic whose bits do not depend on the other token rows. A mixer that cannot is refused."""
+        """Switch to arithmetic in which the bits of a token row do not depend on other token rows. Raises an error if
+        the mixer has none."""
         raise ValueError(f"exact=True: {type(self).__name__} cannot be exact: it has no method set_exact")
 
     @abstractmethod
@@ -42,7 +43,7 @@ class Mixer(ABC):
         return {}
 
     def carry(self, earlier: Mapping[int, Any], later: Mapping[int, Any], token_rows: torch.Tensor) -> None:
-        """Let layers bound to a further drafting pass go on with what an earlier pass found for `token_rows`."""
+        """Let layers that are bound to a later drafting pass reuse what an earlier pass found for `token_rows`."""
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
         """Allocate the buffers that captured steps share. Called before any capture."""

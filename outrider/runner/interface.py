@@ -1,4 +1,5 @@
-"""All that the engine knows of a worker: plain data about what it serves, and steps in and out. No torch here.
+"""Runner: the interface between the engine and a worker. Plain data passes through it: facts about the worker, batches
+and results. No torch here.
 
 So a worker can live in this process, in a process of its own, or be one of several ranks.
 """

@@ -19,7 +19,7 @@ SETTLE, RESERVE = 0, 1  # in the order in which a turn of the engine does them
 
 
 class DecodeRun:
-    """A scheduler between two turns of its engine. A turn takes the oldest result and schedules one further step."""
+    """A scheduler between two turns of its engine. A turn takes the oldest result and schedules one more step."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

@@ -53,7 +53,8 @@ class FullStep:
         self._max_short = self._num_kept = -1  # tokens of a short prompt, and kept for those behind; -1: not known yet
 
     def most_tokens(self, context: int) -> int:
-        """Tokens that the next chunk may have, behind `context` computed ones."""
+        """The most tokens that a request's next chunk may have. `context`: how many tokens of the request are
+        computed."""
         return self.tokens_left
 
     def room_for(self, request: Request) -> int:

@@ -60,16 +60,16 @@ class Tenure:
         self.is_short = self._is_kept_free = True
 
     def begin_step(self) -> None:
-        """Called before each step. Stops keeping pages free for a holder that yields tokens and lacked none in the last
-        step: it needs a page only now and then, and others may use the rest meanwhile."""
+        """Called before each step. Stops keeping pages free for a holder that yields tokens and lacked no page in the
+        last step. This holder rarely needs a new page, so other requests may use the free pages."""
         holder = self.holder
         if holder is None or (holder.yields_tokens and not self.is_short):
             self._is_kept_free = False
         self.is_short = False
 
     def keeps_out(self, request: Request, waiting: WaitingRequests) -> bool:
-        """Whether a request may not start now, because pages are kept for the holder. A holder that waits behind others
-        of its own tenant keeps nobody out."""
+        """Whether a request may not start now, because pages are kept for the holder. While the holder waits behind
+        other requests of its tenant, every request may start."""
         holder = self.holder
         if holder is None or request is holder or not self._is_kept_free:
             return False

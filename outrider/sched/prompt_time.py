@@ -71,8 +71,8 @@ class Patience(NamedTuple):
     all_prompts: float  # those that have begun and those that wait
 
     def allows(self, tokens_per_second: float, begun: Iterable[Request], waiting: Iterable[Request]) -> bool:
-        """Whether each prompt alone, and what is left of all of them together, can be computed within the allowed
-        seconds. Stops reading at the first excess, because many requests may wait."""
+        """Whether small steps can compute each prompt within the seconds allowed for one, and the rest of all prompts
+        within the seconds allowed for all. Stops reading at the first excess, because many requests may wait."""
         prompts = chain(((own.admitted_len, own.admitted_len - own.bound.at_most) for own in begun),
                         ((len(own.token_ids), len(own.token_ids)) for own in waiting))
         most, most_left = tokens_per_second * self.one_prompt, tokens_per_second * self.all_prompts
@@ -98,8 +98,9 @@ class TimedStep(FullStep):
         self._has_prompt = False
 
     def most_tokens(self, context: int) -> int:
-        """Tokens that the next chunk may have, behind `context` computed ones. They fill a captured size, so that none
-        is padding. The first chunk of a step always gets some, because prompts must make progress too."""
+        """The most tokens that a request's next chunk may have. `context`: how many tokens of the request are computed.
+        The number fills a captured size, so that no token row is padding. The first chunk of a step always gets some,
+        because prompts must make progress too."""
         seconds_left = self._max_seconds - self._seconds
         for size, seconds in zip(reversed(self._costs.tokens), reversed(self._costs.seconds), strict=True):
             num_tokens = min(size - self._num_tokens, self.tokens_left)

@@ -99,8 +99,8 @@ class Overdue:
         self._request: Request | None = None
 
     def note(self, request: Request, step: int, tenants: AbstractSet[Tenant]) -> bool:
-        """Note that a request finds no room in a step. tenants: those with requests. Returns whether it has waited for
-        long."""
+        """Note that the resource has no room for a request in a step. tenants: the tenants that have requests. Returns
+        whether the request has waited for long."""
         is_late = step - request.arrived_at >= PATIENCE
         if is_late and self._request is None and tenants != {request.input.tenant}:
             self._request = request

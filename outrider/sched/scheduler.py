@@ -74,7 +74,8 @@ class Scheduler:
 
     @property
     def num_held_back(self) -> int:
-        """Waiting requests that may not run yet, whatever room there is: others are on trial after a fault."""
+        """The number of waiting requests that may not run yet even if there is room, because other requests are on
+        trial after a fault."""
         return len(self._waiting) - self._waiting.num_ready
 
     @property
@@ -320,7 +321,8 @@ class Scheduler:
         return self._overdue.note(request, step, self._waiting.tenants.keys() | self._shares.rows.keys())
 
     def _lets_pass(self, request: Request) -> bool:
-        """Whether a request that needs a resource must wait, because one of another tenant has waited for long."""
+        """Whether a request that needs a resource must wait, because another tenant's request has waited long for
+        it."""
         return self._overdue.holds_up(request) and request is not self._tenure.holder
 
     def _num_free_rows(self, tenant: Tenant) -> int:
@@ -373,7 +375,7 @@ class Scheduler:
             self._give_way(victim)
 
     def _give_way(self, request: Request) -> None:
-        """Preempt a request for others."""
+        """Preempt this request to make room for other requests."""
         if len(self._shares.rows) > 1 or any(tenant != request.input.tenant for tenant in self._waiting.tenants):
             self._tenure.give_way(request)
         self._preempt(request)

@@ -30,8 +30,8 @@ NO_TENANT = NoTenant.NO_TENANT
 
 class TenantShares:
     def __init__(self, max_rows: int, max_lag: int) -> None:
-        """max_lag: tokens of prompts that a tenant may at most be behind another one. A tenant that had no prompts for
-        long is not owed those that others computed meanwhile."""
+        """max_lag: how many prompt tokens a tenant may be behind another tenant at most. The bound keeps a tenant that
+        was idle for long from catching up on everything that other tenants computed in that time."""
         self.rows: Counter[Tenant] = Counter()  # of running requests
         self._max_rows, self._max_lag = max_rows, max_lag
         self._computed: dict[Tenant, int] = {}  # tokens of prompts

@@ -58,7 +58,8 @@ class Line:
 
 
 class WaitingRequests:
-    """While requests are on trial (`faults.py`), all others are held back: they wait, and none of them is next."""
+    """The queue of requests that wait to run, by tenant. While some requests are on trial (`faults.py`), all other
+    requests are held back and none of them is chosen to run next."""
 
     def __init__(self) -> None:
         self._arrivals = count()
@@ -91,7 +92,7 @@ class WaitingRequests:
 
     @property
     def first_arrived(self) -> Request:
-        """The earliest request among those that are first in their tenants' lines."""
+        """The request that arrived first among the first requests of all tenants' queues."""
         return min((line.first for line in self._lines.values()), key=lambda request: request.arrived_at)
 
     @property

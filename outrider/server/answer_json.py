@@ -26,7 +26,7 @@ class Written(list[bytes]):
         return cls(_blocks(_parts(value, DEPTH)))
 
     def extended(self, more: list[Any]) -> Written:
-        """This list with further items behind its own."""
+        """A new list: this list, followed by more items."""
         parts = _parts(more, DEPTH)
         if self == [b"[]"]:
             return Written(parts)

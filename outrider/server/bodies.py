@@ -106,7 +106,8 @@ def _beginning(parsed: Any) -> Any:
 
 
 def parse_bounded(body: bytes) -> Any:
-    """See `json.loads`. Raise ApiError for a body with so many values that it would hold up other requests."""
+    """Parse JSON like `json.loads`. Raises ApiError for a body with so many values that it would hold up other
+    requests."""
     num_numbers, end, others = 0, 0, list[bytes]()
     lists = numeric_lists(body)
     for first, last in lists:

@@ -115,8 +115,8 @@ def _parse_text(body: bytes, first: int, last: int) -> str:
 
 
 def _whole_characters(piece: bytes) -> int:
-    """How many bytes of a piece of a text are whole characters, with the escape of a character's second half behind
-    that of its first."""
+    """How many bytes of a piece of a text are whole characters. A character that is escaped as two surrogates is whole
+    if both escapes are in the piece."""
     end = len(piece)
     while end > 1 and piece[end - 1] & 0xC0 == 0x80:  # the last character of several bytes is left out, perhaps whole
         end -= 1

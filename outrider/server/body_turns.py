@@ -21,7 +21,7 @@ class BodyTurns:
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # by tenants who had a turn just now
 
     async def wait(self, tenant: str) -> None:
-        """Wait for the tenant's next turn, behind its requests that wait already."""
+        """Wait for the tenant's next turn. Requests of the tenant that wait already come first."""
         if tenant not in self._lines:
             self._lines[tenant] = deque()
             self._call_next(tenant)

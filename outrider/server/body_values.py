@@ -16,7 +16,7 @@ QUOTE, BACKSLASH, COMMA, LIST, OBJECT = b'"\\,[{'
 
 def count_values(body: bytes, most: int) -> int:
     """Count commas and opening brackets outside texts, and stop soon after `most`. The count is at least the number of
-    lists, objects and their further items."""
+    lists, plus the number of objects, plus the number of items after the first in each of them."""
     total, in_text = 0, False
     for _, part, quotes in _slices(body):
         marks = np.flatnonzero((part == COMMA) | (part == LIST) | (part == OBJECT))
@@ -36,7 +36,8 @@ def count_byte(body: bytes, byte: int, first: int, last: int) -> int:
 
 
 def long_texts(body: bytes, least: int) -> list[tuple[int, int]]:
-    """Find the texts of more bytes than `least`: the places behind their first and of their last quotes."""
+    """Find the texts of more than `least` bytes. Returns for each text the place after its opening quote and the place
+    of its closing quote."""
     found: list[tuple[int, int]] = []
     before, num_before = -1, 0  # the place of the last quote, and the number of quotes
     for start, _, quotes in _slices(body):

@@ -32,8 +32,8 @@ class HeadTooLarge(Exception):
 
 
 class TooManyParts(Exception):
-    """Too many requests are waiting behind an unanswered one, or a body has too many chunks. The parser reads all
-    received bytes without a pause, so their number of parts is bounded."""
+    """A connection sent too many requests before the first of them was answered, or a body with too many chunks. The
+    parser reads all received bytes without a pause, so the number of these parts has a bound."""
 
 
 class StayingParser(httptools.HttpRequestParser):
@@ -101,7 +101,7 @@ class BoundedHttp(HttpToolsProtocol):
         super().send_400_response(TOO_LARGE if is_too_large else msg)
 
     def read_without_offer(self, rest: bytes) -> None:
-        """Read on after a head with an offer. rest: the bytes behind that head."""
+        """Read on after the head of a request that offers to switch protocols. rest: the bytes after that head."""
         parser = self.parser
         lines = [b"%s %s HTTP/%s" % (parser.get_method(), self.url, parser.get_http_version().encode())]
         for name, value in self.headers:

@@ -158,7 +158,7 @@ async def _pairs(service: Service, body: PooledRequest, ones: list[Any], others:
 
 async def _scores(service: Service, ones: Sequence[CheckedRequest], others: Sequence[CheckedRequest],
                   request_id: str) -> list[float]:
-    """The scores of all pairs. `ones` is empty where the requests in `others` are pairs already."""
+    """The scores of all pairs of texts. `ones` is empty if each request in `others` already holds a pair."""
     vectors = await pooled_vectors(service, [*ones, *others], request_id)
     if not ones:
         return [float(vector[0]) for vector in vectors]

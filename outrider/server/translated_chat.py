@@ -21,7 +21,7 @@ class ChatPart(NamedTuple):
 
 class TranslatedChat:
     def __init__(self, service: Service, body: ChatRequest, names: Mapping[str, str]) -> None:
-        """names: the API's own names for fields that a chat's body names differently."""
+        """names: how this API names the fields that have other names in the body of a chat."""
         self._service, self._body, self._names = service, body, names
         self.model = ""
         self.finish_reason: str | None = None

@@ -1,7 +1,7 @@
 """Truncation: cuts prompts to a number of tokens before they are checked, as `truncate_prompt_tokens` asks.
 
-Tokens that the tokenizer puts around a text stay, because a model trained with a first or last token would misread the
-text without it.
+Special tokens that the tokenizer adds before or after the text are kept, because a model that was trained with them
+would misread the text without them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ PROBE_AFTER = 32  # steps without drafts until a request tries one, whatever the
 
 
 class Memory(NamedTuple):
-    """How much weight a request's own counts have against the rates of all requests."""
+    """How much the acceptance counts of one request weigh against the acceptance rates of all requests."""
 
     decay: float  # factor on the counts, per observation
     prior_weight: float  # observations that the shared rate is worth to a new request

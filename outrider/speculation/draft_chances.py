@@ -75,7 +75,7 @@ class DraftChances:
 
     def observe(self, drafts: Iterable[tuple[int, int, int, int]]) -> None:
         """Count the checked drafts of a step. For each request: the levels of its drafts, how many were checked, and
-        how many accepted. Drafts behind the first rejected one were not reached and do not count."""
+        how many accepted. Drafts after the first rejected draft were not reached and do not count."""
         rates, factors, k = self.rates, [place.factor for place in self._places], self._k
         num_tried, num_hit = [0] * NUM_LEVELS, [0] * NUM_LEVELS
         num_reached, num_accepted_at, expected_at = [0] * k, [0] * k, [0.0] * k

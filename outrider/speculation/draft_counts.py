@@ -57,7 +57,7 @@ class DraftCounts(ABC):
         """Note a step that yielded tokens for these requests. is_shared: the device has shared the drafts out."""
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Note that a step has ended, and how many seconds after the one before it."""
+        """Note that a step has ended. seconds: from the end of the step before to the end of this step."""
 
     def forget(self, request: DraftedRequest) -> None:
         """Forget a request that has ended."""
@@ -74,8 +74,8 @@ class FixedDrafts(DraftCounts):
 
 
 def clamp_drafts(request: DraftedRequest, k: int, is_exact: bool) -> int:
-    """Reduce k to the number of drafts that a request can have: at most what it allows and, if the host knows how many
-    drafts wait on the device, at most these."""
+    """Reduce k to the number of drafts that a request can have. A request sets an upper bound. If the host knows how
+    many drafts wait on the device, that number is another bound."""
     most = request.max_drafts
     if most is not None and most < k:
         k = most

@@ -72,7 +72,8 @@ class DraftSlowness:
         return False
 
     def _speed(self) -> tuple[float, float]:
-        """The logarithm of how many times as long as expected the last steps took, and the deviation of one of them."""
+        """(median, deviation) of the logarithm of a step's actual time divided by its expected time, over the last
+        steps."""
         last = [log - math.log1p(self.factor * x) for x, log in list(self._steps)[-LAST:]]
         level = median(last)
         return level, 1.5 * median([abs(own - level) for own in last])

@@ -32,11 +32,11 @@ HOPELESS = 0.9  # acceptance that drafts would need: none are tried
 
 
 class ProposedDepth:
-    """The most drafts of a request in each step: the number that pays, at most as many as the step before proposed. Now
-    and then it is one more, to see whether that pays by now."""
+    """Chooses how many drafts a request may have at most in each step: the number that saves time, but no more than the
+    last step proposed. Sometimes it allows one more draft, to learn whether that draft saves time now."""
 
     def __init__(self, k: int, *, tries_from_rest: bool) -> None:
-        """tries_from_rest: also where no draft pays."""
+        """tries_from_rest: whether one more draft is tried even when no draft saves time."""
         self._k, self._tries_from_rest = k, tries_from_rest
         self.proposed = 0  # drafts that the last step proposed
         self._tried = 0  # drafts that the last step proposed for a try
@@ -114,8 +114,9 @@ class DrafterTries:
         self._saved = max(self._saved, MOST_SAVED * step)
 
     def begin(self, request_ids: Collection[int], num_requests: int, rate: float, *, num_reading: int = 0) -> bool:
-        """Let these of the `num_requests` requests try drafts, if enough time is saved. rate: recent acceptance.
-        num_reading: steps without drafts before the try."""
+        """Begin a try: these requests, out of `num_requests` requests, get drafts for a few steps. Does nothing and
+        returns False if the try costs more time than earlier steps have saved. rate: recent acceptance. num_reading:
+        steps without drafts before the try."""
         costs, count = self._costs, len(request_ids)
         plain, reading, drafted = (self._times.ratio(num_requests, depth) for depth in (0, READING, 1))
         step, drafting = plain * costs.step(num_requests, num_requests), costs.draft(1, num_requests)
@@ -141,7 +142,7 @@ class DrafterTries:
         return request_id in self._left
 
     def take(self, request_id: int) -> None:
-        """Count one of the steps for which the request tries drafts."""
+        """Count one step of the request's try."""
         self._left[request_id] -= 1
         if not self._left[request_id]:
             del self._left[request_id]

@@ -34,7 +34,7 @@ class HostDrafts:
 
     def __init__(self, drafter: HostDrafter, vocab_size: int, faults: FaultRecord | None = None,
                  max_drafts: int = 16) -> None:
-        """faults: those of an engine's earlier schedulers, whose drafter was of this kind."""
+        """faults: the drafter's faults under earlier schedulers of the same engine."""
         self._drafter, self._vocab_size = drafter, vocab_size
         self._faults = faults or FaultRecord.for_drafter(drafter)
         self._by_row: dict[int, HostDraft] = {}
@@ -53,7 +53,7 @@ class HostDrafts:
         return drafts
 
     def observe_device(self, request: DraftedRequest, result: RequestResult) -> None:
-        """Note that a step of the request has ended whose drafts, if any, the device made."""
+        """Note that a step of the request has ended. If the step had drafts, the device made them."""
         if result.num_drafted:
             self._sources.note_device(request.id, result.num_drafted, result.num_accepted)
 

@@ -1,4 +1,4 @@
-"""IndividualDrafts: counts of drafts for steps that are not captured, a count of its own for each request."""
+"""IndividualDrafts: chooses a separate number of drafts for each request, in steps that are not captured."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from outrider.speculation.learned_drafts import LearnedDrafts
 
 
 class IndividualDrafts(LearnedDrafts):
-    """A count of its own for each request. Where proposals cost time, the drafter guesses no more than will be checked,
-    and rests while no request drafts."""
+    """Chooses a separate number of drafts for each request. If proposals take time, the drafter proposes only drafts
+    that will be checked, and rests while no request has drafts."""
 
     def __init__(self, k: int, costs: StepCosts, *, always_propose: bool) -> None:
         acceptance = Acceptance(k, QUICK if always_propose else PATIENT)
@@ -89,8 +89,8 @@ class IndividualDrafts(LearnedDrafts):
         return max(self._counts(requests, list(range(len(requests))), is_exact=False), default=0)
 
     def _counts_of_guesses(self, requests: Sequence[DraftedRequest], running: list[int], is_exact: bool) -> list[int]:
-        """Counts of drafts for a drafter whose proposals take no time. A request that has had no draft for a while
-        tries one."""
+        """The number of drafts of each request, for a drafter whose proposals take no time. A request that has had no
+        draft for a while tries one draft."""
         wanted = self._counts(requests, running, is_exact)
         plain, one = (self._step_seconds(count, len(running)) for count in (0, 1)) if running else (0.0, 0.0)
         if one - plain >= HOPELESS * plain / max(1, len(running)):  # an accepted draft would hardly pay

@@ -1,5 +1,5 @@
-"""LearnedDrafts: what the choosers of draft counts have in common: acceptance that is learned as steps go by, and tries
-of a drafter that rests.
+"""LearnedDrafts: the base class of choosers of draft counts. It learns acceptance from every step, and decides when a
+resting drafter tries drafts.
 
 A draft pays if the tokens it is expected to add are worth the time it adds to the step. Costs are measured at start-up,
 and corrected by the times that steps take. A drafter with a network rests while no draft pays.
@@ -26,7 +26,8 @@ class LearnedDrafts(DraftCounts):
     """Learns acceptance from results."""
 
     def __init__(self, k: int, costs: StepCosts, acceptance: Acceptance, *, misses_rests: bool) -> None:
-        """misses_rests: the drafter has a network, whose state misses the tokens of steps that propose nothing."""
+        """misses_rests: whether the drafter has a network. The network's state lacks the tokens of steps that propose
+        no drafts."""
         self._k, self._costs, self._misses_rests = k, costs, misses_rests
         self.acceptance = acceptance
         self.chances = DraftChances(k)

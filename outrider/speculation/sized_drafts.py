@@ -52,7 +52,7 @@ RateOf: TypeAlias = Callable[[float, int, int], float]
 
 
 class DraftChoice(NamedTuple):
-    """A number of drafts over all requests of a step, and the most that one of them gets."""
+    """A choice for one step: the number of drafts over all requests, and the most drafts of a single request."""
 
     depth: int
     total: int
@@ -89,7 +89,8 @@ class Foresight:
         self._accepted = self._accepted * kept + num_accepted
 
     def fade(self, num_steps: int) -> None:
-        """Forget a part of what was observed, in steps with equal counts, so that unequal ones are tried again."""
+        """Reduce the weight of past observations. Called in steps with equal counts of drafts, so that unequal counts
+        are tried again later."""
         self._expected *= FORESIGHT_FADE**num_steps
         self._accepted *= FORESIGHT_FADE**num_steps
 
@@ -103,7 +104,8 @@ class SizedDrafts(LearnedDrafts):
     acceptance: SpreadAcceptance
 
     def __init__(self, k: int, costs: StepCosts, *, misses_rests: bool = True) -> None:
-        """misses_rests: the drafter has a network, whose state misses the tokens of steps that propose nothing."""
+        """misses_rests: whether the drafter has a network. The network's state lacks the tokens of steps that propose
+        no drafts."""
         acceptance = SpreadAcceptance(k, PATIENT if misses_rests else STEADY)
         super().__init__(k, costs, acceptance, misses_rests=misses_rests)
         self._step = 0
@@ -257,8 +259,8 @@ class SizedDrafts(LearnedDrafts):
     def _best_shared(self, rate: RateOf, gains: Floats, share: float, most: int, count: int,
                      best_rate: float, least_gain: float) -> tuple[DraftChoice, float] | None:
         """The best choice among sizes whose token rows are shared out, and its rate; None if it does not gain
-        `least_gain` over the best rate of other choices. gains: as for `shared_choices`; share: of the accepted drafts
-        that they promise, the part that is believed."""
+        `least_gain` over the best rate of other choices. gains: as for `shared_choices`; share: the fraction of the
+        expected accepted drafts that is believed."""
         rates = {choice: rate(count + share * expected, choice.depth, count + choice.total)
                  for choice, expected in shared_choices(gains, most, count)}
         if not rates:
@@ -272,8 +274,9 @@ class SizedDrafts(LearnedDrafts):
         return choice, rates[choice]
 
     def _best_by_levels(self, requests: Sequence[DraftedRequest], most: int, best_rate: float) -> DraftChoice | None:
-        """The best choice if the device shares token rows out, if it beats the best rate of others. The drafts of the
-        next step are not known yet: the last that were proposed stand for them."""
+        """The best choice in which the device shares token rows out, or None if its rate does not exceed the best
+        rate of the other choices. The drafts of the next step are not known yet: the last that were proposed stand
+        for them."""
         count = len(requests)
         if self._misses_rests and not self._depth.proposed or self._step < self._next_weighing:
             return None
@@ -320,8 +323,9 @@ class SizedDrafts(LearnedDrafts):
 
 
 def extended(waiting: Floats, num_waiting: NDArray[np.int64], usual: Floats) -> Floats:
-    """Gains of drafts that wait, and of the further ones that there would be if more were proposed: these are as likely
-    to be accepted, once reached, as they usually are. Arrays run over chains and places."""
+    """Gains of the waiting drafts, followed by gains of more drafts that could be proposed. A draft that is not
+    proposed yet gets the usual chance of acceptance for its place, once it is reached. Arrays are indexed by chain and
+    place."""
     width = usual.shape[1]
     last = np.minimum(num_waiting, width) - 1
     chains = np.arange(len(usual))

@@ -82,5 +82,6 @@ class SpreadAcceptance(Acceptance):
 
 
 def effective_observations(count: float, decay: float) -> float:
-    """How many independent observations have the variance of a mean of decayed ones whose weights sum to `count`."""
+    """The effective number of observations: a mean of so many independent observations has the same variance as the
+    decayed mean whose weights sum to `count`."""
     return count * (1 + decay) / (2 - count * (1 - decay))

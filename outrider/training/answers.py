@@ -101,7 +101,7 @@ def until_repeated(answer: Sequence[int]) -> Sequence[int]:
 
 def _written(llm: LLM, plan: AnswerPlan, own: SelfPrompts, indexes: Sequence[int],
              known: set[tuple[int, ...]]) -> dict[int, list[int]]:
-    """Prompts that the target writes, without repetitions of earlier ones (`known`, which grows)."""
+    """Prompts that the target writes. Repeated prompts are left out: each prompt is added to `known`."""
     seeds = [own.seed_prompt(index) for index in indexes]
     params = [plan.prompt_params(index, own) for index in indexes]
     outputs = _finished(llm, seeds, params)

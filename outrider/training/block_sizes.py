@@ -32,7 +32,7 @@ class BlockSizes:
 
     @classmethod
     def for_target(cls, target: Model, settings: TrainingSettings, mask_token: int) -> BlockSizes:
-        """The sizes of the target's own layers if these are ordinary, as for an EAGLE-3 head."""
+        """The sizes of the target's layers if these are ordinary layers, as for an EAGLE-3 head."""
         aux_layers = block_aux_layers(target, settings)
         like = HeadSizes.for_layers(target, aux_layers, settings)
         return cls(like.hidden_size, like.intermediate_size, settings.layers, like.num_heads, like.num_kv_heads,

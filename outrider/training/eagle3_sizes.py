@@ -35,8 +35,8 @@ class HeadSizes:
 
     @classmethod
     def for_layers(cls, target: Model, aux_layers: tuple[int, ...], settings: TrainingSettings) -> HeadSizes:
-        """A layer like the target's own where its sizes are those of an ordinary layer, otherwise one in the usual
-        proportions: experts are narrow, and latent attention has wide heads."""
+        """The sizes of a draft head's layer: the sizes of the target's layers if these are ordinary layers, otherwise
+        the usual proportions. Experts would be too narrow, and heads of latent attention too wide."""
         hidden = target.hidden_size
         sizes = target.sizes if isinstance(target, Decoder) else None
         own_heads = 0 if sizes is None or sizes.head_dim % 2 else sizes.num_heads * sizes.head_dim

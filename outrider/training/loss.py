@@ -15,7 +15,7 @@ from outrider.training.trainee import Trainee
 
 def text_loss(trainee: Trainee, taught: TaughtTexts, is_known: torch.Tensor, pass_weights: Sequence[float],
               num_texts: int) -> torch.Tensor:
-    """The part of a step's loss that a micro-batch adds. num_texts: of the whole step.
+    """The part of a step's loss that a micro-batch adds. num_texts: the number of texts in the whole step.
 
     A pass's loss is the cross-entropy of the drafter's distribution against the target's over the same tokens, at
     places where the target's likeliest token is one of them (`is_known`, on the host). Its mean is taken over a text

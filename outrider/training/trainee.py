@@ -83,7 +83,7 @@ class Trainee(ABC):
 
 
 def trainee_class(method: str) -> type[Trainee]:
-    """The class of a method, whose file is imported now."""
+    """The trainee class of a method. Imports the method's file."""
     module, _, name = METHODS[method].partition(":")
     found: type[Trainee] = getattr(import_module(module), name)
     return found

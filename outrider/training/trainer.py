@@ -52,7 +52,7 @@ class Trainer:
 
     @property
     def best(self) -> Evaluation:
-        """The evaluation with the largest mean run, and of equal ones the last, whose loss is lower."""
+        """The evaluation with the longest mean run. Of equal evaluations it is the last, because its loss is lower."""
         return max(reversed(self.evaluations), key=lambda evaluation: evaluation.acceptance.mean_run)
 
     @property

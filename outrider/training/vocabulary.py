@@ -27,7 +27,8 @@ class DraftVocabulary:
 
     @property
     def offsets(self) -> torch.Tensor:
-        """d2t of the exported file: what is added to a token of the head to get the target's."""
+        """The tensor `d2t` of the exported file: the number to add to a token id of the head to get the target's token
+        id."""
         return self.ids - torch.arange(len(self.ids))
 
     @property

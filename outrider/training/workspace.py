@@ -41,7 +41,7 @@ class Workspace:
         return self.inner / "settings.json"
 
     def check_empty(self, *, resume: bool) -> None:
-        """Refuse a folder that holds anything, unless the run resumes what is in it."""
+        """Raise ValueError if the output folder is not empty, unless this run resumes the run in the folder."""
         existing = self._nearest_existing()
         if not existing.is_dir():
             raise ValueError(f"--out: {existing} is not a folder")

@@ -51,7 +51,8 @@ class IndexedLatentSpec(LatentSpec):
 
 @dataclass(frozen=True)
 class PooledIndexSpec(IndexedLatentSpec):
-    """A latent cache whose indexer chooses blocks: beside the keys it keeps the gates that weigh them."""
+    """A latent cache for layers with an indexer that chooses blocks. It keeps the index keys and the gates that weigh
+    them."""
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -61,7 +62,7 @@ class PooledIndexSpec(IndexedLatentSpec):
 
 @dataclass(frozen=True)
 class ScaledIndexSpec(IndexedLatentSpec):
-    """A latent cache whose index keys are fp8 numbers, each key with a scale of its own."""
+    """A latent cache that stores index keys in fp8, with one scale for each key."""
 
     @property
     def parts(self) -> tuple[Part, ...]:

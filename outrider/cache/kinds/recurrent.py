@@ -94,7 +94,7 @@ class RecurrentKind:
         return boundary % self.interval == 0 or boundary == self.last_boundary(prompt_len)
 
     def last_boundary(self, tokens: int) -> int:
-        """The last boundary that leaves at least one of the tokens to compute."""
+        """The last boundary before the end of the tokens, so that at least one token is left to compute."""
         return max(0, tokens - 1) // self.page_tokens * self.page_tokens
 
     def serves(self, has_checkpoint: Callable[[int], bool], candidate: int) -> int:

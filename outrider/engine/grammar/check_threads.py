@@ -1,4 +1,5 @@
-"""CheckThreads: threads in which forms are checked, so many for each client. Further checks wait in its line."""
+"""CheckThreads: threads that check forms. Each client has a fixed number of threads, and its other checks wait in a
+queue."""
 
 from __future__ import annotations
 

@@ -106,8 +106,8 @@ class _Link:
 
 
 class CompileProcess:
-    """Compiles grammars in a process of its own, which starts when the first grammar comes, and again if it was ended.
-    May be used by several threads."""
+    """Compiles grammars in a separate process. The process starts when the first grammar comes, and again after it has
+    ended. May be used by several threads."""
 
     def __init__(self, tokenizer: Callable[[], tuple[str, int]], eos_ids: Sequence[int]) -> None:
         """tokenizer: the text of tokenizer.json, and the number of tokens."""

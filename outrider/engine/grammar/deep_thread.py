@@ -68,7 +68,8 @@ def _start(run: Callable[[], None]) -> None:
 
 
 def end_process(status: int) -> None:
-    """Ends the process here, if a function still runs that the interpreter's own end would stop."""
+    """End the process at once if a function still runs in a deep thread, because the interpreter's normal exit would
+    stop that thread in the middle."""
     if not _running:
         return
     logging.shutdown()

@@ -86,8 +86,8 @@ class FormLeases(RequestKeeper):
             return self._lease(number, client)
 
     def keep(self, digest: bytes, number: int, num_bytes: int, client: str | None) -> FormLease:
-        """Lease a form that has just been compiled under this number. The lease names another number, and this one is
-        dropped, if another client's request has had an equal form compiled meanwhile."""
+        """Lease a form that has just been compiled under this number. If another client's request has had an equal form
+        compiled in the meantime, the lease names that form's number, and this number is dropped."""
         with self._lock:
             if (own := self.take(digest, client)) is not None:
                 self._to_drop.append(number)
@@ -101,7 +101,7 @@ class FormLeases(RequestKeeper):
         return own
 
     def again(self, lease: FormLease) -> FormLease:
-        """A lease for a further request that was checked together with the owner of this one."""
+        """Another lease of the same form, for a request that was checked together with the owner of this lease."""
         with self._lock:
             return self._lease(lease.number, lease.client)
 
@@ -191,5 +191,5 @@ class FormLeases(RequestKeeper):
 
 
 def _is_over(forms: Sequence[_Kept], share: int) -> bool:
-    """Whether the forms are more than one of so many equal parts of the bound of leases."""
+    """Whether the forms exceed one client's part of the bounds on leased forms. share: the number of equal parts."""
     return len(forms) > MAX_LEASED / share or sum(kept.num_bytes for kept in forms) > LEASED_BYTES / share

@@ -1,4 +1,4 @@
-"""TokenMatcher: where one output stands in its grammar, and what the grammar says of the drafts that follow.
+"""TokenMatcher: the state of one output in its grammar. It tells which drafts the grammar allows next.
 
 Only accepted tokens move it; drafts are followed and taken back. Importing this does not need llguidance.
 """
@@ -16,7 +16,7 @@ class TokenMatcher:
     """Follows one output through its grammar. One thread at a time may use it."""
 
     def __init__(self, inner: Any, tokenizer: Any, eos_ids: Collection[int]) -> None:
-        """inner: an LLMatcher of its own. tokenizer: the LLTokenizer it was made with."""
+        """inner: an LLMatcher that nothing else uses. tokenizer: the LLTokenizer that the matcher was made with."""
         self.inner = inner
         self._tokenizer = tokenizer
         self._eos_ids = frozenset(eos_ids)
@@ -44,9 +44,9 @@ class TokenMatcher:
         return tokens[: self.inner.validate_tokens(tokens)] if tokens and self.error is None else []
 
     def guess(self, drafts: Sequence[int], most: int) -> list[int]:
-        """At most `most` drafts: the given ones, as far as they are allowed, then the tokens that the grammar forces.
-        Forced text is split as the tokenizer splits it: masks allow other splits, but the model has learned
-        this one."""
+        """At most `most` drafts: first the given drafts up to the first one that the grammar forbids, then the tokens
+        that the grammar forces. Forced text is split as the tokenizer splits it: masks allow other splits, but the
+        model has learned this one."""
         known = self.allowed_prefix(drafts[:most])
         if len(known) >= most or self.error is not None:
             return known

@@ -1,5 +1,5 @@
-"""JSON schemas: the one that a request asks for, the style of its JSON, and the schemas inside a schema. Importing this
-does not need llguidance."""
+"""JSON schemas: reads the schema that a request asks for, the style of its JSON, and the schemas inside a schema.
+Importing this does not need llguidance."""
 
 from __future__ import annotations
 

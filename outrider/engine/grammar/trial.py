@@ -1,4 +1,4 @@
-"""GrammarTrial: says before a grammar is used whether it can be compiled, and what is wrong with it if it cannot.
+"""GrammarTrial: finds out whether a grammar can be compiled before it is used, and what is wrong with it if not.
 
 Grammars are tried in the compile process, one of each client at a time. What was found out about a grammar is kept.
 """

@@ -1,4 +1,5 @@
-"""CompileTurns: who may compile a grammar now. Tenants take turns, so that one who sends many delays only its own."""
+"""CompileTurns: decides which tenant may compile a grammar now. Tenants take turns, so a tenant that sends many
+grammars delays only its own requests."""
 
 from __future__ import annotations
 

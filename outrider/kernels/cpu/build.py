@@ -1,6 +1,6 @@
 """Builds the native CPU kernels once with the machine's C compiler, keeps the library in the user's cache, loads it.
 
-Knows its functions by their types, nothing of what they do.
+This file knows the types of the library's functions, but not what they do.
 """
 
 from __future__ import annotations

@@ -173,8 +173,8 @@ def _check_sizes(own: ChainWeights, heads: int, kv_heads: int, dim: int) -> None
 
 
 def _coarse_output(output: Matrix) -> Matrix | None:
-    """A second copy of a head's output in 4 bits, if its own has 8: reading the output is half of the time of a draft.
-    Only the logits that the copy says are the largest are computed with all bits."""
+    """A second copy of a head's output weight in 4 bits, if the weight has 8 bits: reading this weight is half of the
+    time of a draft. Only the logits that the copy says are the largest are computed with all bits."""
     if not isinstance(output, PackedMatrix) or output.outputs < MIN_COARSE_OUTPUTS:
         return None
     rows, *others = output.parts

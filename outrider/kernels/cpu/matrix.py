@@ -30,7 +30,8 @@ class Matrix:
 
 
 def dense_matrix(weight: Tensor, bias: Tensor | None = None) -> Matrix | None:
-    """A float32 weight, or bfloat16 that stands for the same float32 numbers; None if the C code does not take it."""
+    """The weight in the form that the C code takes. A bfloat16 weight counts as float32 numbers of the same value. None
+    if the C code does not take the weight."""
     outputs, inputs = weight.shape
     is_good = weight.dtype in _DENSE and weight.is_cpu and weight.stride(1) == 1 and is_vector(bias, outputs)
     return Matrix(weight, bias, _DENSE[weight.dtype], inputs) if is_good and available() else None

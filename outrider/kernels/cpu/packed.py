@@ -32,7 +32,7 @@ class PackedRows(NamedTuple):
                                 outputs=self.outputs, form=self.form)
 
     def look_up(self, rows: Tensor) -> Tensor:
-        """The numbers that some weight rows stand for, in float32."""
+        """Some rows of the weight, dequantised to float32."""
         rows = rows.contiguous()
         assert rows.dtype is torch.int64
         found = torch.empty(len(rows), self.inputs)
@@ -62,7 +62,7 @@ def packed_lanes() -> int:
 
 
 def packed_shape(form: int, outputs: int, inputs: int, unit: int) -> tuple[int, int, int]:
-    """The shape of the data of weight rows; `unit`: how many inputs have their own scale in float32."""
+    """The shape of the data of packed weight rows. `unit`: how many inputs share a float32 scale."""
     return -(-outputs // packed_lanes()), inputs // unit, library().packed_unit_bytes(form)
 
 

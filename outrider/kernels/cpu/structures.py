@@ -14,7 +14,7 @@ POINTER, INT64, INT32, FLOAT = "P", "q", "i", "f"
 
 
 class LayoutError(RuntimeError):
-    """A structure of this file is not the one of native.h."""
+    """A structure declared in this file has another layout than the struct of that name in native.h."""
 
 
 class Structure:

@@ -1,4 +1,4 @@
-"""The table's rows of norms and activations."""
+"""Norms and activations in the table of operations."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class Operation(Generic[P, R]):
         return next(taken, self.reference)
 
     def add(self, kernel: Kernel) -> None:
-        """Add a kernel that is asked before the present ones."""
+        """Add a kernel, which is asked before the kernels added earlier."""
         self.kernels = (kernel, *self.kernels)
         self._candidates.clear()
 

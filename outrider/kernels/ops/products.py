@@ -1,4 +1,4 @@
-"""The table's rows of products with a weight [outputs, inputs].
+"""Products with a weight [outputs, inputs] in the table of operations.
 
 A norm before a product is better done once, by its own kernel: every program of the product would read and scale the
 whole input again.

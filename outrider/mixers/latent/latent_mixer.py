@@ -83,7 +83,8 @@ class LatentLayer:
     sinks: torch.Tensor | None = field(default=None, compare=False)
 
     def of_rank(self, num_ranks: int) -> LatentLayer:
-        """The layer of one of several ranks, which share the heads. Each rank keeps whole latents."""
+        """The part of the layer that one of several ranks holds. Heads are divided among ranks; each rank keeps whole
+        latents."""
         heads = self.num_heads // num_ranks
         return replace(self, num_heads=heads, sinks=None if self.sinks is None else self.sinks.new_empty(heads))
 

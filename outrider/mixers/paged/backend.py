@@ -44,14 +44,14 @@ class AttentionLayer:
         return self.mask != CAUSAL
 
     def of_rank(self, num_ranks: int) -> AttentionLayer:
-        """The layer of one of several ranks, which share the heads. With fewer kv heads than ranks, each rank has one,
-        the same as its neighbours."""
+        """The part of the layer that one of several ranks holds. Heads are divided among ranks. With fewer kv heads
+        than ranks, each rank has one kv head, and neighbouring ranks have the same one."""
         heads = self.num_heads // num_ranks
         return replace(self, num_heads=heads, num_kv_heads=max(1, self.num_kv_heads // num_ranks),
                        sinks=None if self.sinks is None else self.sinks.new_empty(heads))
 
     def cache_spec(self, itemsize: int) -> FullSpec:
-        """The layer's claim on the cache in a model whose numbers have `itemsize` bytes. The engine lets the spec
+        """What the layer keeps in the cache, in a model whose numbers have `itemsize` bytes. The engine lets the spec
         store keys and values as another type (`LayerCache.stored_as`)."""
         geometry = (self.num_kv_heads, self.head_dim, itemsize)
         if self.window is None:
@@ -61,8 +61,8 @@ class AttentionLayer:
 
 @dataclass(frozen=True)
 class KeyValueCache:
-    """One layer's parts of the pool: keys and values [pages, page tokens, kv heads, dim], page stride arbitrary, and
-    the further parts of their cache type."""
+    """One layer's tensors in the pool: keys and values [pages, page tokens, kv heads, dim] with any page stride, and
+    other tensors that the cache type needs."""
 
     k: torch.Tensor
     v: torch.Tensor
@@ -139,9 +139,8 @@ class Backend(ABC):
 
     def probe_prompt(self, layer: AttentionLayer, cache: KeyValueCache, num_tokens: int, context: int,
                      dtype: torch.dtype) -> Callable[[], object] | None:
-        """Attention of a chunk of a prompt behind `context` tokens, as a call that can be timed. All keys are those of
-        the null page: the time goes into the products. dtype: that of the queries. None if the backend has no such
-        call."""
+        """Attention of a chunk of a prompt behind `context` tokens, as a call that can be timed. All keys are read from
+        the null page, which takes the same time. dtype: the queries' dtype. None if the backend has no such call."""
         return None
 
     def attach(self, num_pages: int, device: torch.device) -> None:

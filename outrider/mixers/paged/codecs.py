@@ -83,8 +83,8 @@ class FloatCodec(ModelCodec):
 
 
 class Fp8Codec(ModelCodec):
-    """Keys and values as fp8 numbers (e4m3), divided by scales of their heads. Numbers beyond the range of fp8 become
-    its greatest. Scales never depend on what is computed: they come from the model's files, or are 1."""
+    """Stores keys and values as fp8 numbers (e4m3), divided by one scale for each head. Larger numbers than fp8 can
+    hold become the largest fp8 number. Scales come from the model's files or are 1, and never depend on the tokens."""
 
     def __init__(self, name: str, scales: HeadScales | None = None) -> None:
         self.cache_type = ElementType(name, "float8_e4m3fn", 1, takes_latents=True)
@@ -122,7 +122,8 @@ def codec_of(cache_type: CacheType) -> CacheCodec:
 
 
 def find_cache_type(name: str, dtype: torch.dtype) -> CacheType:
-    """The cache type that `kv_cache_dtype` names for a model of this dtype, whose own name means the same as "auto"."""
+    """The cache type that the setting `kv_cache_dtype` names. The name of the model's dtype means the same as
+    "auto"."""
     if name == str(dtype).removeprefix("torch."):
         return MODEL_CACHE
     if name not in _CODECS:

@@ -206,7 +206,7 @@ class FlexBackend(Backend):
 
     def _pages(self, view: BatchView, group: Group, tiles: TokenTiles, marks: QueryMarks, key_starts: torch.Tensor,
                table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pages whose keys a tile's queries may see: from the first to the last key of any."""
+        """The pages that hold keys which some query of a tile may see: from the first such key to the last."""
         window, size = group.spec.visible_tokens, tiles.size
         last = torch.maximum(marks.positions, marks.span_ends - 1).view(-1, size).amax(1)  # -1 in a dead tile
         first_keys = key_starts
@@ -318,7 +318,7 @@ def _capped(softcap: float) -> Any:
 
 
 def _collects_launches() -> bool:
-    """Whether launches are only collected, so that our own kernels can be compiled, and nothing runs."""
+    """Whether launches are only collected, so that kernels of this package can be compiled, and nothing runs."""
     from outrider.kernels.gpu.launch import is_collecting
 
     return is_collecting()

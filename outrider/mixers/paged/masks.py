@@ -1,8 +1,8 @@
 """Masks: which keys a query sees, beside the causal rule and a layer's window.
 
 A mask is a value that edits the causal mask by elementwise torch operations on positions. It is compiled and captured
-once, so it may not read anything that changes: `check_mask` refuses what is not a frozen dataclass of plain values.
-Spans are marked by a prompt, not by a layer: tokens of one span see each other in both directions.
+once, so it may not read anything that changes: `check_mask` refuses every mask that is not a frozen dataclass of plain
+values. Spans are marked by a prompt, not by a layer: tokens of one span see each other in both directions.
 """
 
 from __future__ import annotations

@@ -54,7 +54,8 @@ _BACKENDS: dict[str, BackendEntry] = {}  # in the order in which `auto` prefers 
 
 
 def register_backend(entry: BackendEntry, *, preferred: bool = False) -> None:
-    """Make a backend available by name. `preferred`: `auto` asks it before all others; else after them."""
+    """Make a backend available by name. `preferred`: whether `auto` tries it before all other backends, or after
+    them."""
     others = {name: other for name, other in _BACKENDS.items() if name != entry.name}
     _BACKENDS.clear()
     _BACKENDS.update({entry.name: entry} | others if preferred else others | {entry.name: entry})

@@ -125,8 +125,8 @@ class RecurrentStep(ABC):
         return {layer: partial(self.run, layer) for layer in self.layers.mixers}
 
     def keep_drafts(self, pending: torch.Tensor, num_accepted: torch.Tensor) -> None:
-        """Note how many accepted drafts [requests] wait, in `pending` [rows]; they are folded in the row's next step. A
-        request that took no part keeps its own."""
+        """Store in `pending` [rows] how many accepted drafts [requests] of each row are not in its state yet. The row's
+        next step folds them into the state. A request without tokens in this step keeps its count."""
         counts = self.counts
         pending.index_copy_(0, counts.rows, torch.where(counts.num_known > 0, num_accepted, counts.pending))
 

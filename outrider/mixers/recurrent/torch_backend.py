@@ -158,8 +158,8 @@ class TorchStep(RecurrentStep):
         out.index_copy_(0, torch.where(moves, token_rows, dump), selected(moves, y, torch.zeros_like(y)))
 
     def _keep_window(self, rows: LayerRows, conv_in: torch.Tensor, gates: Gates) -> None:
-        """Keep the drafts' inputs before the convolution. A row that ended keeps its old ones, which wait to be
-        folded."""
+        """Store the drafts' inputs, as they are before the convolution. A row that has ended keeps its old inputs,
+        which are still to be folded."""
         counts, width = self.counts, self.counts.most_drafts
         if width == 0:
             return

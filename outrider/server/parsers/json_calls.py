@@ -92,8 +92,8 @@ def read_arguments(cursor: Cursor) -> CallReader:
 
 
 def read_call(cursor: Cursor, needs_arguments: bool) -> CallReader:
-    """Read {"name": .., "arguments": {..}} behind its first brace. Some models write "parameters" for arguments, or the
-    arguments as text, or wrap the call as {"type": "function", "function": {..}}."""
+    """Read the rest of {"name": .., "arguments": {..}} after its first brace. Some models write "parameters" for
+    arguments, or the arguments as text, or wrap the call as {"type": "function", "function": {..}}."""
     name: Any = None
     arguments: Any = None if needs_arguments else {}
     while True:
@@ -187,7 +187,8 @@ def _named_call(name: str, cursor: Cursor, call_id: str | None = None) -> CallRe
 
 def sections(call_begin: str, call_end: str, end: str,
              read_one: Callable[[Cursor], CallReader]) -> ReadCalls:
-    """Make a reader of calls with markers around each, up to the marker that ends all."""
+    """Make a reader of a list of calls. Each call stands between the markers `call_begin` and `call_end`, and the
+    marker `end` ends the list."""
 
     def read(cursor: Cursor, schemas: Schemas) -> CallReader:
         num_calls = 0

@@ -71,7 +71,7 @@ def _read_call(cursor: Cursor) -> CallReader:
 
 
 def _expression(cursor: Cursor) -> Waiting[tuple[str, str]]:
-    """Read the text of an expression, and the comma or bracket behind it."""
+    """Read the text of an expression, and the comma or bracket that follows."""
     pieces: list[str] = []
     depth = 0
     while True:
@@ -89,7 +89,7 @@ def _expression(cursor: Cursor) -> Waiting[tuple[str, str]]:
 
 
 def _string(cursor: Cursor, quote: str) -> Waiting[str]:
-    """Read a string behind its first quote."""
+    """Read the rest of a string after its opening quote."""
     pieces = []
     while True:
         text, marker = yield from cursor.until(quote, "\\")

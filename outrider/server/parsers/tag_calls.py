@@ -51,7 +51,7 @@ class Tags:
             raise ValueError("no call")
 
     def read_one(self, cursor: Cursor, schemas: Schemas) -> CallReader:
-        """Read one call, from behind its first marker."""
+        """Read the rest of one call after its first marker."""
         yield from cursor.skip_space()
         name = yield from cursor.while_matches(_NAME)
         if not name:
