@@ -163,8 +163,8 @@ def _byte_of_char() -> dict[str, int]:
 
 
 class _Pieces:
-    """Decodes tokens that are text, or a single byte. Bytes in a row are one or more characters, or all of them
-    invalid. A later byte can change the meaning of earlier ones, so bytes wait for the next token that is text."""
+    """Decodes tokens that stand for text or for a single byte. Consecutive bytes form one or more characters, or are
+    all invalid. A later byte can change the meaning of earlier ones, so bytes wait for the next token that is text."""
 
     def __init__(self, decoder: Any, has_byte_tokens: bool) -> None:
         self._decoder = decoder

@@ -35,8 +35,8 @@ class Engine:
     def __init__(self, make_scheduler: Callable[[int], Scheduler], worker: WorkerLine, checks: RequestChecks,
                  requests: LiveRequests, stats: EngineStats, *, watchers: Sequence[StepWatcher] = (),
                  submits_early: bool = False) -> None:
-        """make_scheduler: for steps from a generation on. submits_early: with one step in flight, the next one is
-        queued before the last one's tokens go out."""
+        """make_scheduler: makes a scheduler whose steps begin at the given generation. submits_early: whether the next
+        step is queued before the tokens of the last step are delivered."""
         self._requests, self.keepers = requests, requests.keepers
         self._make_scheduler, self._watchers = make_scheduler, tuple(watchers)
         self.scheduler = self._watched_scheduler(0)
@@ -89,8 +89,8 @@ class Engine:
     # Requests
 
     def add(self, requests: Mapping[str, CheckedRequest]) -> dict[str, CheckedRequest]:
-        """Queue requests, by id, atomically: if one is refused, with a ValueError, none is added. Returns the requests
-        with the seeds that were drawn for them."""
+        """Queue requests, given by id. If one is refused with a ValueError, none is added. Returns the requests with
+        the seeds that were drawn for them."""
         self.check_running()
         self.pause.admit_requests()
         seeded = self._requests.add(requests, self.scheduler)
@@ -168,7 +168,8 @@ class Engine:
     # One step
 
     def step(self) -> list[OutputIncrement]:
-        """Advance by one step; returns what it added to requests, and the ends of requests."""
+        """Advance by one step. Returns the tokens and texts that the step added to requests, and which requests
+        ended."""
         self.check_running()
         working_thresholds.begin(self)
         depth = self.limits.steps_in_flight

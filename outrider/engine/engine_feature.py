@@ -28,11 +28,12 @@ class EngineFeature:
         """Raise ValueError for parameters of a request that the feature cannot serve. Called before it is accepted."""
 
     def make_resource(self, info: WorkerInfo) -> RowResource | None:
-        """What requests of the feature need on the device to run. Made anew with every scheduler: nothing is taken."""
+        """Make the resource that requests of the feature need on the device to run. Every new scheduler gets a new
+        resource, of which nothing is taken."""
         return None
 
     def make_keeper(self, info: WorkerInfo, order: Order) -> RequestKeeper | None:
-        """What the feature keeps for requests. Made once."""
+        """Make the object that keeps the feature's data for requests. Called once."""
         return None
 
     def page_labels(self) -> dict[str, str]:

@@ -47,7 +47,8 @@ class _Live:
         self.metrics.first_token_time = time.perf_counter()
 
     def end_sample(self, request: Request) -> bool:
-        """Count what a sample took. Returns whether it was the last one."""
+        """Count the tokens and seconds of a sample that has ended. Returns whether it was the last sample of its
+        request."""
         metrics, counted = self.metrics, request.stats
         metrics.num_cached_tokens = max(metrics.num_cached_tokens, counted.num_hit_tokens)
         metrics.num_preemptions += counted.num_preemptions
@@ -88,7 +89,8 @@ class LiveRequests:
     # Arrival
 
     def add(self, requests: Mapping[str, CheckedRequest], scheduler: Scheduler) -> dict[str, CheckedRequest]:
-        """Add all requests, or, with a ValueError, none. Returns them with the seeds that were drawn for them."""
+        """Add all requests, or raise ValueError and add none. Returns the requests with the seeds that were drawn for
+        them."""
         for request_id in requests:
             if request_id in self._live:
                 raise ValueError(f"request id {request_id!r} is in use")
@@ -156,7 +158,7 @@ class LiveRequests:
     # Outputs, which are added to `increments`
 
     def emit(self, updates: Iterable[Update], scheduler: Scheduler, increments: list[OutputIncrement]) -> None:
-        """Turn what a step yielded into outputs."""
+        """Turn the results of a step into outputs."""
         for request, result in updates:
             live, sample = self._samples[request.id]
             if result.run:

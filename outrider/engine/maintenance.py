@@ -71,7 +71,7 @@ class Maintenance:
         return bool(self._asleep)
 
     def sleep(self, level: int = 1) -> SleepReport:
-        """Give memory back. If it is refused, the engine goes on as before."""
+        """Free memory of the device. If this is refused, the engine goes on as before."""
         if isinstance(level, bool) or level not in LEVELS:
             raise ValueError(f"level must be 1 (weights stay in the host's memory) or 2 (weights are dropped), got "
                              f"{shown(level)}")

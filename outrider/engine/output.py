@@ -73,7 +73,8 @@ class SampleOutput:
                           "model's logits are not finite)")
 
     def replay(self, token_ids: list[int]) -> str:
-        """Take tokens again that readers have got before. Returns their text, as far as readers have it."""
+        """Repeat tokens that readers have already received. Returns the part of their text that readers have
+        received."""
         if self._detokenizer is None:
             return ""
         return self._stops.feed(self._detokenizer.feed(token_ids)).text

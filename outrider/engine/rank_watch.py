@@ -47,7 +47,7 @@ class RankWatch:
         self._dead: set[int] = set()  # ranks that had ended at the last look
 
     def look(self, seconds: float, *, has_steps: bool, has_any: bool) -> WorkerDied | None:
-        """Look at the ranks, so many seconds after the last time. has_steps, has_any: whether a step, or anything,
+        """Check the ranks. seconds: the time since the last check. has_steps, has_any: whether a step, or any message,
         waits for an answer. Returns an error that names a rank if the ranks cannot go on."""
         seconds = min(seconds, 2 * LOOK_SECONDS)
         for index, own in enumerate(self._ranks):

@@ -29,7 +29,7 @@ class ParamsError(RequestError):
 
 
 class Stream(ABC):
-    """The reader's end of one request. `put` and `fail` run in the reader's event loop."""
+    """The stream by which a reader receives one request's outputs. `put` and `fail` run in the reader's event loop."""
 
     def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
         self.request_id = request_id

@@ -244,7 +244,7 @@ class RequestLoop:
         self._finish_steps()
 
     def _rebuild(self) -> None:
-        """Let the engine forget everything. Requests that are still wanted begin again where their outputs stand."""
+        """Reset the engine. Requests with readers begin again after the tokens of their outputs."""
         self._engine.reset()
         for request_id, followed in self._followed.items():
             if not followed.is_wanted:

@@ -39,8 +39,8 @@ T = TypeVar("T")
 
 
 def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
-    """Start an engine. `in_process`: the worker gets a process of its own; otherwise it lives in this one. With several
-    ranks, each has a process in any case."""
+    """Start an engine. `in_process`: whether the worker gets its own process or runs in this one. With several ranks
+    each rank always has a process."""
     end_if_importing_script()
     sockets = None if config.kv_events is None else kv_events.EventSockets(config.kv_events)
     try:

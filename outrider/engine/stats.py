@@ -26,7 +26,8 @@ STEP_TOKENS = (1, *(1 << power for power in range(3, 15)))  # bounds of the size
 
 @dataclass
 class EngineStats:
-    """A *draft* is one request's drafts in one step; a position is a place in it, from 0."""
+    """Statistics of an engine. Here a *draft* is the sequence of one request's drafts in one step, and a position is an
+    index in this sequence."""
 
     num_requests: int = 0
     num_prompt_tokens: int = 0

@@ -18,7 +18,8 @@ class StepWatcher:
         cache is gone."""
 
     def flush(self) -> None:
-        """Pass on what has happened since the last call: a step is over, or the cache has changed between steps."""
+        """Report what has happened since the last call. Called when a step is over or when the cache has changed
+        between steps."""
 
     def close(self) -> None:
         """The engine ends. Called once."""

@@ -168,7 +168,7 @@ class _Guards(NodeTransformer):
 
 
 class _Counted:
-    """Something that a template loops over, with every round counted. Its length is known if the items have one;
+    """Items that a template loops over. Every round of the loop is counted. The length is known if the items have one;
     `loop.length` and `loop.last` ask for it."""
 
     def __init__(self, items: Any, tick: Callable[[], None]) -> None:

@@ -105,8 +105,8 @@ class Tokenizer:
         return self.encoding(text, add_special_tokens).ids
 
     def encoding(self, text: str | tuple[str, str], add_special_tokens: bool = True) -> tokenizers.Encoding:
-        """The tokens of a text or a pair, and what the library knows of them except their places in the text. The
-        library's method for one text lets no other thread run until it is done, which is a second for a megabyte."""
+        """The library's encoding of a text or a pair of texts, without the tokens' places in the text. The library's
+        method for one text lets no other thread run until it is done, which is a second for a megabyte."""
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
@@ -240,7 +240,7 @@ class Tokenizer:
     def apply_chat_template(self, conversation: Iterable[Message], tools: Sequence[Mapping[str, Any]] | None = None, *,
                             tokenize: bool = True, add_generation_prompt: bool = False,
                             **options: Any) -> str | list[int]:
-        """A chat as text or token ids. It does what the method of this name does in transformers."""
+        """Render a chat as text or token ids, like the method of this name in transformers."""
         text = self.render_chat(conversation, tools=tools, add_generation_prompt=add_generation_prompt, **options)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 

@@ -104,7 +104,7 @@ class WorkerProcess:
         return self._ask(number, Future[Answer](), command, OfCommand(number), command)
 
     def _ask(self, number: int, future: Future[Given], command: Command[Any] | None, *messages: Any) -> Future[Given]:
-        """Send numbered messages. The future gets the answer of that number."""
+        """Send messages under one number. The returned future gets the answer with that number."""
         self._answers.add(number, future, command)
         try:
             self._send(*messages)
@@ -274,7 +274,8 @@ def _start(config: EngineConfig, source: ModelSource,
 
 
 def _kill(ranks: Sequence[RankProcess]) -> None:
-    """End the processes, and wait for them a while: a device that hangs may hold one for long."""
+    """Kill the processes and wait for them for a limited time, because a device that hangs may hold a process for
+    long."""
     for own in ranks:
         own.process.kill()
     for own in ranks:

@@ -102,14 +102,15 @@ StepShape = EagerShape | CapturedShape
 
 
 def shares_drafts(shape: StepShape) -> bool:
-    """Whether a step of this shape shares its token rows out among drafts, if a batch asks for it. Other steps check as
-    many drafts of each request as are scheduled."""
+    """Whether a step of this shape can divide its token rows among drafts on the device, if a batch asks for it. Other
+    steps check the scheduled number of drafts of each request."""
     return isinstance(shape, CapturedShape) and shape.logit_rows_are_tokens and shape.max_drafts > 0
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The batch, and per request what finish and the drafter need beside it. Request tensors are padded."""
+    """The inputs of a step: the batch, and for each request the data that the finish half and the drafter need as well.
+    Request tensors are padded."""
 
     shape: StepShape
     batch: ForwardBatch
@@ -217,7 +218,7 @@ def _packed(scheduled: ScheduledBatch, extents: StepExtents, query_lens: list[in
 
 
 def _spread(lens: list[int]) -> tuple[list[int], list[int]]:
-    """(owner, offset) of every item, where owner i has lens[i] of them."""
+    """(owner, offset) of every item. Owner i has lens[i] items, at offsets from 0 on."""
     if sum(lens) == len(lens) and all(lens):  # one each: decoding
         return list(range(len(lens))), [0] * len(lens)
     return list(chain.from_iterable(map(repeat, range(len(lens)), lens))), list(chain.from_iterable(map(range, lens)))
@@ -284,7 +285,7 @@ def admitted_view(admissions: Sequence[Admission], state: RowState, *, pads: boo
 
 
 def dead_view(view: BatchView) -> BatchView:
-    """The view with no live token."""
+    """A copy of the view in which no token is live."""
     nothing = torch.zeros_like(view.live)
     return replace(view, live=nothing, lengths=nothing, live_int32=nothing.int(), lengths_int32=nothing.int())
 

@@ -154,7 +154,7 @@ class NamedTensor:
 @dataclass(frozen=True)
 class UpdateWeights(Command[UpdateReport]):
     """Replace weights by the given tensors, which have the names of the model's checkpoint and come as arrays or in
-    files. Nothing is changed if one of them does not fit."""
+    files. If one tensor does not fit, nothing is changed."""
 
     arrays: tuple[NamedArray, ...] = ()
     path: str | None = None  # a folder with safetensors files, one such file or a GGUF file; `arrays` are not read then
@@ -169,7 +169,7 @@ class UpdateWeights(Command[UpdateReport]):
 
 @dataclass(frozen=True)
 class StreamWeight(Command[None]):
-    """Replace one weight of an update whose tensors come one by one. The first begins the update."""
+    """Replace one weight of an update whose tensors come one by one. The first such command begins the update."""
 
     given: Any  # a NamedArray; in the worker's own process a NamedTensor
 

@@ -20,7 +20,7 @@ INSTRUCTIONS = {
 
 
 def cpu_computes_in(dtype: str) -> bool | None:
-    """Whether the CPU has instructions for a type; None if the system does not say."""
+    """Whether the CPU has instructions for a type; None if this cannot be found out."""
     if dtype not in INSTRUCTIONS:
         return True
     try:
@@ -50,8 +50,8 @@ def gpu_bytes(device: torch.device) -> int | None:
 
 
 def pick_dtype(name: str, source: ModelSource, device: torch.device) -> torch.dtype:
-    """Auto: as the checkpoint says on a GPU, bfloat16 for quantised GGUF files; float32 on a CPU, where narrower types
-    are slower."""
+    """The dtype of the model. "auto" on a GPU is the checkpoint's dtype, and bfloat16 for quantised GGUF files; on a
+    CPU it is float32, because narrower types are slower there."""
     if name == "auto":
         name = str(source.config.get("dtype") or source.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         if device.type == "cpu":

@@ -21,8 +21,8 @@ from outrider.runner.commands import Answer, Command
 
 
 class Runner(Protocol):
-    """Runs steps in the order in which they are submitted. What passes in and out is plain data. When a step fails,
-    later ones of its generation have no effect; most of them raise StepCancelled."""
+    """Runs steps in the order in which they are submitted. Arguments and results are plain data. When a step fails,
+    later steps of its generation have no effect; most of them raise StepCancelled."""
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]: ...
 
@@ -115,7 +115,7 @@ class Matcher(Protocol):
         """Follow tokens that are part of the output for good."""
 
     def allowed_prefix(self, drafts: Sequence[int]) -> list[int]:
-        """The first drafts, as far as the grammar allows them and the text goes on after them."""
+        """The leading drafts that the grammar allows and after which the text goes on."""
 
     def guess(self, drafts: Sequence[int], most: int) -> list[int]:
         """At most `most` drafts: first the given drafts up to the first one that the grammar forbids, then the tokens

@@ -56,8 +56,8 @@ class StepOutOfMemory(RuntimeError):
 
 @contextmanager
 def enough_memory(what: str, advice: str) -> Iterator[None]:
-    """Within, an allocation that fails for want of memory raises NoDeviceMemory, with advice about the settings. what:
-    what the memory is for."""
+    """A context in which an allocation without enough memory raises NoDeviceMemory, with advice about the settings.
+    what: the purpose of the memory, for the message."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError, OSError) as error:

@@ -46,7 +46,7 @@ def device_of_rank(name: str, link: RankLink) -> str:
 
 
 def join_ranks(link: RankLink, status: RankStatus, device_name: str) -> WorkerRanks:
-    """Meet the other ranks. `device_name`: what `device_of_rank` returned."""
+    """Connect to the other ranks. `device_name`: the result of `device_of_rank`."""
     if link.count == 1:
         return ONE_RANK
     device = pick_device(device_name)

@@ -46,7 +46,8 @@ STATUS_FIELDS = 5  # numbers that a rank shows of itself
 
 
 class RankStatus:
-    """The state of one rank, in memory that it shares with its parent. One process writes, the other reads."""
+    """The state of one rank, in memory shared with its parent. The rank's process writes it, and the parent reads
+    it."""
 
     def __init__(self, numbers: MutableSequence[int]) -> None:
         """numbers: STATUS_FIELDS shared 64-bit integers, zero at first."""

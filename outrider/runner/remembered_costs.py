@@ -78,7 +78,8 @@ def _factor(known: StepCosts, step: DeviceStep, limits: Limits) -> float | None:
 
 
 def _is_plausible(costs: StepCosts, max_drafts: int) -> bool:
-    """Whether a step takes no longer than its tokens one by one, and a proposal no longer than a step."""
+    """Whether costs are plausible: a step takes no longer than steps of its tokens one by one, and a proposal no longer
+    than a step."""
     one = costs.step(1)
     return costs.draft(max_drafts) <= one and all(
         seconds <= size * one for size, seconds in zip(costs.tokens, costs.seconds, strict=True))

@@ -121,8 +121,9 @@ class Residence:
         return report
 
     def wake_up(self, parts: Collection[str] = PARTS) -> WakeReport:
-        """Bring parts back. If that fails, the part that failed stays asleep, and those after it. Dropped weights are
-        read from their files with the last part: if weights alone wake up, an update of them may follow."""
+        """Bring parts back to the device. If a part fails, this part and the parts after it stay asleep. Dropped
+        weights are read from their files when the last part wakes up: if only weights wake up, an update of the weights
+        may follow."""
         with self._background_paused():
             return self._wake_up(parts)
 
@@ -241,7 +242,7 @@ class Residence:
         self._was_incomplete, self._are_incomplete, self._are_unread = self._are_incomplete, True, False
 
     def _complete(self, names: Iterable[str]) -> None:
-        """Called when all weights of an update have been replaced: make what depends on them."""
+        """Called when an update has replaced all weights. Makes everything that is derived from weights again."""
         if self._was_incomplete:
             self._read_drafter(names)
         self._prepare()
@@ -346,7 +347,8 @@ class Residence:
     # Cache and captured steps
 
     def _cache_tensors(self) -> list[torch.Tensor]:
-        """The pages, and the state of recurrent layers: all of it belongs to requests, and none has a row."""
+        """The tensors of the cache: the pages, and the states of recurrent layers. Their content is not kept, because
+        no request has a row."""
         rows = self._step.recurrent.layers.values()
         return [self._step.pool.data, *(tensor for own in rows
                                         for tensor in (own.state, own.tail, own.conv_in, *own.gates))]

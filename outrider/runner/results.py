@@ -58,7 +58,7 @@ def with_asked_logprobs(result: DeviceResult, batch: ScheduledBatch, params: Row
 
 def _run_logprobs(scheduled: ScheduledBatch, result: DeviceResult,
                   counts: list[list[int]]) -> list[list[TokenLogprobs] | None] | None:
-    """Each request's log-probabilities of its run, None for one that did not ask."""
+    """For each request the log-probabilities of its run, or None if the request did not ask for them."""
     if not result.params or result.logprobs is None:
         return None
     nums = [params.logprobs for params in result.params]

@@ -63,7 +63,7 @@ class RowParams:
         return [self._by_row[row] for row in rows]
 
     def reported(self, rows: list[int]) -> list[SamplingParams]:
-        """The parameters of all rows, if any of them reports log-probabilities; none otherwise."""
+        """The parameters of all rows if a row reports log-probabilities, otherwise none."""
         asks = not (self._num_logprobs.keys().isdisjoint(rows) and self._prompt_lens.keys().isdisjoint(rows))
         return self.of_rows(rows) if asks else []
 
@@ -93,7 +93,7 @@ class RowParams:
         return {row: self._embeds[row] for row, own in found.items() if own.start < own.stop}
 
     def take_embeds(self, batch: ScheduledBatch) -> dict[int, PromptEmbeds]:
-        """As `embeds_of`, called when the step runs. Embeddings that no later step needs are forgotten."""
+        """The result of `embeds_of`, for a step that runs now. Embeddings that no later step needs are dropped."""
         taken = self.embeds_of(batch)
         for row, bound in zip(batch.rows, batch.bounds, strict=True) if taken else ():
             if row in taken and bound > taken[row].positions[-1]:
@@ -130,7 +130,8 @@ class RowState:
         ]
 
     def reset(self) -> None:
-        """Release all rows. A row that a step names before it is admitted anew has no tokens and reaches no page."""
+        """Release all rows. Until a row is admitted again it has no tokens and reaches no page, even if a step names
+        it."""
         for tensor in (*self.page_tables, self.known, self.computed, self.alive, self.num_drafts):
             tensor.zero_()
         self.sampling.lists.reset()
@@ -207,7 +208,7 @@ class RowState:
 
 
 def _add_cells(writes: list[PageWrite], columns: list[int], pages: list[int]) -> None:
-    """Add the columns that the writes of one row change, each once, with the page that it has in the end."""
+    """Add the page table columns that the writes of one row change: each column once, with its final page."""
     ends = 0
     for write in writes:
         if write.start < ends:  # a cell is written twice

@@ -76,7 +76,7 @@ class DeviceResult:
 
 @dataclass(frozen=True)
 class ForwardHalf:
-    """The results that the forward half of a step hands to the finish half. All of it stays on the device."""
+    """The results that the forward half of a step passes to the finish half. All tensors stay on the device."""
 
     inputs: Inputs
     recurrent: RecurrentStep | NoRecurrentStep
@@ -153,7 +153,7 @@ class DeviceStep:
             part.close()
 
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
-        """Everything the host tells the device, before the step begins."""
+        """Write the host's changes to the device before the step begins."""
         self._folded = self.recurrent.fold(scheduled.cache.folds, self.state.computed)  # their rows may be taken below
         for part in self._parts:
             part.begin(scheduled)

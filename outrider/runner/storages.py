@@ -90,7 +90,8 @@ class FreedMemory:
         return 0 if self._keeps else _give_back(storage)
 
     def drop_content(self) -> int:
-        """Forget the content after all: what `restore` brings back has to be filled. Returns as `free` does."""
+        """Drop the kept content. After `restore` the memory has to be filled. Returns the number of freed bytes, as
+        `free` does."""
         if not self._keeps:
             return 0
         self._keeps, self._copies = False, []
@@ -113,8 +114,8 @@ class FreedMemory:
 
 
 def collect_replaced() -> None:
-    """Collect objects that were replaced, with the tensors that they hold. What lives since start-up may be frozen,
-    which leaves it out of collections: a frozen object that is part of a cycle would hold its tensors for ever."""
+    """Collect objects that were replaced, with the tensors that they hold. Objects from start-up may be frozen, and
+    collections skip frozen objects: a frozen object in a cycle would hold its tensors for ever."""
     is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()

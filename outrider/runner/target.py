@@ -38,7 +38,8 @@ log = logging.getLogger("outrider")
 
 
 def build_target(config: EngineConfig, source: ModelSource, group: RankGroup = ONE_RANK.group) -> Model:
-    """The model that the config asks for, on its device, without weights: the part of one rank among `group`."""
+    """Build the model that the config asks for, on its device and without weights. With several ranks it is this rank's
+    part."""
     device = pick_device(config.device)
     compiling.prepare_compiler(device)
     dtype = pick_dtype(config.dtype, source, device)
@@ -102,7 +103,8 @@ def fill_target(model: Model, config: EngineConfig, source: ModelSource, watch: 
 
 
 def with_index_keys(config: EngineConfig, values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """A model's config that says how its indexers' keys are stored, or the refusal where that cannot be done."""
+    """The model's config with the type in which its indexers' keys are stored. Raises an error if the model cannot
+    store them in that type."""
     asked = f"index_key_dtype={config.index_key_dtype!r}"
     section = values.get("text_config")  # a language model within another has its keys there
     if isinstance(section, Mapping) and section.get("index_topk") is not None:

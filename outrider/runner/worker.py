@@ -112,7 +112,8 @@ class Worker:
 
     @cached_property
     def residence(self) -> residences.Residence:
-        """What of the worker's memory is on the device; made when something first sleeps or changes."""
+        """The Residence of the worker: which parts of its memory are on the device. Made when a part first sleeps or
+        changes."""
         return self._make_residence()
 
     def _is_asleep(self) -> bool:
@@ -156,7 +157,7 @@ class Worker:
 
     @contextmanager
     def uncaptured(self) -> Iterator[None]:
-        """Within, no step replays a graph, so that what watches the model's layers sees every step."""
+        """A context in which no step replays a graph, so that hooks on the model's layers see every step."""
         if isinstance(self.runner, LocalRunner):
             yield
             return
@@ -177,8 +178,8 @@ class PlannedSteps(NamedTuple):
 def _plan_with_or_without_drafter(
     config: EngineConfig, plan: Callable[[EngineConfig], PlannedSteps]
 ) -> tuple[EngineConfig, PlannedSteps]:
-    """(the config that is served, its plan). The drafter that comes with a model steps aside where the settings have no
-    room for it, because they are served without it."""
+    """(config, plan) that are served. If the settings leave no room for the drafter that comes with the model, the
+    drafter is left out."""
     drafter = config.shipped_drafter
     if drafter is None:
         if config.speculative_config == AUTO_DRAFTER:

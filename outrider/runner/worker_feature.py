@@ -28,11 +28,11 @@ class WorkerFeature:
         return FeatureBytes()
 
     def observers(self) -> Sequence[DraftObserver]:
-        """What follows the drafts of all steps. Called once, when the limits are known."""
+        """The observers of drafts that the feature adds. Called once, when the limits are known."""
         return ()
 
     def background(self) -> BackgroundWork:
-        """What the feature does beside the steps. Called once, when the limits are known."""
+        """The work that the feature does in the background of steps. Called once, when the limits are known."""
         return NO_WORK
 
     def attach(self, step: DeviceStep, model: Model, limits: Limits) -> None:

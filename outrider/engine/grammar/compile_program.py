@@ -50,7 +50,7 @@ class Jobs:
         self._children: dict[int, Child] = {}  # by the pipe on which each answers
 
     def serve(self, first: int, last: int) -> None:
-        """Take jobs from `first` and answer on `last` until there are no more."""
+        """Read jobs from `first` and write answers to `last`, until there are no more jobs."""
         while True:
             ready, _, _ = select.select([first, *self._children], [], [], self._wait())
             for pipe in ready:
@@ -173,7 +173,7 @@ def prove(tokenizer: Any, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def walk(matcher: Any) -> str:
-    """Follow a text of the grammar for some tokens. Returns what goes wrong there, or nothing."""
+    """Follow a text of the grammar for some tokens. Returns a description of the failure, or an empty text."""
     until = time.process_time() + WALK_SECONDS
     for num_tokens in range(WALK_TOKENS):
         mask = int.from_bytes(matcher.compute_bitmask(), "little")
@@ -197,7 +197,7 @@ def validate(text: str) -> dict[str, Any]:
 
 
 def status_bytes(name: str) -> int:
-    """A size of this process in bytes, or 0 where the system does not tell."""
+    """A memory size of this process in bytes, or 0 if the system does not report it."""
     with suppress(OSError), open("/proc/self/status") as lines:
         for line in lines:
             if line.startswith(f"{name}:"):

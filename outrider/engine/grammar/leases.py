@@ -161,7 +161,8 @@ class FormLeases(RequestKeeper):
         return lease
 
     def _check_room(self, client: str | None, new: _Kept) -> None:
-        """Raise FormsBusy if leases are at their bound with one more form, and the client has its equal part."""
+        """Raise FormsBusy if one more form exceeds the bound on all leased forms, and the client's forms exceed its
+        equal part."""
         if client is None or (len(self._kept) < MAX_LEASED and self._num_bytes + new.num_bytes <= LEASED_BYTES):
             return
         leased = [kept for kept in self._kept.values() if kept.is_leased and kept is not new]
@@ -172,7 +173,7 @@ class FormLeases(RequestKeeper):
                             "when some of them have ended")
 
     def _make_room(self) -> None:
-        """Drop idle forms beyond what is kept."""
+        """Drop idle forms, least recently used first, until the rest are within the bounds."""
         with self._lock:
             if self._is_crowded():
                 for number in [number for number, kept in self._kept.items() if not kept.is_leased]:

@@ -39,7 +39,7 @@ class TokenMatcher:
                 self._refused = tokens[num_consumed]
 
     def allowed_prefix(self, drafts: Sequence[int]) -> list[int]:
-        """The first drafts, as far as the grammar allows them and the text goes on after them."""
+        """The leading drafts that the grammar allows and after which the text goes on."""
         tokens = list(takewhile(self._is_known, self._before_end(drafts)))
         return tokens[: self.inner.validate_tokens(tokens)] if tokens and self.error is None else []
 

@@ -91,8 +91,8 @@ class _Builder:
         return f"{self.expression(content)} {_text(end)}"
 
     def _triggered(self, form: dict[str, Any]) -> str:
-        """The expression for free text with tags. Where the text comes to a trigger, a tag that begins with it
-        follows."""
+        """The expression for free text with tags. After the text contains a trigger, it goes on as a tag that begins
+        with this trigger."""
         triggers, chunks = _some(form, "triggers"), []
         if not all(isinstance(trigger, str) and trigger for trigger in triggers):
             raise ValueError("triggers must be texts")

@@ -76,7 +76,7 @@ class StepGraphs:
         return self._step.finish_half(half, plan)
 
     def load(self, key: GraphKey) -> None:
-        """Compile and load what a capture of the key must find loaded, unless that has been done."""
+        """Compile and load the kernels that a capture of the key needs, unless this has been done."""
         if key not in self.loaded:
             shape = self.keys.shape(key)
             with self._step.model.one_layer_each():
@@ -107,8 +107,8 @@ class StepGraphs:
         self._record(self._reserved, lambda: torch.empty(num_bytes, dtype=torch.uint8, device=device)[:1].zero_())
 
     def load_while(self, is_waiting: Callable[[], bool]) -> None:
-        """Load what steps that are met later will find loaded, while there is nothing else to do: the filling of a
-        drafter's slots, products of steps with prompts, and what captures need."""
+        """Load, while start-up waits, the kernels and libraries that later steps need: to fill a drafter's slots, for
+        products of steps with prompts, and for captures."""
         for count in FILLED_ROWS if is_waiting() else ():
             self._step.load_filling(count)
         for key in chain(self.keys.prompts_by_size(), self.keys.likely()):
@@ -162,8 +162,8 @@ class StepGraphs:
         """Capture the key's step with its buffers, which no other capture uses. `load` must have loaded the same key
         before.
 
-        A drafter that fails while it is captured, and may end the capture (it reads the device, say), is switched off
-        by that; the step is captured again without it."""
+        A drafter that fails during the capture, for example because it reads the device, is switched off; the step is
+        then captured again without the drafter."""
         num_off = self._step.drafting.num_off
         try:
             captured = self._capture(key)

@@ -75,7 +75,7 @@ class CaptureChooser:
         self._ways: dict[GraphKey, Replay | _StandIn] = {}  # how steps of a key run, until the next capture
 
     def choose(self, batch: ScheduledBatch, state: RowState) -> StepChoice:
-        """How the batch runs, after its admissions. Reads only what the host knows of the rows."""
+        """Choose how the batch runs. Called after the batch's admissions. Reads only the host's data about rows."""
         key = self.keys.key_for(batch, state)
         if isinstance(key, Uncaptured):
             return RunEagerly(key)
@@ -137,7 +137,7 @@ class CaptureChooser:
         self._ways.clear()
 
     def end_start(self) -> None:
-        """Note that start-up has made all of its captures."""
+        """Note that start-up has made all captures that it makes."""
         self._num_at_start = len(self._captured)
         self._usual = list(self.keys.usual())
         num_full = sum(key.sampler is not SamplerForm.DRAW for key in self._captured)

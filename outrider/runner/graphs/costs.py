@@ -65,13 +65,13 @@ def measure_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None = 
 
 
 def _most_measured(limits: Limits, graphs: StepGraphs | None) -> int:
-    """Requests of the largest step that is measured; beyond it the last slope goes on."""
+    """Requests of the largest step that is measured. Costs of larger steps are extrapolated with the last slope."""
     return limits.max_requests if graphs is None else graphs.keys.sizes.at_start[-1]
 
 
 def measured_sizes(most: int, *, is_cuda: bool) -> list[int]:
-    """Token counts to measure of steps with up to `most` tokens. On a CPU large steps take long to run and nothing to
-    foresee: beyond the last point the last slope goes on."""
+    """Token counts to measure of steps with up to `most` tokens. On a CPU large steps take long to measure and are easy
+    to predict: costs of larger steps are extrapolated with the last slope."""
     if is_cuda:
         return sorted({size for size in MEASURED_CAPTURED if size < most} | {most})
     return sorted({min(size, most) for size in MEASURED_UNCAPTURED})
@@ -130,8 +130,8 @@ def _draft_cost(requests: int, one: float, most: float, num_drafts: int) -> Draf
 
 
 def _drafting(step: DeviceStep, limits: Limits, graphs: StepGraphs, requests: int, plain: StepCosts) -> DraftCost:
-    """The cost of a proposal, from captured steps that check as many drafts as they propose: start-up captures those to
-    serve batches, so that no graph is captured to be measured alone."""
+    """The cost of a proposal, measured on captured steps that check as many drafts as they propose. Start-up captures
+    these steps for batches, so no graph is captured only for a measurement."""
     def seconds_of(drafts: int) -> float:
         key = graphs.keys.shortened(GraphKey(requests, requests * (1 + drafts), drafts, True))
         return _replay_seconds(graphs, key, step.state.device) - plain.step(key.tokens)

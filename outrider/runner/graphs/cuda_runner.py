@@ -141,7 +141,8 @@ class CudaRunner:
 
     @torch.inference_mode()
     def capture_fewer_drafts(self) -> None:
-        """Captures decode steps with every number of drafts: the scheduler will choose it anew for each step."""
+        """Captures decode steps with every number of drafts, because the scheduler will choose a number for each
+        step."""
         if self.graphs is not None:
             self._capture_at_start(self.graphs, self.graphs.keys.fewer_drafts())
 
@@ -263,8 +264,8 @@ class CudaRunner:
         return pending
 
     def _capture_behind(self, graphs: StepGraphs, order: CaptureOrder) -> None:
-        """Load or capture what the step that was just queued lacked, while the device runs that step and the host would
-        only wait. Whatever fails here, wider graphs go on serving."""
+        """Load or capture the graph that the step just queued had to do without. The device runs that step in this
+        time, and the host would only wait. If this fails, wider graphs still serve."""
         try:
             self._capture(graphs, order)
         except Exception:

@@ -192,8 +192,8 @@ class GraphKeys:
                 yield from self._of_sizes([requests], [0, *checked], takes_checkpoints=own, longest=self._short)
 
     def fewer_drafts(self) -> Iterator[GraphKey]:
-        """Decode steps of many requests with fewer drafts than there may be. On a graph with the most drafts a step
-        with one draft would compute twice its tokens and three times its proposal."""
+        """Keys of decode steps with many requests and fewer drafts than the most. On a graph with the most drafts a
+        step with one draft would compute twice its tokens and three times its proposal."""
         sizes = [requests for requests in reversed(self.sizes.at_start) if requests > FEW and self._is_costly]
         yield from self._of_sizes(sizes, range(1, self.limits.max_drafts), takes_checkpoints=self.takes_checkpoints,
                                   longest=self._short)
@@ -233,7 +233,7 @@ class GraphKeys:
                 yield GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, shares_pages=True)
 
     def prompts_by_size(self) -> Iterator[GraphKey]:
-        """Steps with prompts of every size, largest first: libraries choose their kernels by it."""
+        """Keys of steps with prompts, one for every size, largest first. Libraries choose their kernels by the size."""
         largest = self.largest_with_prompts()
         if largest is not None:
             for tokens in reversed(self.sizes.prompt_tokens):
@@ -258,7 +258,7 @@ class GraphKeys:
                 yield replace(largest, deltas=reach)
 
     def prompts(self) -> Iterator[GraphKey]:
-        """Some of each kind of steps with prompts: there are too many sizes for all of them."""
+        """Keys of some steps with prompts of each kind. There are too many sizes to run all of them."""
         most, sizes = self.limits.max_drafts, self.sizes.prompt_requests
         for requests, num_wanted, has_drafts in product({sizes[0], sizes[-1]}, {0, most}, {False, most > 0}):
             if self._takes_prompts:

@@ -47,7 +47,8 @@ class LossRates:
         return replace(key, tokens=own)
 
     def of_padding(self, key: GraphKey, wider: GraphKey) -> float:
-        """Extra seconds of a step on the wider graph. With prompts in it, a padded request costs a logit row too."""
+        """Extra seconds of a step that runs on the wider graph. In a step with prompts each padded request also costs a
+        logit row."""
         extra = wider.tokens - key.tokens + (wider.requests - key.requests if key.has_prompts else 0)
         longer = LENGTH_SECONDS if wider.longest != key.longest else 0.0
         return self.token_seconds * extra + DRAFT_SECONDS * (wider.num_wanted - key.num_wanted) + longer
@@ -58,7 +59,7 @@ class LossRates:
 
 
 class Losses:
-    """Seconds that steps have lost so far because they lacked a graph, by the key of that graph."""
+    """Seconds that steps have lost so far because a graph was missing, by the key of the missing graph."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.times = LossRates()

@@ -77,8 +77,8 @@ def with_larger_sizes(measured: dict[int, float], sizes: Sequence[int]) -> dict[
 
 
 def mixed_sizes(sizes: GraphSizes) -> list[int]:
-    """Sizes of steps with prompts among requests that decode, ascending. Fewer tokens than the first are padded to it:
-    they take hardly less time, as the weights are read all the same."""
+    """Sizes of steps with prompts among requests that decode, ascending. Steps with fewer tokens than the first size
+    are padded to it: they would take hardly less time, because all weights are read in any case."""
     return [size for size in sizes.prompt_tokens if size >= LEAST_TOKENS] or sizes.prompt_tokens[-1:]
 
 
@@ -115,7 +115,7 @@ def attend_costs(step: DeviceStep) -> tuple[ReadCost, ...]:
 
 
 def _pair_seconds(attend: Callable[[], object], layer: AttentionLayer, device: torch.device) -> float:
-    """Seconds of one pair in one layer."""
+    """Seconds that attention takes for one pair of a query and a key, in one layer."""
     def run() -> None:
         for _ in range(CALLS):
             attend()

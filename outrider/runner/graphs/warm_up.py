@@ -35,7 +35,8 @@ ADVICE = "lower max_num_batched_tokens, max_num_seqs or max_model_len, or choose
 
 
 def dead_batch(lens: list[int], drafts: int, bound: int, num_pending: int = 0) -> ScheduledBatch:
-    """One request for each of `lens`, its number of tokens, of which `drafts` are drafts. All of them sample."""
+    """A batch of dead requests. `lens`: the number of tokens of each request, of which `drafts` are drafts. All
+    requests sample."""
     count = len(lens)
     return ScheduledBatch(
         step=0, request_ids=[0] * count, epochs=[0] * count, rows=[NULL_ROW] * count,
@@ -48,7 +49,7 @@ def dead_batch(lens: list[int], drafts: int, bound: int, num_pending: int = 0) -
 def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, num_wanted: int = 0, bound: int,
              needs: StepNeeds | None = None, saves: bool = False,
              deltas: DeltaReach = DeltaReach.NOTHING) -> None:
-    """Run a step of dead tokens. saves: whether it could write checkpoints. deltas: what row deltas may change."""
+    """Run a step of dead tokens. saves: whether the step can write checkpoints. deltas: what row deltas may change."""
     shape, ints = pack_eager(dead_batch(lens, drafts, bound), PaddedSize(len(lens), sum(lens)))
     needs = needs or StepNeeds()
     checkpoints = RowCheckpoints() if saves else NoCheckpoints()
@@ -137,8 +138,8 @@ def largest_step(limits: Limits) -> tuple[list[int], int]:
 
 
 def graph_bytes(limits: Limits, activations: int, *, has_prompts: bool) -> int:
-    """Estimate the memory of captured steps. They share a pool as large as the largest of them needs, and each has its
-    nodes besides. has_prompts: steps with prompts are captured too."""
+    """Estimate the memory of captured steps: one shared pool as large as the largest step needs, and for each step the
+    nodes of its graph. has_prompts: whether steps with prompts are captured too."""
     sizes = GraphSizes.from_limits(limits)
     count = len(sizes.requests) * (2 if limits.max_drafts else 1) + len(sizes.unequal_when_idle(limits.max_drafts))
     if has_prompts:
