@@ -56,7 +56,7 @@ class StateProgress:
 
 @dataclass(slots=True)
 class Checkpoint:
-    """Pages for one boundary of one request, until they are published or dropped."""
+    """A checkpoint of one request at one boundary: its pages, until they are published or dropped."""
 
     id: int
     request_id: int
@@ -113,8 +113,8 @@ class Checkpoints:
         return self._num_open[FOLDING] > 0
 
     def is_promised(self, digest_at: DigestAt, num_tokens: int, hit: int) -> bool:
-        """Whether an ended request left a checkpoint of more than `hit` of these tokens that no step has reported yet.
-        A new request waits for it rather than compute the tokens again."""
+        """Whether a request that has ended left a checkpoint that covers more than `hit` of these tokens and that no
+        step has reported yet. A new request then waits for the checkpoint instead of computing the tokens again."""
         promised = [c for c in self._in_state(FOLDING, PROMISED) if hit < c.boundary < num_tokens]
         return any(digest_at(c.boundary) == c.digest and self.states.find(c.digest) is None for c in promised)
 
@@ -156,7 +156,8 @@ class Checkpoints:
         return writes
 
     def sure_to_be_kept(self, request_id: int, progress: StateProgress) -> list[Checkpoint]:
-        """Checkpoints that the step just granted writes whatever is in flight, and that are published then."""
+        """The checkpoints that the step will certainly write and publish, whatever steps in flight yield. Called just
+        after the step's checkpoints were granted."""
         own = self._requests[request_id]
         least = min(progress.least, own.known)
         return [c for c in own.in_state(HANDED_OUT) if c.is_kept and progress.before < c.boundary <= least]

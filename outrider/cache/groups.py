@@ -42,7 +42,7 @@ CacheSpec = PagedSpec | RecurrentSpec
 @dataclass(frozen=True)
 class LayerCache:
     """What a layer needs from the cache: pages that it writes, another layer's pages that it only reads, or a state in
-    every row. A layer that keeps several kinds makes several claims, whose parts have different names."""
+    every row. A layer with several kinds of cache has several of these claims, and their parts have different names."""
 
     layer: int
     spec: CacheSpec

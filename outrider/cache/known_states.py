@@ -49,8 +49,8 @@ class KnownStates:
     # Restoring
 
     def pages_to_restore(self, pages: list[int]) -> int:
-        """How many of these pages this restoration holds, so that they cannot be given out, until its batch is made.
-        Pages that another request restores are held already and do not count."""
+        """How many of these pages the restoration must hold, so that they are not allocated to others before its batch
+        is made. Pages that another request restores are held already and do not count."""
         restoring = set(self.held())
         return sum(page not in restoring for page in pages)
 
@@ -87,6 +87,7 @@ class KnownStates:
             self.pool.free(page)
 
     def _keys(self, digest: bytes, checkpoint: int, pages: list[int]) -> list[PageKey]:
-        """A key per page. Keys contain the checkpoint's id, so that pages of two states of one prefix never mix."""
+        """The keys of the state's pages. Keys contain the checkpoint's id, so that the pages of two states of the same
+        prefix are never mixed."""
         stem = digest + checkpoint.to_bytes(8, "little")
         return [(self._group, stem + i.to_bytes(4, "little")) for i in range(len(pages))]

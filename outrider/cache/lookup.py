@@ -24,7 +24,8 @@ NO_PROMISES: Horizon = 0
 class PrefixLookup:
     def __init__(self, layout: CacheLayout, pool: PagePool, checkpoints: Checkpoints, promises: Promises, *,
                  has_lookahead: bool) -> None:
-        """has_lookahead: whether a drafter fills slots before a step. Requests of one step then share no new pages."""
+        """has_lookahead: whether a drafter fills slots before the target's step. If so, requests of one step do not
+        share new pages."""
         self.pool, self.checkpoints, self.promises = pool, checkpoints, promises
         self._kind = layout.recurrent
         # Pages are written, layer by layer, before they are read, so that requests of one step can share them. A state,
@@ -38,14 +39,14 @@ class PrefixLookup:
     # Hashes
 
     def open(self, request_id: int, keys: tuple[str, ...], spans: PromptSpans = NO_SPANS) -> None:
-        """Begin to keep a request's hashes, if that has not begun. `keys`: whatever must be equal for pages to be
-        shared, beside the tokens."""
+        """Begin to keep a request's hashes, unless this was done before. `keys`: values that must be equal for pages to
+        be shared, in addition to the tokens."""
         if request_id not in self._hashes:
             keys = self._version_keys + keys  # in front: no salt can begin with a version
             self._hashes[request_id] = {size: PageHashes(size, keys, spans) for size in self._sizes}
 
     def use_weights(self, version: int) -> None:
-        """Begin all hashes anew, with this version of the weights."""
+        """Restart all hashes with this version of the weights."""
         self._version_keys = (f"weights={version}",) if version else ()
         self._hashes.clear()
 

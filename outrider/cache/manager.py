@@ -238,8 +238,8 @@ class CacheManager:
                 request_id, tokens_of(request_id))(boundary), failed)
 
     def settle_promises(self, step: int, failed: Collection[int], written: Collection[int]) -> set[int]:
-        """Publish what a step promised. Returns the requests that began from what a failed request promised, or from a
-        state that is not among the written checkpoints: they must start again."""
+        """Publish what a step promised. Returns the requests that must start again: they began from pages or states of
+        a failed request, or from a state that the step did not write."""
         return self.promises.settle(step, failed, written)
 
     def forget_unsettled(self, changes: Sequence[PageChanges]) -> None:

@@ -155,7 +155,8 @@ class PagePool:
             assert self._key[page] == key, f"page {page} is known by two contents"
 
     def _take_blank(self, group: int) -> int:
-        """Take a blank page: one that this group had last, else one that no group has had, else any."""
+        """Take a blank page. Pages that this group had last come first, then pages that no group has had, then all
+        other pages."""
         own = self._blank.get(group) or self._blank.get(NO_GROUP) or next(filter(None, self._blank.values()))
         self._num_blank -= 1
         return own.pop()

@@ -108,7 +108,7 @@ class Promises:
         promise.shared_states.add(promise.states[digest].id)
 
     def leave(self, request_id: int) -> None:
-        """Forget what the request shares, because it gives up its row."""
+        """Forget which promises the request shares. Called when the request gives up its row."""
         for promise in self._all():
             promise.sharers.discard(request_id)
 
@@ -151,8 +151,8 @@ class Promises:
         return self._by_step.setdefault(step, {}).setdefault(writer, Promise(step, writer))
 
     def _break(self, broken: Iterable[Promise]) -> set[int]:
-        """Erase these promises, everything later that their writers promised, and all that depends on them. Returns
-        the requests that shared any of it."""
+        """Erase these promises, later promises of the same writers, and all promises that depend on erased ones.
+        Returns the requests that shared an erased promise."""
         restarting: set[int] = set()
         waiting = list(broken)
         while waiting:

@@ -96,8 +96,8 @@ class AutoregressiveDrafter(NetworkDrafter):
 
     def __init__(self, name: str, network: DraftNetwork, max_drafts: int, aux_layers: tuple[int, ...] = (),
                  max_positions: int | None = None) -> None:
-        """max_positions: tokens of the longest text that the network can take; longer texts get no drafts. None: as
-        many as the target."""
+        """max_positions: the longest text, in tokens, that the network can take; longer texts get no drafts. None if
+        the target sets the limit."""
         super().__init__(name, network, max_drafts, aux_layers)
         self._max_positions = max_positions
         self.lookahead = max_drafts
@@ -212,6 +212,7 @@ class AutoregressiveDrafter(NetworkDrafter):
         return stand_ins if fits else None
 
     def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None, stand_ins: StandIns | None) -> None:
-        """Run one token row for each row just admitted. hidden: what was stored with the pages before them."""
+        """Run one token row for each row just admitted. hidden: the hidden states that were stored with the pages
+        before them."""
         context = StepContext(self._cached.bind(view), view.positions, stand_ins=stand_ins)
         self.network.forward(view.token_ids, hidden, context)

@@ -114,7 +114,7 @@ class Drafter:
     lookahead = 0  # slots past the computed tokens that it writes
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Take attributes under the names that they had in version 0.1."""
+        """Accept attributes of a subclass under the names of version 0.1."""
         super().__init_subclass__(**options)
         for old, name in RENAMED.items():
             if old in vars(cls):
@@ -127,8 +127,8 @@ class Drafter:
         super().__setattr__(RENAMED.get(name, name), value)
 
     def cache_layers(self) -> list[LayerCache]:
-        """The claims of the drafter's own layers. What it keeps once for each page is declared there too
-        (`LayerCache.page_parts`), and found in `CachedLayers.page_parts`: it lies in the page and moves with it."""
+        """What the drafter's layers keep in the cache. Data that is kept once for each page is declared here too
+        (`LayerCache.page_parts`) and found in `CachedLayers.page_parts`; it is stored in the page."""
         return []
 
     def bind(self, cached: CachedLayers, limits: Limits, device: torch.device) -> None:

@@ -76,7 +76,8 @@ class ProposalChoice:
                 own.forget(rows)
 
     def skip(self, step: Step) -> None:
-        """Note a step without proposals. The proposals before it are graded, and the next step has none to grade."""
+        """Note a step without proposals. It grades the proposals of the step before, and the next step has none to
+        grade."""
         self._grade(step)
 
     def choose(self, step: Step, proposals: Sequence[Proposal], is_on: torch.Tensor) -> list[Proposal]:

@@ -30,8 +30,9 @@ def _draw_drafts(logits: torch.Tensor, keys: DraftSamplingKeys, index: int, *, t
 
 
 def _levels(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """[requests] the level of each chosen token: its probability at temperature 1. Requests with a temperature have the
-    same levels, because these tell most about whether the target picks the token. Level 1 if logits are not finite."""
+    """[requests]: the confidence level of each chosen token, from its probability at temperature 1. The temperature of
+    a request does not change the level, because this probability predicts best whether the target picks the token.
+    Level 1 if logits are not finite."""
     mass = (logits - logits.gather(1, chosen[:, None])).exp_().sum(dim=1)  # infinite for a token that has hardly any
     return 1 + (TOP_LEVEL / mass).nan_to_num(0.0).long().clamp_max(TOP_LEVEL - 1)
 

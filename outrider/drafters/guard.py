@@ -36,7 +36,8 @@ class WrongForm(ValueError):
 
 
 class SpoiledRows(RuntimeError):
-    """Raised if a drafter has written to the rows' tensors: no row can be trusted until all are admitted anew."""
+    """Raised if a drafter has written to the rows' tensors. No row can be trusted until all requests are admitted
+    again."""
 
 
 class DrafterGuard:
@@ -135,12 +136,12 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class DrafterGuards(StepPart):
-    """The guards of all drafters of an engine: of a combination's drafters, of one, or of none."""
+    """The guards of all drafters of an engine, one for each drafter."""
 
     def __init__(self, drafter: Drafter | None, group: RankGroup | None = None,
                  without_sums: WithoutSums = nullcontext, observers: Sequence[DraftObserver] = ()) -> None:
-        """group: the ranks that run the drafters, each a copy of them or a part. without_sums: makes a context in which
-        the group refuses to sum. observers: follow what steps serve."""
+        """group: the ranks that run the drafters; each rank has a copy or a part of them. without_sums: makes a context
+        in which the group refuses to sum. observers: objects that follow all steps."""
         self._group, self._observers = group, observers
         parts = drafter.drafters if isinstance(drafter, CombinedDrafter) else [] if drafter is None else [drafter]
         self._guards = tuple(DrafterGuard(part, group, without_sums) for part in parts)
@@ -259,8 +260,9 @@ class DrafterGuards(StepPart):
         return not any(guard.is_foreign for guard in self._guards)
 
     def lend(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Row state as drafters see it. If a drafter changes its shape in place (`resize_`, `t_`), the engine's tensor
-        keeps its own; if a drafter writes to it, the write is also counted in the engine's tensor."""
+        """A view of row state for drafters. If a drafter changes the view's shape in place (`resize_`, `t_`), the
+        engine's tensor keeps its shape. If a drafter writes to the view, torch counts the write in the engine's tensor
+        too, which reveals it."""
         return tensor if self._trusts_all else tensor.detach()
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""DraftObserver: follows what steps serve, for a drafter's sake."""
+"""DraftObserver: follows the tokens and hidden states of all steps, for example to train a drafter."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from outrider.drafters.base import Step
 
 
 class DraftObserver(StepPart):
-    """Methods do nothing unless an observer defines them. None may raise: a step goes on whatever becomes of it."""
+    """The base class of observers. Methods do nothing by default. A method must not raise an error, because the step
+    goes on in any case."""
 
     def bind(self, limits: Limits) -> None:
-        """Begin with rows that hold nothing."""
+        """Called once, before the first step, when no row holds a request."""
 
     def record(self, step: Step) -> None:
         """A step has computed and accepted its tokens; drafters come next. Captured with the step: no host reads."""

@@ -38,7 +38,7 @@ class SuffixDrafter:
     kept in all."""
 
     def __init__(self, num_kept: int = 64, max_tokens: int = 1 << 18) -> None:
-        """num_kept: finished requests of one tenant that are kept."""
+        """num_kept: how many finished requests of each tenant are kept."""
         self._own: dict[int, _IndexedTokens] = {}
         self._tenant_of: OrderedDict[int, str] = OrderedDict()  # kept requests, oldest first
         self._kept: dict[str, OrderedDict[int, _IndexedTokens]] = {}

@@ -47,7 +47,7 @@ class _Live:
         self.metrics.first_token_time = time.perf_counter()
 
     def end_sample(self, request: Request) -> bool:
-        """Count the tokens and seconds of a sample that has ended. Returns whether it was the last sample of its
+        """Count the steps and tokens of a sample that has ended. Returns whether it was the last sample of its
         request."""
         metrics, counted = self.metrics, request.stats
         metrics.num_cached_tokens = max(metrics.num_cached_tokens, counted.num_hit_tokens)

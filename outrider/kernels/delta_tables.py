@@ -19,7 +19,8 @@ SEGMENT_ROWS = 16  # the most token rows of a segment: the fewest that tensor co
 
 @dataclass(frozen=True)
 class DeltaTables:
-    """The factors of all adapters on the device. A rank of 0 says that the slot's adapter does not change a target."""
+    """The factors of all adapters on the device. A rank of 0 means that the adapter in the slot does not change the
+    target."""
 
     # [numbers]: `a` [rank, inputs] and `b` [rank, outputs] of each slot and target. Experts have one pair behind the
     # other. The `a` of an embedding is [vocabulary, rank].

@@ -18,8 +18,8 @@ from outrider.kernels.scaled import Scaled, by_outputs, pack_nibbles
 
 
 class CodedForm(NamedTuple):
-    """How the weights of one GGUF kind are kept: the type of the codes, how many inputs share a scale, and which of the
-    file's codes becomes 0."""
+    """How weights of one GGUF kind are stored as codes: the codes' type, how many inputs share a scale, and which code
+    of the file becomes 0."""
 
     code: str
     group: int

@@ -28,7 +28,7 @@ LOWEST = -1e38  # below any score, and the sum of two is still above minus infin
 
 @dataclass(frozen=True)
 class RouteRule:
-    """How a router chooses, whatever its weights are."""
+    """The settings of a router, without its weights: how it chooses experts from scores."""
 
     num_experts: int
     top_k: int
@@ -142,7 +142,8 @@ def _products(x: Tensor, weights: Tensor | Scaled, rounds: bool) -> Tensor:
 def experts_with_shared(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
                         shared_gate_up: Tensor, shared_down: Tensor) -> Tensor:
     """`experts` plus the result of one expert that every token row takes: shared_gate_up [2 x width, hidden], or
-    [width, hidden] without a gate, and shared_down [hidden, width]; its width may be another one."""
+    [width, hidden] without a gate, and shared_down [hidden, width]; the shared expert may have another width than the
+    other experts."""
     wide = reference.widened(x)
     hidden = reference.widened(activate(wide @ reference.widened(shared_gate_up).t(), activation).to(x.dtype))
     shared = (hidden @ reference.widened(shared_down).t()).to(x.dtype)

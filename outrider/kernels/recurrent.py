@@ -194,7 +194,8 @@ def _zero_unless(is_finite: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def _nan_unless(is_finite: Tensor, y: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """y [tokens, heads, ..] and the state after the last token, with NaN in place of what is not finite."""
+    """y [tokens, heads, ..] and the state after the last token, with NaN in place of every number that is not
+    finite."""
     return torch.where(is_finite[:, None, None], y, torch.nan), torch.where(is_finite[-1], state, torch.nan)
 
 

@@ -97,8 +97,8 @@ class CommittedStep:
 
 
 class Proposal(NamedTuple):
-    """The drafts of one drafter, int64. Types, shapes and devices were checked. The values were not: they come from any
-    drafter's code."""
+    """The drafts of one drafter, int64. Types, shapes and devices were checked. Values were not checked, and a user's
+    drafter may have made them."""
 
     tokens: torch.Tensor  # [requests, num_wanted]
     counts: torch.Tensor  # [requests] how many of the tokens are drafts

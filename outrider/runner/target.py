@@ -103,8 +103,8 @@ def fill_target(model: Model, config: EngineConfig, source: ModelSource, watch: 
 
 
 def with_index_keys(config: EngineConfig, values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The model's config with the type in which its indexers' keys are stored. Raises an error if the model cannot
-    store them in that type."""
+    """The model's config with the type in which its indexers' keys are stored. Raises ValueError if the model has no
+    indexer, or if the device cannot convert to the type."""
     asked = f"index_key_dtype={config.index_key_dtype!r}"
     section = values.get("text_config")  # a language model within another has its keys there
     if isinstance(section, Mapping) and section.get("index_topk") is not None:

@@ -16,7 +16,7 @@ from outrider.sched.request import Request
 
 
 class BatchBuilder:
-    """Collects the requests of one batch and advances their bounds."""
+    """Collects the requests of one batch, and advances the upper bounds of their lengths."""
 
     def __init__(self, step: int, generation: int = 0) -> None:
         self.step, self._generation = step, generation

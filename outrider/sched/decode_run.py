@@ -68,7 +68,7 @@ class DecodeRun:
         scheduler._in_flight.update({batch.step: batch for batch in batches})
 
     def _only_decodes(self) -> bool:
-        """Whether all steps in flight have one token of each running request, and are as many as there may be."""
+        """Whether every step in flight has one token of each running request, and no more steps may be in flight."""
         batches, running = self._scheduler._in_flight, self._scheduler._running
         if len(batches) < self._scheduler.limits.steps_in_flight:
             return False
@@ -82,7 +82,7 @@ class DecodeRun:
         return most * len(self._scheduler._running) <= cache.pool.num_free
 
     def _move_pages(self, num_turns: int) -> None:
-        """Publish, drop and allocate pages in the order of turns, and within a turn in that of requests."""
+        """Publish, drop and allocate pages, turn by turn, and request by request within a turn."""
         running, cache = self._scheduler._running, self._scheduler.cache
         events = [(turn, kind, index) for index, request in enumerate(running)
                   for kind in (SETTLE, RESERVE) if (turn := self._next_turn(request, kind)) <= num_turns]

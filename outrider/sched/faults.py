@@ -43,7 +43,7 @@ class Suspects:
 
     @property
     def on_trial(self) -> Container[int]:
-        """The only requests that may run now: all of them if there is no trial."""
+        """The requests that may run now. Without a trial, all requests may run."""
         return self._trials[0] if self._trials else EVERYONE
 
     @property

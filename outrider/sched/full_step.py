@@ -58,8 +58,9 @@ class FullStep:
         return self.tokens_left
 
     def room_for(self, request: Request) -> int:
-        """Tokens that the request's next chunk may have. A long prompt that yields no tokens, as that of an embedding,
-        leaves up to half of the step to short prompts behind it, so that they do not wait for its end."""
+        """Tokens that the request's next chunk may have. A long prompt of a request that yields no tokens, such as an
+        embedding, leaves up to half of the step to short prompts in the queue, so that they do not wait for the end of
+        the long prompt."""
         most = self.most_tokens(request.bound.at_most)
         if request.input.generates:
             return most
@@ -76,7 +77,7 @@ class FullStep:
 
 
 class UnboundedPrompts:
-    """Prompts may fill every step, however long requests that decode wait for it."""
+    """A step that prompts may fill completely, even if requests that decode then wait long for their next token."""
 
     def begin(self, decoding: list[Request], num_tokens: int, budget: int, line: PromptLine, step: int) -> FullStep:
         """The room for prompts in the step with this number, in which these requests decode `num_tokens` tokens in

@@ -73,7 +73,7 @@ class Request:
         self.error: str | None = None
 
     def take_row(self, row: int, hit: int) -> None:
-        """Begin to run, with `hit` tokens that are computed already."""
+        """Begin to run in a row. `hit`: how many tokens are already computed, because of a prefix hit."""
         self.row, self.state, self.admitted_len = row, State.RUNNING, len(self.token_ids)
         self.settled.at_least = self.bound.at_most = self.covered = self.folded = hit
         self.stats.num_hit_tokens = hit
@@ -87,7 +87,8 @@ class Request:
                          self.token_ids[self.prompt_len :], checkpoint)
 
     def settle(self, part: RequestResult, num_scheduled: int, sampled: bool) -> None:
-        """Take over the result of a step of `num_scheduled` tokens, in which the request sampled or did not."""
+        """Apply the result of a step with `num_scheduled` tokens of the request. sampled: whether the request sampled
+        in the step."""
         settled = self.settled
         settled.at_least += part.num_computed
         self.num_proposed = part.num_proposed

@@ -33,7 +33,8 @@ class RowResource(ABC):
 
     @abstractmethod
     def take(self, asked: CheckedRequest) -> bool:
-        """A request that needs the resource takes a row. False if there is no room for it yet."""
+        """Take the resource for a request that needs it and gets a row. Returns False if the resource has no room
+        yet."""
 
     @abstractmethod
     def give(self, asked: CheckedRequest) -> None:
@@ -41,11 +42,11 @@ class RowResource(ABC):
 
     @abstractmethod
     def forget_all(self) -> None:
-        """What lies on the device is not known any more. No request runs."""
+        """Forget what the device holds. Called when no request runs."""
 
     @abstractmethod
     def take_orders(self) -> BatchPart | None:
-        """What the device must do before the next step."""
+        """Take the orders that the device must carry out before the next step."""
 
     @abstractmethod
     def check_integrity(self) -> None:
@@ -63,7 +64,7 @@ class RowResources:
         return next((room for room in (Room.TAKEN, Room.FREE) if room in rooms), Room.NOT_NEEDED)
 
     def take(self, asked: CheckedRequest) -> bool:
-        """Take all that the request needs, or nothing."""
+        """Take every resource that the request needs, or none of them."""
         taken: list[RowResource] = []
         for resource in self._needed(asked):
             if not resource.take(asked):

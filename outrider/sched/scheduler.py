@@ -156,9 +156,9 @@ class Scheduler:
         return updates
 
     def recover(self, error: str) -> None:
-        """The oldest step in flight failed, and none runs any more. What the device holds of any row, and what these
-        steps wrote, is unknown: every request with a row begins again from its settled tokens, in a new generation of
-        steps. The request that caused the failure ends, once it is known."""
+        """Recover after the oldest step in flight has failed and no step runs any more. The content of all rows, and of
+        everything that these steps wrote, is unknown. So every request with a row begins again from its settled tokens,
+        in a new generation of steps. The request that caused the failure is ended as soon as it is known."""
         batches = list(self._in_flight.values())
         self._in_flight.clear()
         self._generation += 1
@@ -195,9 +195,9 @@ class Scheduler:
     # Inside: making a batch
 
     def _schedule_decoding(self, batch: BatchBuilder, plan: Sequence[int]) -> tuple[list[Request], int, bool]:
-        """A token and drafts for every request that yields tokens. plan: the most drafts of each request. Returns the
-        requests that still compute their prompts, the tokens left for them, and whether pages were missing: then no
-        request may be admitted."""
+        """Schedule one token and drafts for every request that yields tokens. plan: the most drafts of each request.
+        Returns the requests that still compute their prompts, the tokens that are left for these, and whether pages
+        were missing. If pages were missing, no request may be admitted."""
         running = list(self._running)
         budget = self.limits.max_batched_tokens
         prefills: list[Request] = []
@@ -346,8 +346,8 @@ class Scheduler:
 
     def _make_way(self) -> None:
         """Preempt a request of the tenant with the most, if a request of another tenant waits for want of rows or of
-        pages. Not if the two tenants would only swap places. The request that has tenure gives way to none, and if it
-        lacked pages, another one gives way to it."""
+        pages. Nothing is preempted if the two tenants would only swap places. The request with tenure is never
+        preempted; if it lacked pages, another request is preempted for it."""
         waiting = self._waiting.tenants
         others = [request for request in self._running if request is not self._tenure.holder]
         if not others or len(waiting.keys() | self._shares.rows.keys()) < 2:
@@ -381,8 +381,9 @@ class Scheduler:
         self._preempt(request)
 
     def _make_room(self, request: Request, bound: int, batch: BatchBuilder) -> bool:
-        """Get pages up to `bound`. Waits for outstanding results, then preempts the least important request, perhaps
-        this one. The one that has tenure waits for the next step instead, in which another one gives way to it."""
+        """Get pages for the request up to the length `bound`. If pages are short, waits for outstanding results, then
+        preempts the least important request, perhaps this one. The request with tenure is not preempted: it waits for
+        the next step, in which another request gives way."""
         target, holder = Bound(bound), self._tenure.holder
         while not self.cache.reserve(request.id, target):
             if request is holder:
@@ -453,7 +454,8 @@ class Scheduler:
     # Inside: after a result
 
     def _settle(self, request: Request, part: RequestResult) -> None:
-        """Let go of pages and end the request, as its new settled length and the result say."""
+        """Publish and drop pages according to the request's new settled length, and end the request if the result says
+        so."""
         settled = request.settled
         if settled.at_least >= request.next_event and part.finish is not Finish.ERROR:  # then it may hold NaN
             request.next_event = self.cache.settle(request.id, settled, request.token_ids)

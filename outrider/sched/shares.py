@@ -67,7 +67,7 @@ class TenantShares:
         return sum(min(num, max(0, own - self.rows[other])) for other, num in waiting.items())
 
     def row_giver(self, waiting: Collection[Tenant]) -> Tenant | NoTenant:
-        """The tenant that must give a row up to one that waits, if all rows are taken."""
+        """The tenant that must give up a row to a waiting tenant if all rows are taken."""
         fewest = min(self.rows[tenant] for tenant in waiting)
         giver, most = max(self.rows.items(), key=lambda held: held[1])
         return giver if most >= fewest + 2 else NO_TENANT

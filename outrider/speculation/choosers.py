@@ -17,9 +17,9 @@ else:
 
 
 def auto_drafts(k: int, costs: StepCosts, *, always_propose: bool) -> SizedDrafts | IndividualDrafts:
-    """The chooser of draft counts with the most expected tokens per second; a count may be 0. `always_propose`: a
-    proposal is too cheap to be worth saving in an uncaptured step. A captured step is so fast that a lookup takes 2% of
-    it."""
+    """Make the chooser of draft counts that maximises the expected tokens per second; a count may be 0.
+    `always_propose`: whether a proposal costs so little that uncaptured steps always make it. A captured step is so
+    fast that a lookup takes 2% of it."""
     if costs.is_padded:
         return sized_drafts.SizedDrafts(k, costs, misses_rests=not always_propose)
     return individual_drafts.IndividualDrafts(k, costs, always_propose=always_propose)

@@ -54,7 +54,8 @@ class DraftCounts(ABC):
         return 0
 
     def observe(self, settled: Sequence[SettledDrafts], *, is_shared: bool = False) -> None:
-        """Note a step that yielded tokens for these requests. is_shared: the device has shared the drafts out."""
+        """Note a step that yielded tokens for these requests. is_shared: whether the device divided the token rows
+        among drafts."""
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
         """Note that a step has ended. seconds: from the end of the step before to the end of this step."""
@@ -64,7 +65,7 @@ class DraftCounts(ABC):
 
 
 class FixedDrafts(DraftCounts):
-    """Gives every request the same number of drafts, or as many as it allows."""
+    """Gives every request the same number of drafts, or fewer if the request allows only fewer."""
 
     def __init__(self, num_drafts: int) -> None:
         self.num_drafts = num_drafts

@@ -51,8 +51,8 @@ class DraftSlowness:
         return self._looks_left > MORE_LOOKS and self._level > SEVERE
 
     def observe(self, plain: float, added: float, seconds: float, *, checks_drafts: bool) -> bool:
-        """Note that a step has taken `seconds`. Foreseen were `plain` seconds without its drafts and `added` for the
-        drafts. Returns whether the machine's speed has changed."""
+        """Note that a step has taken `seconds`. The expected time was `plain` seconds without drafts, plus `added`
+        seconds for the drafts. Returns whether the machine's speed has changed."""
         if plain <= 0 or seconds <= 0:  # a clock that stands still
             return False
         self._steps.append((max(0.0, added / plain), math.log(seconds / plain)))

@@ -30,8 +30,8 @@ class DraftSources:
         self._guesses: dict[int, _Guess] = {}
 
     def note_guess(self, request_id: int, token_ids: Sequence[int], guess: list[int], match_length: int) -> None:
-        """Note the host's guess of what follows token_ids, and grade the guess before it by the tokens that have come
-        since."""
+        """Note the host's guess of the tokens that follow `token_ids`. Grade the previous guess by the tokens that have
+        come since."""
         before = self._guesses.get(request_id)
         if before is not None and len(token_ids) > before.known:
             settled = token_ids[before.known : before.known + len(before.tokens)]

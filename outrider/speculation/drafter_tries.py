@@ -55,8 +55,8 @@ class ProposedDepth:
 
 
 class DrafterSight:
-    """Which requests a drafter has seen enough of to guess what follows: from their first step on, or for
-    `READ_STEPS` steps."""
+    """Tracks which requests a drafter has seen enough of to guess their next tokens: it has seen them from their first
+    step on, or for the last `READ_STEPS` steps."""
 
     def __init__(self, *, misses_rests: bool) -> None:
         """misses_rests: the drafter keeps state of the text, which misses the steps that propose nothing."""
@@ -104,12 +104,14 @@ class DrafterTries:
         self._left: dict[int, int] = {}  # steps of tries by request
 
     def rest(self, num_requests: int) -> None:
-        """Note a step of `num_requests` requests without drafts: it adds to the time that tries may cost."""
+        """Note a step of `num_requests` requests without drafts. Each such step adds to the time that tries may
+        cost."""
         step = self._costs.step(num_requests, num_requests) * self._times.ratio(num_requests, 0)
         self._saved = min(self._saved + TRY_SHARE * step, MOST_SAVED * step)
 
     def allow(self, num_requests: int) -> None:
-        """Let tries begin before time for them is saved, because a change may make drafts pay."""
+        """Allow a try now, before earlier steps have saved the time for it, because a change may have made drafts worth
+        their time."""
         step = self._costs.step(num_requests, num_requests) * self._times.ratio(num_requests, 0)
         self._saved = max(self._saved, MOST_SAVED * step)
 
@@ -148,7 +150,7 @@ class DrafterTries:
             del self._left[request_id]
 
     def accept(self, request_id: int, num_accepted: int) -> None:
-        """Count what drafts of the request have saved, if they were tried."""
+        """Count the time that the request's accepted drafts have saved, if the drafts were part of a try."""
         if num_accepted and request_id in self._left:
             self._saved += num_accepted * self._token_seconds
 

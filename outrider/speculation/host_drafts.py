@@ -41,8 +41,8 @@ class HostDrafts:
         self._sources = DraftSources(max_drafts)
 
     def propose(self, requests: Sequence[DraftedRequest], counts: Sequence[int]) -> list[int]:
-        """Make drafts for the next batch. counts: the most drafts of each request. Returns how many of them the batch
-        shall check. Drafts of an earlier call that were not taken are forgotten."""
+        """Make drafts for the next batch. counts: the most drafts of each request. Returns for each request how many
+        drafts the batch is to check. Drafts of an earlier call that were not taken are dropped."""
         self._by_row = {}
         return [self._propose(request, most) if most and request.yields_tokens else most
                 for request, most in zip(requests, counts, strict=True)]

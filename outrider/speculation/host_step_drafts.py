@@ -26,7 +26,7 @@ class StepDraftsWithHost(StepDrafts):
         return True
 
     def plan(self, requests: Sequence[DraftedRequest], *, is_exact: bool, has_prompts: bool) -> Sequence[int]:
-        """The host's drafts are made here, so a batch may lack room for some of them."""
+        """Plan the drafts of a step. The host's drafts are made here, and the batch may lack room for some of them."""
         counts = super().plan(requests, is_exact=False, has_prompts=has_prompts)
         return self._host_drafts.propose(requests, counts)
 

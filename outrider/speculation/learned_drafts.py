@@ -107,7 +107,7 @@ class LearnedDrafts(DraftCounts):
         return self._misses_rests and bool(ids) and self._tries.begin(ids, num_requests, self.acceptance.usual_rate)
 
     def _try_all(self, requests: Sequence[DraftedRequest]) -> bool:
-        """Let requests try drafts, after the drafter has read along with them for a while."""
+        """Begin a try for requests, after the drafter has read their tokens for a while."""
         ids = [request.id for request in requests if request.max_drafts != 0 and request.yields_tokens
                and request.end_len - request.bound.at_most >= LEAST_LEFT]
         return bool(ids) and self._tries.begin(ids, len(requests), self.acceptance.usual_rate, num_reading=READ_STEPS)
@@ -118,7 +118,7 @@ class LearnedDrafts(DraftCounts):
 
     def _gains(self, request: DraftedRequest, is_exact: bool) -> list[float]:
         """For each draft j of the request: the chance that all drafts up to j are accepted. Empty if the drafter has
-        seen too little of the request and is resting, or the request ends too soon for it to catch up."""
+        seen too little of the request and either rests or cannot catch up before the request ends."""
         if not self._sees(request) and (not self._depth.proposed
                                         or request.end_len - request.bound.at_most < LEAST_LEFT):
             return []

@@ -32,7 +32,8 @@ class _Kind:
 
 
 class _Slowness:
-    """How many times as long steps take as at the beginning, from neighbouring steps of one size."""
+    """The factor by which steps have become slower since the beginning, estimated from neighbouring steps of the same
+    size."""
 
     def __init__(self) -> None:
         self.now = 1.0
@@ -62,8 +63,9 @@ class ObservedTimes:
         self._num_observed = 0
 
     def ratio(self, num_requests: int, depth: int) -> float:
-        """The factor on the foreseen time of a step. depth: the most drafts of a request. Where no such step was
-        seen, half of what the nearest number of drafts has shown is believed: what is not tried is never known."""
+        """The factor by which to multiply the expected time of a step. depth: the most drafts of a request. If no step
+        of this depth was seen, the factor is the geometric mean of the nearest depth's factor and the general slowness,
+        so that an untried depth does not look too bad to try."""
         requests, slowness = num_requests.bit_length(), self._slowness.now
         known = self._known(requests, depth)
         if known is not None:

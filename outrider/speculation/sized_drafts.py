@@ -207,7 +207,7 @@ class SizedDrafts(LearnedDrafts):
     def _plan_by_acceptance(self, requests: Sequence[DraftedRequest], request_ids: list[int], most: int, *,
                             learns: bool) -> tuple[DraftChoice, float, list[list[float]]]:
         """Return the best choice by each request's acceptance, the rate of tokens that it yields, and the gains of all
-        drafts. learns: how much requests differ is estimated anew."""
+        drafts. learns: whether to estimate again how much requests differ."""
         if learns:
             self._next_learning = self._step + LEARN_SPREAD_EVERY
             self.acceptance.learn_spread(request_ids)

@@ -25,8 +25,9 @@ FEWEST = 4  # requests from whose rates a variance can be estimated
 
 
 class SpreadAcceptance(Acceptance):
-    """Rates of every request. While requests seem to be alike, these are the rates of `Acceptance`; else they are drawn
-    towards the requests' mean by as much as chance could have moved them away from it. A plan holds for some steps."""
+    """Acceptance rates of every request. While requests seem to be alike, these are the rates of `Acceptance`.
+    Otherwise each rate is moved towards the mean of the requests, by as much as chance could have moved it away from
+    the mean. A plan holds for some steps."""
 
     probe_after = PROBE_PLANS
 
@@ -43,7 +44,7 @@ class SpreadAcceptance(Acceptance):
                 self._rates[request_id].idle = PROBE_PLANS
 
     def learn_spread(self, request_ids: Iterable[int]) -> None:
-        """Estimate anew how much these requests differ, from the rates of their first drafts."""
+        """Estimate again how much these requests differ, from the acceptance rates of their first drafts."""
         found = [own for request_id in request_ids if (own := self._rates.get(request_id)) is not None]
         for own in found:
             own.gains = []

@@ -31,8 +31,8 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The number of steps in an epoch. It is the same for every epoch, so that a step's number says where the run
-        is."""
+        """The number of steps in an epoch. Every epoch has the same number, so that a step's number determines the
+        place in the run."""
         return min(len(self.lengths), -(-sum(self.lengths) // self.batch_tokens))
 
     @property

@@ -61,7 +61,8 @@ class MTPTrainee(Trainee):
 
     @contextmanager
     def with_gradients(self) -> Iterator[None]:
-        """Operations run their references, and sums that are made in place leave what gradients need."""
+        """A context in which gradients work: operations run their references, and sums in place do not overwrite
+        tensors that gradients need."""
         with ops.using("reference"), torch.autograd.graph.allow_mutation_on_saved_tensors():
             yield
 

@@ -183,7 +183,7 @@ def _answers(texts: Sequence[TrainingText]) -> dict[Tokens, int]:
 
 
 def _on_host(found: dict[Tokens, TextStates]) -> dict[Tokens, TextStates]:
-    """The texts of one recording, moved to the host's memory."""
+    """Move the texts of one recording to the host's memory."""
     moved = to_pinned(torch.cat([own.states for own in found.values()]))
     parts = moved.split([len(tokens) for tokens in found])
     return {tokens: TextStates(part, own.best) for (tokens, own), part in zip(found.items(), parts, strict=True)}

@@ -46,7 +46,7 @@ class StateRoom:
         return cls(int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]), host)
 
     def take_on_device(self, num_bytes: int) -> bool:
-        """Take room on the device for one text. Returns False if it has none."""
+        """Reserve room on the device for one text. Returns False if the device has no room."""
         has_room = num_bytes <= self.on_device
         self.on_device -= num_bytes if has_room else 0
         return has_room
@@ -87,7 +87,7 @@ class KeepProgress:
 
 def segments(answer_from: Mapping[Tokens, int], max_tokens: int, max_texts: int) -> Iterator[dict[Tokens, int]]:
     """Texts in their order, in groups of at most `max_tokens` tokens, or of one longer text. Groups depend on the texts
-    alone, so that a resumed run computes the same ones. answer_from: of each text."""
+    alone, so that a resumed run computes the same ones. answer_from: the texts, and where the answer begins in each."""
     group: dict[Tokens, int] = {}
     total = 0
     for tokens, start in answer_from.items():

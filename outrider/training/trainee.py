@@ -72,7 +72,7 @@ class Trainee(ABC):
         return nullcontext()
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
-        """Take over weights of a checkpoint."""
+        """Replace the weights by the weights of a checkpoint."""
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(weights[name])

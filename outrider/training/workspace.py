@@ -55,7 +55,8 @@ class Workspace:
             raise ValueError(f"--out: {self.folder} {reason}: name another folder")
 
     def check_room(self, needed: int, what: str) -> None:
-        """Refuse to begin what would fill the disk."""
+        """Raise ValueError if the disk has less than `needed` bytes of room. what: what needs the room, for the
+        message."""
         existing = self._nearest_existing()
         free = shutil.disk_usage(existing).free
         if free < needed:

@@ -45,7 +45,7 @@ class RecurrentSpec:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes that a row keeps of one draft until the draft is folded or rejected."""
+        """Bytes that a row keeps for each draft until the draft is folded or rejected."""
         return (self.conv_dim + sum(self.gate_sizes)) * self.itemsize
 
 

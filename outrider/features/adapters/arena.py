@@ -53,7 +53,7 @@ class AdapterArena:
         self._changed[slot] = frozenset(entry.target for entry in adapter.entries)
 
     def reset(self) -> None:
-        """Forget which rows have adapters, and what lies in the slots."""
+        """Forget which rows have adapters, and which adapters are in the slots."""
         self.slot_of_row.fill_(NO_SLOT)
         self.tables.places.zero_()
         self._reach.clear()

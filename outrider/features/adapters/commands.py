@@ -11,8 +11,8 @@ from outrider.runner.commands import Command
 
 @dataclass(frozen=True)
 class AdapterRead:
-    """A reading of an adapter that is over. Errors are data, since ranks read at their own pace, and a command that
-    fails on some ranks alone would end all of them."""
+    """The result of reading an adapter. An error is part of the result: ranks read at different speeds, and a command
+    that raises on only some ranks would end all ranks."""
 
     size: int = 0  # numbers that it takes on the device
     error: str | None = None  # what is wrong with the adapter
@@ -20,7 +20,7 @@ class AdapterRead:
 
 @dataclass(frozen=True)
 class BeginAdapter(Command[None]):
-    """Begin to read an adapter. Steps go on meanwhile; `PollAdapter` tells when it is there."""
+    """Begin to read an adapter while steps go on. `PollAdapter` tells when it has been read."""
 
     number: int
     name: str

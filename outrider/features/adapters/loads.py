@@ -177,7 +177,8 @@ class AdapterRegistry(AdapterLoads):
         return asked if part is None else asked.with_part(LoadedAdapter(self.newest(part.number)))
 
     def enter(self, requests: Sequence[CheckedRequest]) -> None:
-        """Refuses all of the requests if the load of one is not there."""
+        """Count the requests as users of their loads. If the load of one request is missing, UnknownAdapter is raised
+        and nothing is counted."""
         entering = [part.number for asked in requests if (part := asked.part(LoadedAdapter)) is not None]
         if not self.sizes.keys() >= set(entering):
             raise UnknownAdapter("the request's adapter is not loaded any more: ask for it again")

@@ -117,7 +117,8 @@ class TargetPart(NamedTuple):
 
 @dataclass(frozen=True)
 class JointModule:
-    """A module that changes several targets of one layer. Each head's rows hold a part for every target."""
+    """A module of a file that changes several targets of one layer. The rows of each head contain a part for every
+    target."""
 
     targets: tuple[LinearTarget, ...]
     layout: HeadLayout

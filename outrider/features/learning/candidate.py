@@ -75,7 +75,7 @@ class Candidate:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Begin again from the weights that serve."""
+        """Restart the training from the weights that are served now."""
         for name, weight in self.weights.items():
             weight.copy_(self._served.slots[name].target)
             assert weight.grad is not None

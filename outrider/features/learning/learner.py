@@ -87,7 +87,8 @@ class DrafterLearner(DraftObserver, BackgroundWork):
 
     def __init__(self, served: ServedHead, limits: Limits, settings: LearningSettings, num_tokens: int,
                  segment_tokens: int) -> None:
-        """num_tokens: of served texts that are kept; segment_tokens: most of one text."""
+        """num_tokens: how many tokens of served texts are kept. segment_tokens: how many tokens of one text are kept at
+        most."""
         head = served.head
         self.served, self._settings = served, settings
         self.ring = TrafficRing(limits, num_tokens, len(head.aux_layers), head.target.hidden_size,
@@ -122,8 +123,8 @@ class DrafterLearner(DraftObserver, BackgroundWork):
         torch.set_num_threads(num_threads)  # the trainer has set its own number, which later threads would take over
 
     def measure_memory(self) -> int:
-        """Device memory that the trainer needs beside what it holds: that of a micro-batch and of an optimizer's step.
-        0 on a CPU. Before `start`."""
+        """Device memory that the trainer needs in addition to what it holds: the memory of a micro-batch and of an
+        optimizer's step. 0 on a CPU. Called before `start`."""
         device, head = self.served.device, self.served.head
         if device.type != "cuda":
             return 0

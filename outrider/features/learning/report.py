@@ -1,4 +1,4 @@
-"""AdaptationReport: how far a drafter that learns while it serves has come. No torch."""
+"""AdaptationReport: the progress of a drafter that is trained while it serves. No torch."""
 
 from __future__ import annotations
 

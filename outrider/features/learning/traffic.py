@@ -88,7 +88,7 @@ class TrafficRing:
     # On the thread of steps
 
     def bind(self, limits: Limits) -> None:
-        """Begin with rows that hold nothing."""
+        """Called once, before the first step, when no row holds a request."""
         self._start_of = buffer(limits, Axis.ROWS, dtype=torch.int64, device=self._device, fill=-1)
 
     def admit(self, admissions: Sequence[Admission]) -> None:

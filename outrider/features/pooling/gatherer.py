@@ -60,7 +60,8 @@ class PooledVectors:
 
 
 def probabilities(scores: Vectors, activation: str) -> Vectors:
-    """Turns the head's scores [n, classes] into what is reported of each class."""
+    """Turns the head's scores [n, classes] into the numbers to report for each class: probabilities, or the scores
+    themselves."""
     match activation:
         case "softmax":
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))

@@ -76,7 +76,8 @@ class StepRows:
 
 
 class EngineProcessor:
-    """One processor of the engine. After an exception it is made anew, because its state is unknown."""
+    """One logits processor of the engine. After an exception a new one is made, because the state of the old one is
+    unknown."""
 
     def __init__(self, kind: type[LogitsProcessor], config: Any, device: torch.device) -> None:
         self.name = kind.__name__
@@ -196,8 +197,8 @@ class ProcessorRows(LogitsPart):
         self._rows.clear()
 
     def of_step(self, scheduled: ScheduledBatch, logit_counts: Sequence[int]) -> StepProcessors:
-        """Begin a step with processors, before its forward: ask for the rows' tokens, which the device copies when the
-        step before is over."""
+        """Begin a step with processors, before the step's forward. Requests a copy of the rows' tokens, which the
+        device makes after the previous step."""
         firsts = [0, *accumulate(logit_counts)]
         asked = [index for index, row in enumerate(scheduled.rows) if logit_counts[index] and row in self._rows]
         read = read_later(self._state, [scheduled.rows[index] for index in asked], self._run)

@@ -14,8 +14,8 @@ from outrider.kernels.delta_tables import SEGMENT_ROWS, DeltaTables, RowSlots, T
 
 
 class LayerDeltas:
-    """The adapters of a step's token rows, for decoder layers that one native call does in turn. Keeps the tensors
-    alive. Make it with `build`."""
+    """The adapters of a step's token rows, for decoder layers that one native call computes one after another. Keeps
+    the tensors alive. Make it with `build`."""
 
     def __init__(self, rows: RowSlots, tables: DeltaTables, targets: bytes) -> None:
         self.num_rows, self.targets, self._owners = len(rows.slots), targets, (rows, tables)
@@ -29,7 +29,8 @@ class LayerDeltas:
 
 
 def pack_layer_targets(products: Sequence[TargetRange | None]) -> bytes:
-    """The targets of a layer's products, in the order of `LayerWeights`; None for one that adapters do not change."""
+    """The adapter targets of a layer's products, in the order of `LayerWeights`. None stands for a product that
+    adapters do not change."""
     qkv, out, gate_up, down = (
         TARGETS.pack(first=0, count=0) if own is None else TARGETS.pack(first=own.first, count=len(own.ends))
         for own in products

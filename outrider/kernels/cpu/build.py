@@ -70,7 +70,7 @@ log = logging.getLogger("outrider")
 
 
 class BuildError(RuntimeError):
-    """There is no native library. The message says why, for `outrider env`."""
+    """Raised if the native library cannot be built or loaded. `outrider env` shows the message."""
 
 
 class UnwritableFolder(BuildError):
@@ -145,7 +145,7 @@ def _processor() -> str:
 
 
 def _compile(compiler: list[str], folder: Path, name: str) -> Path:
-    """Compiles into a file of another name and renames it, so that other processes see all of it or nothing."""
+    """Compiles into a temporary file and renames it, so that other processes see the whole file or none."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle, output = tempfile.mkstemp(suffix=".so", dir=folder)

@@ -40,8 +40,8 @@ class LayerWeights:
 
 
 class BoundLayer:
-    """A layer with its cache, or several in turn, ready for any step. Keeps the weights alive, but not the cache. Make
-    it with `bind`, and several of them one with `joined`."""
+    """A layer, or several consecutive layers, with the cache, ready for any step. Keeps the weights alive, but not the
+    cache. `bind` makes one from a layer; `joined` makes one from several."""
 
     def __init__(self, max_tokens: int, hidden: int, packed: bytes, owners: tuple[object, ...], count: int = 1) -> None:
         self.max_tokens, self.hidden, self.packed, self.count = max_tokens, hidden, packed, count
@@ -49,7 +49,8 @@ class BoundLayer:
 
     @classmethod
     def joined(cls, layers: Sequence[BoundLayer]) -> BoundLayer:
-        """The layers one after the other in one call, which takes less time than a call for each."""
+        """Join layers to one BoundLayer. One call then computes all of them, which takes less time than a call for each
+        layer."""
         assert len({layer.hidden for layer in layers}) == 1
         return cls(min(layer.max_tokens for layer in layers), layers[0].hidden,
                    b"".join(layer.packed for layer in layers), tuple(layers), sum(layer.count for layer in layers))

@@ -50,7 +50,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, known: dict[str, Any]) -> None:
-    """Write the file under another name and rename it, so that another process reads all of it or nothing."""
+    """Write a temporary file and rename it, so that another process reads the whole file or none."""
     try:
         handle, name = tempfile.mkstemp(suffix=".json", dir=path.parent)
         with os.fdopen(handle, "w") as file:

@@ -106,8 +106,9 @@ def _in_threads(work: Callable[[int], None], pieces: Sequence[int]) -> None:
 
 
 class PackedMatrix(Matrix):
-    """Weight rows of one form after another, as one matrix. Products round token rows, of which every 32 inputs share a
-    scale, to 8 bits, to 16, or to 24, which is as close as float32 is."""
+    """A matrix of weight rows in several packed forms, with the rows of one form after the rows of another. Products
+    round token rows, of which every 32 inputs share a scale, to 8 bits, to 16, or to 24, which is as close as float32
+    is."""
 
     def __init__(self, parts: Sequence[PackedRows], bias: Tensor | None, activation_bits: int = 24) -> None:
         firsts = [sum(part.outputs for part in parts[:at]) for at in range(len(parts) + 1)]

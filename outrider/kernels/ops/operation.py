@@ -152,7 +152,8 @@ class Operation(Generic[P, R]):
         return self.choose(*args, **options) is not self.reference
 
     def serves(self, subject: torch.Tensor) -> bool:
-        """Whether there are kernels for the device and dtype of a subject, whatever else they ask of a call."""
+        """Whether the operation has a kernel for the device and dtype of `subject`. A kernel may have more conditions
+        on a call."""
         return bool(self._find_candidates(subject))
 
     def choose(self, *args: P.args, **options: P.kwargs) -> Callable[P, R]:
@@ -192,7 +193,7 @@ class Operation(Generic[P, R]):
 
 
 def operations() -> dict[str, Operation[..., Any]]:
-    """The table, by names. What other packages declare is in it once they are imported."""
+    """The table of operations, by name. Operations that other packages declare are in it after their import."""
     for module, _ in exported_names("outrider.kernels.ops").values():
         import_module(module)
     for operation in list(_operations.values()):
