@@ -31,6 +31,7 @@ from outrider.async_llm import AsyncLLM
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleEnd, SampleKey
 from outrider.core.params import SamplingParams
+from outrider.engine.pause import Pause
 from outrider.engine.stats import EngineStats
 from outrider.server.app import build_app
 from outrider.server.engine_host import EngineHost, Serving
@@ -49,6 +50,7 @@ class FakeEngine:
         self.model = SimpleNamespace(name="fake", limits=self.limits, tokenizer=None)
         self.checks = SimpleNamespace(grammars=None, check_all=self._check_all)
         self.runner = SimpleNamespace(close=lambda: None)
+        self.pause = Pause()
         self._live: dict[str, list[Any]] = {}  # key, tokens that are left
 
     @property

@@ -75,8 +75,9 @@ def engine_features(config: EngineConfig) -> list[Any]:
 
 def request_half(name: str) -> Any:
     """The class with which a feature makes outputs of a request's hidden states."""
-    half = next(entry.request for entry in (*FEATURES, *_registered.values()) if entry.name == name)
-    assert half is not None, "the feature has this half"
+    half = next((entry.request for entry in (*FEATURES, *_registered.values()) if entry.name == name), None)
+    if half is None:
+        raise ValueError(f"no feature with the name {name!r} makes outputs of hidden states: see register_feature")
     return _find(name, half)
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from outrider.cache.groups import CacheLayout
 
 DIGEST_BYTES = 16
+WEIGHTS_KEY = "weights="  # what the key of the weights' version begins with
 STATE_BYTES = DIGEST_BYTES + 8  # first bytes of the keys of a state's pages: digest and checkpoint
 
 

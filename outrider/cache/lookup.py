@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from outrider.cache.checkpoints import Checkpoints
-from outrider.cache.events import PageContent
+from outrider.cache.events import WEIGHTS_KEY, PageContent
 from outrider.cache.groups import CacheLayout, Group
 from outrider.cache.known_states import DigestAt
 from outrider.cache.pages import PageKey, PagePool
@@ -47,7 +47,7 @@ class PrefixLookup:
 
     def use_weights(self, version: int) -> None:
         """Restart all hashes with this version of the weights."""
-        self._version_keys = (f"weights={version}",) if version else ()
+        self._version_keys = (f"{WEIGHTS_KEY}{version}",) if version else ()
         self._hashes.clear()
 
     def forget(self, request_id: int) -> None:

@@ -197,6 +197,12 @@ class DrafterGuards(StepPart):
         """Compute the slots of tokens that a prefix hit provides to admitted rows."""
         for guard in self._guards:
             guard.fill_slots(self._view_of, is_cold=batch.drafting.num_wanted == 0)
+        for observer in self._observers:
+            observer.prepare(batch)
+
+    def close(self) -> None:
+        for observer in self._observers:
+            observer.close()
 
     def load_filling(self, dead: list[Admission], view_of: ViewOf) -> None:
         """Let the drafters of this package load the kernels that fill slots. dead: admissions of the null row."""

@@ -17,7 +17,7 @@ come further than the failed step would have brought it.
 **A drafter fails** (it raises, or returns something else than drafts): no step fails, and no request ends. The
 drafter loses its drafts of that step, and after 3 faults it is switched off (`core/drafter_faults.py`; drafters.md
 lists the kinds of faults). Wrong values, which the device finds, travel to the host in two columns of the step's
-counts; `StepResult.drafting` brings all faults to `EngineStats`. Once every drafter is off, `Scheduler.update`
+counts; `StepResult.drafting` brings all faults to `EngineStats`. Once every drafter is off, `StepDrafts.observe`
 replaces the choice of counts by `FixedDrafts(0)` (`speculation/draft_counts.py`). Captured steps may still run the
 drafter; `store_drafts` then reads on the device that the drafter is off, and drops its drafts. A drafter that writes
 to the rows' own tensors is the one case that fails the step: every request is admitted anew, as after any failed step.

@@ -25,7 +25,7 @@ from collections.abc import Iterable
 from os import urandom
 from typing import Any, assert_never
 
-from outrider.cache.events import AllRemoved, CacheEvent, PageRemoved, PageStored
+from outrider.cache.events import WEIGHTS_KEY, AllRemoved, CacheEvent, PageRemoved, PageStored
 from outrider.cache.groups import CacheLayout
 from outrider.cache.kinds import ChunkedSpec, FullSpec, LatentSpec, PagedSpec
 
@@ -85,8 +85,10 @@ class EventWriter:
             "parent_block_hash": None if content is None or content.parent is None else self._hash(content.parent),
             "token_ids": list(content.token_ids) if content is not None and self._tells_tokens else [],
             "block_size": self._sizes.get(event.group, self._state_size),
-            "lora_id": next((int(key.partition("=")[2]) for key, _ in event.labels), None), "medium": MEDIUM,
-            "lora_name": next((label for _, label in event.labels), None)}
+            "lora_id": None, "lora_name": None, "medium": MEDIUM}
+        for key, label in event.labels:
+            if (number := key.partition("=")[2]).isdecimal():  # keys of adapters end in their numbers
+                written |= {"lora_id": int(number), "lora_name": label}
         if (keys := self._extra_keys(event)) is not None:
             written["extra_keys"] = [keys]
         written |= {"group_idx": event.group, "kv_cache_spec_kind": kind}
@@ -102,7 +104,8 @@ class EventWriter:
             return None
         labels = dict(event.labels)
         tells_salts = self._tells_tokens and content.parent is None
-        others = [key for key in content.keys if key not in labels] if tells_salts else []
+        hidden = [*labels, *(key for key in content.keys if key.startswith(WEIGHTS_KEY))]
+        others = [key for key in content.keys if key not in hidden] if tells_salts else []
         return [*labels.values(), *(key.removeprefix("salt=") for key in others)] or None  # a salt as it was given
 
     def _hash(self, digest: bytes) -> int:

@@ -153,9 +153,13 @@ class WorkerProcess:
             if self._is_sending:  # a child cannot make sense of what follows a part of a message
                 self._end(WorkerDied(CUT_OFF))
             self._is_sending = True
-            for pipe in self._pipes:
-                for one in pickled:
-                    pipe.send_bytes(one)
+            try:
+                for pipe in self._pipes:
+                    for one in pickled:
+                        pipe.send_bytes(one)
+            except OSError:  # the child is gone: nobody reads the part of a message
+                self._is_sending = False
+                raise
             self._is_sending = False
 
     # Threads that read the pipes and watch the children

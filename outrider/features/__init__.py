@@ -7,7 +7,7 @@ What each needs of the core, as parts that the core calls without knowing who is
 | part of a request | the adapter, a key of its pages | extra arguments | | |
 | resource, for a row | a slot on the device, with patience | | | |
 | part of a batch | placements | | | |
-| part of the limits | slots, targets, numbers | | tokens of served texts | |
+| part of the limits | slots, targets, numbers | | | |
 | part of a step | places, admits and resets rows | rows with their processors | | |
 | deltas of layers' products, by row | low-rank products | | | |
 | edits of logits | | position by position over drafts | | |

@@ -61,7 +61,9 @@ class StepParts:
     @property
     def feature_bytes(self) -> dict[str, FeatureBytes]:
         """Device memory of features, by their names."""
-        return {feature.name: feature.num_bytes(self.limits, self.model) for feature in self.features}
+        names = [feature.name for feature in self.features]
+        return {name if names.count(name) == 1 else f"{name} {index}": feature.num_bytes(self.limits, self.model)
+                for index, (name, feature) in enumerate(zip(names, self.features, strict=True))}
 
     @property
     def device_name(self) -> str:

@@ -87,6 +87,11 @@ class StepPlanner:
         self._needs, self._extras = StepNeeds(), StepExtras()
         self.editing: LogitsPart | None = None  # of a feature that edits logits; no step is captured with it
 
+    def take_edits(self, part: LogitsPart) -> None:
+        if self.editing is not None:
+            raise ValueError("two features edit logits, and an engine has room for one: leave one out")
+        self.editing = part
+
     def plan(self, scheduled: ScheduledBatch, shape: EagerShape) -> StepPlan:
         state, counts = self._state, list(shape.logit_counts)
         editor = None if self.editing is None else self.editing.of_step(scheduled, counts)

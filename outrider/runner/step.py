@@ -125,12 +125,14 @@ class DeviceStep:
         self._parts.append(part)
 
     def edit_logits(self, part: LogitsPart) -> None:
-        """Let a feature edit the logits of every step."""
-        self.planner.editing = part
+        """Let a feature edit the logits of every step. One may."""
+        self.planner.take_edits(part)
         self.add_part(part)
 
     def take_deltas(self, source: DeltaSource) -> None:
-        """Let a feature give rows their deltas."""
+        """Let a feature give rows their deltas. One may."""
+        if self.deltas is not NO_DELTAS:
+            raise ValueError("two features change products by row, and an engine has room for one: leave one out")
         self.deltas = source
         self.add_part(source)
 

@@ -5,7 +5,7 @@ Only classes that are listed here can be read, so a file cannot name anything el
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any, get_type_hints
 
 from outrider.cache.groups import CacheLayout, Group, Place, PlacedPart
@@ -45,7 +45,10 @@ CLASSES: tuple[type[Any], ...] = (
 
 
 def to_plain(value: Any) -> Any:
-    """The value as numbers, strings, lists and dictionaries with strings as keys."""
+    """The value as numbers, strings, lists and dictionaries with strings as keys. Sizes of features are left out: a
+    simulation has none."""
+    if isinstance(value, Limits):
+        value = replace(value, parts=())
     if is_dataclass(value):
         own = {field.name: to_plain(getattr(value, field.name)) for field in fields(value)}
         return {"is": type(value).__name__, **own}

@@ -205,6 +205,22 @@ def test_a_request_of_an_engine_that_has_ended_is_refused_by_the_next_one(compil
         assert_nothing_is_leased(rig)
 
 
+def test_an_interrupt_after_a_form_is_kept_does_not_drop_it(compiled: list[str],
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    make_room = FormLeases._make_room
+
+    def interrupted(self: FormLeases) -> None:
+        monkeypatch.setattr(FormLeases, "_make_room", make_room)
+        raise KeyboardInterrupt
+
+    with rig_of() as rig:
+        monkeypatch.setattr(FormLeases, "_make_room", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            rig.engine.checks.check("a", params(0))
+        rig.engine.add({"0": rig.engine.checks.check("a", params(0))})
+        finish(rig, {})
+
+
 def test_leases_of_an_asyncio_front_end_with_its_readers_and_with_the_engine(
         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "NUM_KEPT", 2)

@@ -212,6 +212,13 @@ def test_pages_of_an_adapter_are_told_with_its_name(tmp_path: Path) -> None:
         assert not {*plain[0]["block_hashes"]} & {*adapted[0]["block_hashes"]}
 
 
+def test_labels_of_other_features_are_told_and_versions_of_weights_are_not() -> None:
+    keys = ("weights=3", "scaled=half", "salt=pepper")
+    writer = writer_of_all(layout_of_two())
+    (event,) = writer.write([PageStored(0, bytes(16), PageContent(None, (1, 2), keys), (("scaled=half", "halved"),))])
+    assert (event["lora_id"], event["lora_name"]) == (None, None) and event["extra_keys"] == [["halved", "pepper"]]
+
+
 def layout_of_two() -> Any:
     return plan_groups([LayerCache(0, FullSpec(2, 8, 4)), LayerCache(1, SlidingSpec(2, 8, 4, 32))], 16)
 

@@ -108,6 +108,12 @@ def test_a_failed_step_forgets_what_the_feature_has_on_the_device() -> None:
         assert generate(rig, PROMPTS, FACTORS) == wanted and num_left < 0
 
 
+def test_a_second_feature_that_changes_products_is_refused() -> None:
+    """One of the two would do nothing."""
+    with pytest.raises(ValueError, match="two features change products by row"):
+        Rig(model_of("llama"), enable_lora=True, max_lora_rank=8)
+
+
 def test_a_request_for_a_feature_that_is_missing_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     missing = FeatureEntry("adapters", "outrider.features.gone.on_device:Gone", "outrider.features.gone.in_engine:Gone",
                            is_on=lambda config: config.enable_lora)

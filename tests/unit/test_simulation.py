@@ -13,6 +13,7 @@ import pytest
 from outrider.cli import main
 from outrider.commands.simulated_routing import ROUTERS, ServedPolicy
 from outrider.core.costs import ReadCost
+from outrider.features.adapters.limits import AdapterLimits
 from outrider.simulation.cluster import Cluster
 from outrider.simulation.cost_table import CostTable, HostCosts, PromptSteps
 from outrider.simulation.ranks import Link, over_ranks
@@ -244,6 +245,13 @@ def test_ranks_share_the_work_and_pay_for_sums() -> None:
 def test_a_cost_table_comes_back_from_its_file(tmp_path: Path) -> None:
     table = made_table((FULL, WINDOW, STATE), max_drafts=2, bounds_steps=True)
     table.save(tmp_path / "costs.json")
+    assert CostTable.read(tmp_path / "costs.json") == table
+
+
+def test_sizes_of_features_are_left_out_of_a_cost_table(tmp_path: Path) -> None:
+    table = made_table((FULL,))
+    limits = replace(table.info.limits, parts=(AdapterLimits(2, 3, 4),))
+    replace(table, info=replace(table.info, limits=limits)).save(tmp_path / "costs.json")
     assert CostTable.read(tmp_path / "costs.json") == table
 
 

@@ -230,7 +230,8 @@ class GrammarCompiler(RequestKeeper):
                 compiled.result()
             return self.leases.keep(form.digest, number, num_bytes, client)
         except BaseException:
-            self._drop(number)
+            if not self.leases.holds(number):
+                self._drop(number)
             raise
 
     def _prepare(self, asked: StructuredOutputsParams) -> tuple[int, Future[Any]]:

@@ -72,6 +72,11 @@ class FormLeases(RequestKeeper):
         with self._lock:
             return digest in self._numbers
 
+    def holds(self, number: int) -> bool:
+        """Whether a form is kept under this number."""
+        with self._lock:
+            return number in self._kept
+
     def take(self, digest: bytes, client: str | None) -> FormLease | None:
         """Lease a form for a request that is being checked. None if the form is not compiled. Raises FormsBusy if the
         client leases too many."""

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 
 from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.core.background_work import BackgroundWork
-from outrider.core.feature_parts import LimitsPart
 from outrider.drafters.base import Drafter
 from outrider.drafters.observer import DraftObserver
 from outrider.features.learning import learner as learning
@@ -16,14 +14,6 @@ from outrider.features.learning.served_head import ServedHead
 from outrider.models.base import Model
 from outrider.runner.memory import FeatureBytes
 from outrider.runner.worker_feature import WorkerFeature
-
-
-@dataclass(frozen=True)
-class ServedTokens(LimitsPart):
-    """The record of served texts."""
-
-    count: int
-    in_segment: int  # most of one text
 
 
 class LearningOnDevice(WorkerFeature):
@@ -35,10 +25,11 @@ class LearningOnDevice(WorkerFeature):
 
     def limit(self, limits: Limits, model: Model, drafter: Drafter | None) -> Limits:
         served = ServedHead.from_drafter(drafter, self._config.packed_weights)
-        sizes = ServedTokens(*learning.count_served_tokens(served, self._config.adapt_memory_bytes, limits.max_len))
+        num_tokens, segment_tokens = learning.count_served_tokens(served, self._config.adapt_memory_bytes,
+                                                                  limits.max_len)
         settings = learning.LearningSettings.for_head(served.head.hidden_size, self._config.adapt_share)
-        self._learner = learning.DrafterLearner(served, limits, settings, sizes.count, sizes.in_segment)
-        return replace(limits, parts=(*limits.parts, sizes))
+        self._learner = learning.DrafterLearner(served, limits, settings, num_tokens, segment_tokens)
+        return limits
 
     def num_bytes(self, limits: Limits, model: Model) -> FeatureBytes:
         """The record is held already. The trainer will take more."""
