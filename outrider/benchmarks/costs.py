@@ -167,7 +167,8 @@ class CostBench:
         return tuple(ReadCost(window, size * (seconds / moved)) for window, size in by_window.items())
 
     def _attending(self, timed: TimedEngine) -> tuple[ReadCost, ...]:
-        """Seconds for each pair of a prompt's token and a key: a long prompt against short ones of as many tokens."""
+        """Attention's seconds for each pair of a prompt token and a key. Measured as the difference between a long
+        prompt and short prompts with the same number of tokens in all."""
         most = CUDA_TOKENS[-1] if self._is_cuda else CPU_TOKENS[-1]
         tokens = min(most, self._limits.max_batched_tokens, self._limits.max_len - 1)
         short = self._short(tokens)
@@ -230,8 +231,8 @@ class CostBench:
         return tuple(size for size in prompt_steps.costs.tokens if size <= min(MOST_CHOSEN, self._most_prompt_tokens))
 
     def _prompt_seconds(self, timed: TimedEngine, length: int, tokens: int, num_decoding: int = 1) -> float:
-        """Seconds of a step of `tokens` tokens: requests that decode, and new prompts of `length` tokens. The first
-        run only prepares: what it lacked is captured behind it."""
+        """Seconds of a step of `tokens` tokens: requests that decode, and new prompts of `length` tokens. The first run
+        only prepares: afterwards the missing graph is captured."""
         if self._limits.max_requests == 1:
             return median([timed.lone_seconds(tokens) for _ in range(1 + REPEATS)][1:])
         whole, rest = divmod(max(1, tokens - num_decoding * (1 + timed.num_drafts)), length)
@@ -248,8 +249,8 @@ class CostBench:
             pass
 
     def _short(self, tokens: int, most_requests: int | None = None) -> int:
-        """The length of each short prompt, if all together have so many tokens. It is longer if few requests may
-        run."""
+        """The length of each short prompt if all short prompts together have so many tokens. It is longer if few
+        requests may run."""
         fewest = -(-tokens // max(1, most_requests or self._limits.max_requests - 1))
         return min(max(SHORT_PROMPT, fewest), tokens, self._limits.max_len - 1)
 

@@ -39,7 +39,7 @@ def measure_bandwidth(device: torch.device) -> float:
 
 
 def _cuda_seconds(values: torch.Tensor) -> float:
-    """Seconds of one read among many: the median of several looks."""
+    """Seconds of one of many reads in a row: the median of several measurements."""
     taken = []
     with torch.cuda.device(values.device):
         for _ in range(WARM_UP_LOOKS + LOOKS):
@@ -120,7 +120,7 @@ class Traffic:
 
 
 def _stored_claims(claims: list[LayerCache], layout: CacheLayout | None) -> list[LayerCache]:
-    """The claims with the cache types of a layout. Recurrent layers have no place in it."""
+    """What layers keep in the cache, with the cache types of a layout. Recurrent layers have no place in a layout."""
     if layout is None:
         return claims
     return [claim if claim.is_recurrent else claim.stored_as(layout.groups_of(claim.layer)[0].spec.cache_type)
@@ -136,7 +136,7 @@ def _cache_bytes(layer: LayerCache, prompt: int, outputs: int) -> float:
 
 
 def mean_context(prompt: int, outputs: int, window: int | None) -> float:
-    """Keys that a step sees, in the mean over steps whose contexts are prompt + 1 to prompt + outputs."""
+    """The mean number of keys that a step sees, over steps with contexts from prompt + 1 to prompt + outputs tokens."""
     if window is None or prompt + outputs <= window:
         return prompt + (outputs + 1) / 2
     growing = max(0, window - prompt)  # steps before the window is full

@@ -49,8 +49,8 @@ class _TimedResult(Future[StepResult]):
 
 
 class TimedRunner:
-    """A worker whose steps are timed. A step has the given number of drafts, instead of the number that pays, and as
-    many prompt tokens as fit."""
+    """A worker that times its steps. Each step has a given number of drafts, which no chooser changes, and as many
+    prompt tokens as fit."""
 
     def __init__(self, worker: RunningWorker, num_drafts: int) -> None:
         self._worker = worker
@@ -87,7 +87,7 @@ class Pace(NamedTuple):
 
 
 class TimedEngine:
-    """An engine around a worker that serves nothing else meanwhile."""
+    """An engine around a worker that serves no other requests during the measurement."""
 
     def __init__(self, config: EngineConfig, worker: RunningWorker, num_drafts: int, seed: int = 0) -> None:
         self._runner = TimedRunner(worker, num_drafts)
@@ -123,8 +123,8 @@ class TimedEngine:
                              f"(num_pages), and each at most {self.limits.max_len} tokens (max_model_len)")
 
     def _answer_len(self, lengths: Sequence[int], num_steps: int) -> int:
-        """Tokens of answers that last for so many steps in which all prompts of these lengths decode: the first may
-        decode while the last are computed."""
+        """The length of answers, in tokens, with which all of these prompts decode together for so many steps. Early
+        prompts may decode while late prompts are still computed."""
         free = max(1, self.limits.max_batched_tokens - len(lengths) * (1 + self.limits.max_drafts))
         return (num_steps + -(-sum(lengths) // free)) * (1 + self.limits.max_drafts)
 

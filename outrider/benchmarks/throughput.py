@@ -237,7 +237,8 @@ def _check_fits(llm: LLM, work: Workload) -> None:
 
 
 def _throughput(llm: LLM, work: Workload, rounds: int, bandwidth: BestSpeed, product: BestSpeed) -> dict[str, Any]:
-    """The best of the rounds, and the first; a round is everything from the first request to the last token."""
+    """The figures of one case: of the best of several rounds, and the time of the first round. A round lasts from the
+    first request to the last token."""
     before = llm.engine.stats.copy()
     ran = [run_prompts(llm, work.asks(), label=f"{work.shape.name} round {i + 1}") for i in range(rounds)]
     best = min(ran, key=lambda one: one.seconds)
@@ -265,8 +266,8 @@ def _throughput(llm: LLM, work: Workload, rounds: int, bandwidth: BestSpeed, pro
 
 
 def _distinct_experts(llm: LLM, work: Workload) -> float | None:
-    """Mean number of distinct experts of a layer in a decode step; None for a model without experts. Counted in a
-    shorter run of its own, eagerly, so that counting disturbs no measurement."""
+    """Mean number of distinct experts of a layer in a decode step; None for a model without experts. It is counted in a
+    separate, shorter run without captured steps, so that counting does not disturb a measurement."""
     if not llm.engine.command(CountExperts(work.shape.batch * (1 + llm.engine.limits.max_drafts))):
         return None
     try:

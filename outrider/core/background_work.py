@@ -18,7 +18,8 @@ class BackgroundWork:
         """Go on after a pause."""
 
     def forget_model(self) -> None:
-        """The model's weights have changed, so what was made with the old ones counts no more. Called in a pause."""
+        """Drop results that were made with the model's old weights, because the weights have changed. Called in a
+        pause."""
 
     def close(self) -> None:
         """End, and wait for the end: the worker is closed."""

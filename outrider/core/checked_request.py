@@ -62,7 +62,7 @@ class CheckedRequest:
 
     @property
     def seed(self) -> int:
-        """The caller's seed, or the one that the engine drew when it took the request."""
+        """The caller's seed, or the seed that the engine drew when it accepted the request."""
         assert self.sampling.seed is not None, "the engine has not taken the request yet"
         return self.sampling.seed
 
@@ -76,7 +76,7 @@ class CheckedRequest:
 
     @property
     def has_form(self) -> bool:
-        """Whether a grammar says which tokens may be sampled."""
+        """Whether a grammar restricts which tokens may be sampled."""
         return self.sampling.structured_outputs is not None
 
     @property
@@ -96,11 +96,11 @@ class CheckedRequest:
         return self.sampling.prompt_logprobs is None and not self.sampling.skip_reading_prefix_cache
 
     def part(self, kind: type[Part]) -> Part | None:
-        """What the request asks of the feature with parts of this kind."""
+        """The request's part of this kind: what the request asks of one feature. None if it asks for nothing."""
         return find_part(self.parts, kind)
 
     def with_part(self, part: RequestPart) -> CheckedRequest:
-        """This request with a part, in place of one of its kind."""
+        """A copy of the request with this part, which replaces a part of the same kind."""
         others = [own for own in self.parts if type(own) is not type(part)]
         return replace(self, parts=(*others, part))
 

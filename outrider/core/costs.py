@@ -85,7 +85,7 @@ class StepCosts(SizedCosts):
         return first + (most - 1) * interpolate(at, [cost.each for cost in self.drafting], requests)
 
     def sample(self, loads: Iterable[SamplerLoad]) -> float:
-        """Seconds of one logit row for each of the loads."""
+        """Seconds that the sampler takes for logit rows. loads: the sampler load of each row."""
         return sum(map(self.logit_row_seconds.__getitem__, loads))
 
 
@@ -100,7 +100,7 @@ class MixedStepCosts(SizedCosts):
         return interpolate(self.tokens, self.seconds, tokens)
 
     def largest_size(self, max_seconds: float) -> int:
-        """The largest size whose step takes no longer; 0 if every step does."""
+        """The largest size of a step that takes at most so many seconds; 0 if every step takes longer."""
         fitting = (size for size, seconds in zip(self.tokens, self.seconds, strict=True) if seconds <= max_seconds)
         return max(fitting, default=0)
 
@@ -114,7 +114,7 @@ class MixedStepCosts(SizedCosts):
 
 
 def interpolate(points: Sequence[int], values: Sequence[float], x: int) -> float:
-    """The value at x of a line through sorted points. Beyond the last point the last slope goes on."""
+    """The value at x of the piecewise linear function through sorted points. It is extrapolated with the last slope."""
     at = bisect_right(points, x)
     if at == 0 or len(points) == 1:
         return values[0]

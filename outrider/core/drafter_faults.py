@@ -86,8 +86,8 @@ class FaultRecord:
         return self._is_off
 
     def add(self, kind: FaultKind, message: str, *, trace: str = "", at_once: bool = False) -> None:
-        """Note a fault. trace: of an exception, for the log. at_once: the drafter is switched off by this fault
-        alone."""
+        """Note a fault. trace: the trace of an exception, for the log. at_once: whether this single fault switches the
+        drafter off."""
         with self._lock:
             if self._is_off:  # steps in flight may bring more of the same
                 return

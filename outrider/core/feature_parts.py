@@ -11,13 +11,13 @@ from typing import NamedTuple, TypeVar
 
 
 class BatchPart:
-    """What a feature tells its other half on the device in one step."""
+    """A message with one step, from a feature's part in the engine to its part on the device."""
 
     __slots__ = ()
 
 
 class RequestPart:
-    """What a request asks of a feature."""
+    """The part of a request that is meant for one feature."""
 
     __slots__ = ()
 

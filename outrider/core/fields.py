@@ -31,7 +31,7 @@ class Rule(Protocol):
     def holds(self, value: Any) -> bool: ...
 
     def words(self, kind: str) -> str:
-        """The restriction for an error message. `kind` names the type, such as "an integer"."""
+        """The restriction in words, for an error message. `kind` names the type, such as "an integer"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,8 +63,8 @@ class OneOf:
 
 @dataclasses.dataclass(frozen=True)
 class Finite:
-    """Words for the error message about an infinite number: every number must be finite, and `instead` names what to
-    give instead."""
+    """Advice for the error message about an infinite number, which no field accepts. `instead`: the value to give
+    instead."""
 
     instead: str
 
@@ -100,7 +100,7 @@ def check_fields(owner: str, instance: Any) -> None:
 
 
 def check_value(name: str, declared: Any, value: Any) -> None:
-    """Raise ValueError unless the value is what a type, plain or `Annotated`, declares."""
+    """Raise ValueError if the value does not match a type, which may be plain or `Annotated`."""
     if not _holds(declared)(value):
         meant, allowed = _name_meant(declared, value), _check_of(declared)[1]
         if meant is not None:
@@ -172,7 +172,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def unknown_name(what: str, word: str, known: Iterable[str], also: Iterable[str] = ()) -> str:
-    """An error message about a name that there is not: the name that was probably meant, then a few others. `also`:
+    """An error message about an unknown name. It suggests the name that was probably meant, then a few others. `also`:
     names that may be meant and are not listed."""
     names, word = list(known), word[:100]
     listed = names if len(names) <= MOST_LISTED else difflib.get_close_matches(word, names, MOST_LISTED, cutoff=0)

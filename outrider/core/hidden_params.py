@@ -21,12 +21,12 @@ class HiddenReport(enum.Enum):
 
     @property
     def covers_prompt(self) -> bool:
-        """Whether the states of all tokens are needed, so that none may come from the prefix cache."""
+        """Whether the hidden states of all tokens are needed, so that the request may take no prefix hit."""
         return self in (HiddenReport.SUM, HiddenReport.ALL, HiddenReport.ALL_CLASSES)
 
 
 class HiddenParams:
-    """What a request asks for that reads the hidden states of its prompt. See HiddenTask."""
+    """Parameters of a request that reads the hidden states of its prompt. See HiddenTask."""
 
     @property
     def report(self) -> HiddenReport:

@@ -55,7 +55,7 @@ class HiddenOutput(Protocol):
 
 
 class HiddenTask(HiddenParams):
-    """Parameters, and what makes the output of a request that has them."""
+    """A kind of task on hidden states: its parameters, and how the output of such a request is made."""
 
     def make_gatherer(self, key: SampleKey, prompt_len: int, classes: ClassHead | None) -> HiddenGatherer:
         raise NotImplementedError

@@ -78,5 +78,5 @@ class Limits:
 
     @property
     def max_unsettled_tokens(self) -> int:
-        """Most tokens of one request that can be in steps whose results are not back."""
+        """The most tokens of one request that can be in flight, in steps without a result yet."""
         return self.steps_in_flight * self.max_batched_tokens

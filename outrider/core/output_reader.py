@@ -35,8 +35,8 @@ class OutputReader:
         return part
 
     def _keep_unread(self, sample: CompletionOutput) -> None:
-        """Remove what has been read from a sample. After an interrupt the output may be shorter than that for a
-        while."""
+        """Remove the part of a sample that has been read. After an interrupt the output may be shorter than this part
+        for a while."""
         num_tokens, num_characters = self._num_tokens.get(sample.index, 0), self._num_characters.get(sample.index, 0)
         self._num_tokens[sample.index] = max(num_tokens, len(sample.token_ids))
         self._num_characters[sample.index] = max(num_characters, len(sample.text))

@@ -61,7 +61,7 @@ class CompletionOutput:
             self.version_starts = (*known, (version, len(self.token_ids)))
 
     def cut_versions(self, first: int, stop: int) -> None:
-        """Keep the versions of the tokens from `first` on, up to `stop`, counted from `first`."""
+        """Keep only the weight versions of tokens `first` to `stop`, and count positions from `first`."""
         starts = [(version, max(0, start - first)) for version, start in self.version_starts if start < stop]
         num_before = sum(start == 0 for _, start in starts)  # only the last of these has tokens
         self.version_starts = tuple(starts[max(0, num_before - 1) :])
@@ -125,7 +125,7 @@ class RequestMetrics:
         return 1 + self.num_accepted_tokens / self.num_steps if self.num_steps else 0.0
 
     def observe_drafts(self, num_accepted: int) -> None:
-        """Count one step's accepted drafts, which are always the first ones of the draft."""
+        """Count the accepted drafts of one step. Accepted drafts are always the first drafts of the step."""
         count_first(self.accepted_per_position, num_accepted)
 
 
@@ -223,7 +223,7 @@ class RequestOutput:
                 sample.finish_reason, sample.error = "error", error
 
     def copy(self) -> RequestOutput:
-        """The output as it is now, with lists of its own."""
+        """A copy of the output as it is now. Later changes of the output do not change the copy's lists."""
         twin = _twin(self)
         twin.outputs = []
         for sample in self.outputs:

@@ -136,8 +136,8 @@ class SamplingParams(metaclass=_SamplingParamsType):
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
-        """Parameters of which any may be None, which leaves the field's default. `max_tokens=None` asks for as many
-        tokens as fit."""
+        """Make parameters from arguments that may be None. None leaves the field's default. `max_tokens=None` asks for
+        as many tokens as fit."""
         if given.get("logit_bias") is not None:  # keys from JSON are texts
             given["logit_bias"] = {int(token) if isinstance(token, str) and token.isdecimal() else token: bias
                                    for token, bias in given["logit_bias"].items()}
@@ -183,7 +183,7 @@ class SamplingParams(metaclass=_SamplingParamsType):
 
     @property
     def max_drafts(self) -> int | None:
-        """The request's own ceiling on drafts. None leaves the number to the engine."""
+        """The most drafts that the request allows. None leaves the number to the engine."""
         if self.speculative is None or self.speculative is True:
             return None
         return int(self.speculative)

@@ -24,8 +24,8 @@ class ShardSize:
 
 
 def rank_refusal(name: str, refused: ShardSize, num_ranks: int, sizes: Sequence[ShardSize]) -> str:
-    """The words that refuse a number of ranks, with the numbers that can share all `sizes`. name: that of the refused
-    size."""
+    """The error message that refuses a number of ranks and lists the numbers that divide all `sizes`. name: the name of
+    the size that cannot be divided."""
     *others, most = (n for n in range(1, max(size.size for size in sizes) + 1) if all(size.fits(n) for size in sizes))
     counts = f"{', '.join(map(str, others))} or {most} ranks" if others else f"{most} rank"
     return f"{name} is {refused.size}, which {num_ranks} ranks cannot share: use {counts}"

@@ -10,29 +10,30 @@ from outrider.core.feature_parts import find_part
 
 
 class RequestKeeper:
-    """A feature's view of the life of requests: a subclass overrides the methods it needs, the others do nothing. All
-    are called on the thread that calls `Engine.step`."""
+    """How a feature follows requests from arrival to end. A subclass overrides the methods that it needs; by default a
+    method does nothing. All methods are called on the thread that calls `Engine.step`."""
 
     def renew(self, asked: CheckedRequest) -> CheckedRequest:
-        """A request is about to be added: bring it up to date with what happened since it was checked. Raises
+        """Update a request that is about to be added, because something may have changed since it was checked. Raises
         ValueError if it cannot be served any more."""
         return asked
 
     def enter(self, requests: Sequence[CheckedRequest]) -> None:
-        """These requests are added now. Raises ValueError, and keeps nothing, if one of them cannot be served."""
+        """Called when these requests are added. Raises ValueError if one of them cannot be served; then nothing is kept
+        for any of them."""
 
     def leave(self, asked: CheckedRequest) -> None:
         """A request has ended."""
 
     def forget_requests(self) -> None:
-        """The engine has forgotten all requests, in whatever state an interrupt has left this keeper. Those that are
-        still wanted enter again; `drop_unused` follows."""
+        """Forget all requests, as the engine has done after an interrupt, which may have left this keeper in any state.
+        Requests that are still wanted enter again, then `drop_unused` is called."""
 
     def drop_unused(self) -> None:
-        """Finish what an interrupt may have cut off."""
+        """Drop what no request uses any more. This completes changes that an interrupt may have cut off."""
 
     def close(self) -> None:
-        """The engine has ended, and all requests with it."""
+        """Called when the engine has ended, and all requests with it."""
 
 
 Keeper = TypeVar("Keeper", bound=RequestKeeper)

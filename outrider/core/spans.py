@@ -67,7 +67,7 @@ NO_SPANS = PromptSpans()
 
 
 def check_spans(given: object, prompt_len: int, most: int) -> PromptSpans:
-    """The spans of a prompt, or a ValueError that says what is wrong with them."""
+    """Make the spans of a prompt. Raises ValueError if they are not valid."""
     name = "bidirectional_spans"
     if not isinstance(given, (list, tuple)):
         raise ValueError(f"{name} must be a list of [start, end] pairs, got {type(given).__name__}")

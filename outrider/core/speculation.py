@@ -45,7 +45,7 @@ class Speculation(ABC):
 
     @abstractmethod
     def take_orders(self, batch: DraftedBatch, started: Sequence[DraftedRequest]) -> DraftOrders:
-        """What the planned step does for drafts. started: the requests that start in it."""
+        """Take the orders about drafts for the planned step. started: the requests that start in the step."""
 
     @abstractmethod
     def observe(self, batch: ScheduledBatch, result: StepResult, updates: Sequence[RequestUpdate],

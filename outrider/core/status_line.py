@@ -14,8 +14,8 @@ CLEAR = "\r\x1b[K"  # back to the line's beginning, and forget the line
 
 
 def is_terminal(stream: Any) -> bool:
-    """Whether somebody may watch a stream. A process may have no such stream (it is None then), and one of a program's
-    own may not say."""
+    """Whether a stream is a terminal. The stream may be None, and a program's own stream object may have no
+    `isatty`."""
     answer = getattr(stream, "isatty", None)
     return answer is not None and not getattr(stream, "closed", False) and bool(answer())
 
@@ -37,7 +37,7 @@ def status_line(text: str, *, is_once: bool = False) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Write a line on standard error, in the place of a status line if one stands there."""
+    """Write a line on standard error. It replaces the status line if one is shown."""
     write_stderr(f"{CLEAR if is_terminal(sys.stderr) else ''}{printable(text)}\n")
 
 

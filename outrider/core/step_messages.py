@@ -174,7 +174,7 @@ class CacheOrders:
 
 @dataclass(frozen=True, slots=True)
 class DraftOrders:
-    """What a step does for future drafts, beside checking the scheduled ones."""
+    """Orders of a step about drafts of later steps. The drafts that this step checks are not part of it."""
 
     num_wanted: int = 0  # most drafts that the drafter may guess for the next step; 0 leaves the drafter out
     from_host: list[HostDraft] = field(default_factory=list)

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
 
 
 class StepPart:
-    """Methods do nothing unless a part defines them. The first three come before each step, in this order; what they
-    order from the device is done when the steps before are over."""
+    """The base class of parts of a step. Methods do nothing by default. The first three methods are called before each
+    step, in this order; their work on the device is done after earlier steps."""
 
     def begin(self, batch: ScheduledBatch) -> None:
         """The rows still belong to the requests of the steps before."""

@@ -37,17 +37,17 @@ class FormLease:
     __slots__ = ("__weakref__", "client", "digest", "number")
 
     def __init__(self, number: int, digest: bytes, client: str | None) -> None:
-        """number: of the compiled form, where matchers are made. client: whose request it is. None: the program's own,
-        whose forms its memory alone bounds."""
+        """number: the number of the compiled form in the process that makes matchers. client: who sent the request.
+        None stands for the program itself, which may lease any number of forms."""
         self.number, self.digest, self.client = number, digest, client
 
 
 class ExplainedFailure(str):
-    """Error message that says what the request failed by."""
+    """An error message that says why the request failed."""
 
 
 class OwnFailure(ExplainedFailure):
-    """Error message of a request that failed because of what it asked for."""
+    """The error message of a request that failed because of its own parameters."""
 
 
 class FormFailure(OwnFailure):
@@ -62,8 +62,8 @@ class FormFailure(OwnFailure):
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """Exactly one form: a JSON schema, a regular expression, one of several texts, a grammar, any JSON object, or a
-    structural tag: free text in which some parts have a form.
+    """The form that a text must have, given by exactly one field: a JSON schema, a regular expression, a list of texts,
+    a grammar, any JSON object, or a structural tag. A structural tag is free text in which some parts have a form.
 
     JSON is written as `json.dumps` writes it, with one space behind each comma and colon."""
 
@@ -107,7 +107,7 @@ class StructuredOutputsParams:
 
     @property
     def form(self) -> str:
-        """The name of the field that says what the text must be."""
+        """The name of the field that is set, such as "json" or "regex"."""
         return self._given[0]
 
     @property
@@ -115,7 +115,7 @@ class StructuredOutputsParams:
         return [name for name in FORMS if getattr(self, name) not in (None, False)]
 
     def to_plain(self) -> StructuredOutputsParams:
-        """A copy that holds texts of bounded size, which no caller can change. Raises ValueError for what is too
+        """A copy with plain texts of bounded size, which no caller can change later. Raises ValueError if a text is too
         large."""
         own = self
         if self.json is not None:

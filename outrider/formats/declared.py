@@ -23,8 +23,8 @@ MAX_BYTES = 2**63 - 1
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """How a source stores a weight: its kind. Subclasses add what a format needs beside the kind, such as a group's
-    size."""
+    """How a source stores a weight. `kind` names the way; subclasses add other facts that a format needs, such as the
+    size of a group."""
 
     kind: str  # name under which `register_format` finds the format that keeps it
 
@@ -203,7 +203,7 @@ class LinearDeclaration:
         return RankSize(self.segments[-1].rows.stop)
 
     def matrices(self) -> Iterable[str]:
-        """Names of the checkpoint's matrices below the layer's own name."""
+        """Names of the layer's matrices in the checkpoint, relative to the layer's name."""
         return self.stored
 
     def without_bias(self) -> LinearDeclaration:
@@ -248,7 +248,8 @@ class ExpertsDeclaration:
 
     @cached_property
     def projections(self) -> tuple[LinearDeclaration, LinearDeclaration]:
-        """(gate and up, or up; down) of one expert, or of all of them where the checkpoint has joint tensors."""
+        """Declarations of the two projections: the first (gate and up, or only up) and down. They are for one expert,
+        or for all experts if the checkpoint has joint tensors."""
         gate, up, down_name = self.names
         names = (gate, up) if self.is_gated else (up,)
         stored, packed = dict.fromkeys(names, self.expert_size), {}
@@ -261,7 +262,8 @@ class ExpertsDeclaration:
         return first, LinearDeclaration(self.expert_size, down, False, self.dtype, self.device, shard=self.shard)
 
     def matrices(self) -> Iterator[str]:
-        """Names of the checkpoint's matrices below the experts' own name; there may be many."""
+        """Names of the experts' matrices in the checkpoint, relative to the name of the experts' module. There may be
+        many."""
         names = [name for projection in self.projections for name in projection.stored]
         if self.is_joint:
             yield from names

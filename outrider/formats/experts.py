@@ -45,7 +45,8 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
         return 0
 
     def use_activation_bits(self, bits: int) -> float | None:
-        """See `LinearFormat.use_activation_bits`. The returned error is that of one expert's products."""
+        """Round token rows in products: see `LinearFormat.use_activation_bits`. Returns the error for the products of
+        one expert."""
         return None
 
     @abstractmethod

@@ -36,8 +36,8 @@ class LinearFormat(MatrixFormat):
 
     @property
     def plain_weight(self) -> torch.Tensor | None:
-        """The weight as a plain tensor, for formats that multiply several weights in one product. None unless it is in
-        the model's dtype, has no bias and need not be exact."""
+        """The weight as a plain tensor, for code that multiplies several weights in one product. None if the weight is
+        not in the model's dtype, has a bias or must be exact."""
         return None
 
     def use_activation_bits(self, bits: int) -> float | None:
@@ -51,8 +51,8 @@ class LinearFormat(MatrixFormat):
 
     @property
     def rounding(self) -> int:
-        """The number of columns in each group of a token row that products round to fp8; the kernel that makes the rows
-        may do this for them. 0 if products do not round, or round in another way."""
+        """How many columns of a token row share an fp8 scale, if products round token rows to fp8. The kernel that
+        makes the rows may do the rounding. 0 if products do not round, or round in another way."""
         return 0
 
     def round_activated_for(self, reader: LinearFormat) -> None:
@@ -61,8 +61,8 @@ class LinearFormat(MatrixFormat):
     # Questions about the weight
 
     def dense(self) -> torch.Tensor | None:
-        """The weight as numbers, computed anew if the format keeps other bits. None if the format cannot compute
-        them."""
+        """The weight as numbers. A format that keeps other bits computes the numbers at each call, or returns None if
+        it cannot."""
         return None
 
     # Products
@@ -76,8 +76,8 @@ class LinearFormat(MatrixFormat):
         return self.product(x)[:, first:stop]
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
-        """The product in float32 (float64 in a float64 model). Logits use it: rounded to 16 bits, many of them would be
-        equal."""
+        """The product in float32, or in float64 in a float64 model. Logits use it, because many logits would be equal
+        after rounding to 16 bits."""
         out = self.product(x)
         return out if out.dtype == torch.float64 else out.float()
 

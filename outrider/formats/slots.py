@@ -41,7 +41,7 @@ class StoredWeight(Protocol):
     def is_finite(self) -> bool: ...
 
     def dequantize(self) -> torch.Tensor:
-        """The numbers that the bits stand for."""
+        """Dequantise the stored bits to numbers."""
 
 
 class Recode(Protocol):
@@ -63,7 +63,7 @@ class HeadLayout:
     is_reversed: bool = False  # the layer has the last part first
 
     def share(self, pieces: int) -> HeadLayout:
-        """The layout of one of several equal parts."""
+        """The layout of one of several equal parts of the heads."""
         if self.num_heads % pieces:
             raise ValueError(f"{self.num_heads} heads cannot be sharded into {pieces} equal parts")
         return replace(self, num_heads=self.num_heads // pieces)
@@ -158,7 +158,7 @@ class WeightSlot:
         return part if self.layout is None else self.layout.sort(part)
 
     def fill(self, generator: torch.Generator) -> None:
-        """Fill the target with random content: this rank's part of what a single rank would draw."""
+        """Fill the target with random numbers. Each rank gets its part of the numbers that a single rank would draw."""
         if self.has_file_order:
             self.draw(self.target, generator)
         else:  # drawn in the checkpoint's order, whatever the order in memory: numbers are drawn in the latter

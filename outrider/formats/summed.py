@@ -82,8 +82,8 @@ class SummedLinear(AroundLinear):
 
 
 class SharedVocabulary(AroundLinear, EmbeddingFormat):
-    """An embedding or head of which this rank holds the rows of some tokens. Tokens of other ranks are looked up as
-    zeros, and the sum over ranks adds their rows. Logits are gathered."""
+    """An embedding or head divided among ranks by tokens: this rank holds the rows of some tokens. Tokens of other
+    ranks are looked up as zeros, and the sum over ranks adds their rows. Logits are gathered."""
 
     def __init__(self, declared: LinearDeclaration, shard: VocabularyShard, inner: LinearFormat) -> None:
         assert not declared.has_bias
@@ -114,7 +114,7 @@ class SharedVocabulary(AroundLinear, EmbeddingFormat):
         return self._gathered(table, 0)
 
     def _gathered(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Gather a tensor whose axis `dim` has this rank's tokens to one with the whole vocabulary."""
+        """Gather the parts of all ranks along the axis `dim`: from this rank's tokens to the whole vocabulary."""
         if self._width * self._group.count == self._size:
             return self._group.gather(part, dim)
         missing = self._width - part.shape[dim]

@@ -49,8 +49,8 @@ class WeightFormat(ABC, Generic[Declaration]):
         and `prepare` follow."""
 
     def set_exact(self, exact: bool) -> None:
-        """Choose exact products, or ordinary ones; called before a model is prepared. In exact mode a token row's
-        result has the same bits in every batch."""
+        """Choose exact or ordinary products. Called before a model is prepared. In exact mode a token row's result has
+        the same bits in every batch."""
         if exact:
             raise ValueError(f"exact=True: the weight format {type(self).__name__} has no exact products")
 

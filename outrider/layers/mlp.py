@@ -31,7 +31,7 @@ class GatedMLP(FeedForward):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """is_packed: the checkpoint has gate and up in one tensor, gate first."""
+        """is_packed: whether the checkpoint has gate and up in one tensor, gate first."""
         stored = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         if is_packed:
             stored = {PACKED: 2 * intermediate_size}

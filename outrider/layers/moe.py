@@ -73,7 +73,8 @@ class TurnedNumbers:
 
 
 class Experts(FormatModule[ExpertsFormat]):
-    """Equal MLPs; the activation says if they are gated. Families with biases in experts use a subclass."""
+    """A group of MLPs with equal shapes. The activation determines whether they are gated. Families with biases in
+    experts use a subclass."""
 
     declared: ExpertsDeclaration
     format_base = ExpertsFormat
@@ -223,7 +224,7 @@ class MoE(FeedForward):
         return out if shared is None else out.add_(shared)
 
     def _with_shared(self, x: torch.Tensor, routed: moe.Routed) -> torch.Tensor | None:
-        """experts(x) + shared(x), where one kernel computes both."""
+        """experts(x) + shared(x) by one kernel, or None if no kernel computes both."""
         shared, activation = self.shared, self.experts.activation
         if self.shared_gate is not None or self.latent is not None or not isinstance(shared, GatedMLP):
             return None

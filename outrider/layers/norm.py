@@ -65,7 +65,8 @@ class RMSNorm(Module):
         self._hint: tuple[int, ...] = ()
 
     def round_for(self, *readers: LinearFormat | ExpertsFormat) -> None:
-        """Also round the result for the products of these formats, if all of them ask for the same rounding."""
+        """Let the norm also round its result for the products of these formats, if all formats need the same
+        rounding."""
         groups = {reader.rounding for reader in readers} - {0}
         self._hint = tuple(groups) if len(groups) == 1 else ()
 

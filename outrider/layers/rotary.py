@@ -97,8 +97,8 @@ class Rotary:
 
 
 class StillRotary(Rotary):
-    """A rope that turns nothing, for layers without a rope in models with ropes in other layers. Kernels that turn and
-    write keys in one go then serve these layers too."""
+    """A rope that rotates by zero, for layers without a rope in a model with ropes in other layers. Kernels that rotate
+    and write keys in one launch then serve these layers too."""
 
     def __init__(self, head_dim: int, *, max_len: int, dtype: torch.dtype, device: torch.device) -> None:
         wide = torch.float64 if dtype == torch.float64 else torch.float32

@@ -39,7 +39,8 @@ class Mixer(ABC):
         """Bind every layer to a step over this view. `Attend.mixer` hands out the values."""
 
     def bind_rows(self, view: BatchView) -> Mapping[int, Any]:
-        """Bind the layers that can read what all tokens of the step wrote to a view of each request's last tokens."""
+        """Bind layers to a view of each request's last tokens. Only layers that can read the cache entries of all
+        tokens of the step are bound."""
         return {}
 
     def carry(self, earlier: Mapping[int, Any], later: Mapping[int, Any], token_rows: torch.Tensor) -> None:

@@ -61,7 +61,7 @@ class HeadConfig:
 
     @property
     def made_for(self) -> int | None:
-        """The number of drafts per step that the head was trained for, if the config says it."""
+        """The number of drafts per step that the head was trained for. None if the config does not have this number."""
         settings = self.top.get("speculators_config", dict, {})
         counts = [m.get("speculative_tokens") for m in settings.get("proposal_methods") or []]
         return max((count for count in counts if isinstance(count, int)), default=None)

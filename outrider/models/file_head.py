@@ -32,8 +32,8 @@ class FileHead(DraftHead):
 
     def __init__(self, source: str, config: ConfigReader, sizes: Sizes, target: Model, *, dtype: torch.dtype,
                  device: torch.device) -> None:
-        """source: the config file. config: the part of it that describes the head's layers, from which `sizes` were
-        read."""
+        """source: the config file. config: the section of the file that describes the head's layers, from which `sizes`
+        were read."""
         super().__init__(target, sizes.hidden_size, dtype=dtype, device=device)
         self.sizes, self._source = sizes, source
         self.has_own_embedding = False

@@ -52,8 +52,8 @@ OTHER_PARTS = ("vision_tower", "audio_tower", "embed_vision", "embed_audio", "vi
 
 
 class Gemma4Attention(SelfAttention):
-    """Attention with norms of q, k and v; the norm of v has no weights. A layer that reads another's cache has only
-    q."""
+    """Attention with norms of q, k and v; the norm of v has no weights. A layer that reads another layer's cache has
+    only q."""
 
     def __init__(
         self, shape: LayerShape, sizes: Sizes, *, bias: bool, dtype: torch.dtype, device: torch.device
@@ -102,7 +102,7 @@ class PerLayerInputs(Module):
         )
 
     def shard(self, group: RankGroup) -> None:
-        """Shard the table by tokens; the rest is whole on every rank."""
+        """Shard the table by tokens. Every rank holds all other weights whole."""
         self.table.declare_shard(VocabularyShard.from_group(group))
 
     def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, context: StepContext) -> torch.Tensor:

@@ -156,7 +156,7 @@ class Glm5Next(KimiLinear):
 
     def predicting_layer(self, index: int, lasts: bool) -> tuple[DecoderLayer, LatentLayer]:
         """The layer of a prediction module, with one residual stream. Its texts begin at position 1, and so do its
-        blocks. lasts: further drafting passes keep the choice of the first one."""
+        blocks. lasts: whether later drafting passes keep the choice of blocks of the first pass."""
         latent = self._latent_layer(index, replace(self.pooled_positions(anchor=1), lasts_for_drafting=lasts))
         layer = PreNormLayer(self.make_norm(), self.attention(latent), self.make_norm(), self.make_experts(index))
         return layer, latent

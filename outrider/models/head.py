@@ -43,7 +43,8 @@ class DraftHead(LayeredModule):
         self._borrows_output = False  # the copy is another head's
 
     def arrivals(self, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
-        """The checkpoint's tensors by the names in `weights`, without those that the head stores itself."""
+        """The checkpoint's tensors that are loaded as weights, by their names in `weights`. Tensors that the head
+        stores itself are left out."""
         return iter(tensors)
 
     def stored_format(self, source: ModelSource) -> Callable[[str], StoredFormat | None]:
@@ -51,7 +52,7 @@ class DraftHead(LayeredModule):
         return source.stored_format
 
     def follow_target(self) -> None:
-        """Copy again what the head copied from the target's weights, because the weights may have changed."""
+        """Repeat the copies that the head made of the target's weights, because these weights may have changed."""
         if self.rounded_output is not None and not self._borrows_output:
             self.rounded_output.take()
 

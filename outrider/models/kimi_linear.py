@@ -133,8 +133,8 @@ class KimiLinear(HybridDecoder):
         return PreNormLayer(self.make_norm(), mixer, self.make_norm(), feed_forward, names)
 
     def slot_name(self, name: str) -> str:
-        """The slot for a tensor's name. transformers writes dense MLPs under the name that the makers' files use for
-        experts only. Its modules have one name for both."""
+        """The slot for a tensor's name. In files from transformers a dense MLP has the name that the makers' files use
+        only for experts. This model's modules have one name for both."""
         name = name.replace(".forget_gate.", ".")
         prefix, found, rest = name.replace(f".{self.experts_name}.", ".mlp.").partition(".mlp.")
         index = prefix.removeprefix(f"{self.names.layers}.")

@@ -69,8 +69,9 @@ class LlamaLayer(AttentionMLPLayer):
 
 
 class Llama(Decoder):
-    """Model class for LlamaForCausalLM, and the base of families that differ from it by switches or by a block. They
-    override what they read from the config (`windows`, `biases`, ..) and the parts that they make (`make_...`)."""
+    """Model class for LlamaForCausalLM, and the base of families that differ from it by switches or by a block.
+    Subclasses override methods that read the config (`windows`, `biases`, ..) and methods that make parts
+    (`make_...`)."""
 
     default_head_dim: int | None = None  # for configs without a head_dim; None: hidden_size / heads
     default_theta = 10000.0  # for configs without a theta

@@ -77,7 +77,8 @@ def stored_formats(model: Model, source: ModelSource) -> Callable[[str], StoredF
 
 
 def _joint_name(name: str) -> str:
-    """The name of the joint matrix of all experts in which files of some families store the matrix of one expert."""
+    """The name of the joint matrix of all experts. Files of some families store the matrix of an expert as a part of
+    this matrix."""
     experts, _, projection = name.rpartition(".")
     joint = JOINT_PROJECTIONS.get(projection, projection)
     return f"{experts.rpartition('.')[0]}.{joint}"
@@ -232,8 +233,8 @@ def _kept_parts(
 
 
 def split_experts(tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot]) -> Tensors:
-    """The tensors, with a joint tensor of all experts split into one for each expert and projection if the model has
-    slots for these. Files of one family have either form."""
+    """The tensors, after a joint tensor of all experts is split into one tensor for each expert and projection, if the
+    model has slots for these. Files of the same family come in both forms."""
     for name, tensor in tensors:
         experts, _, projection = name.rpartition(".")
         if name in slots or not experts.endswith(".experts") or len(tensor.shape) != 3:

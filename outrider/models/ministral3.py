@@ -9,7 +9,7 @@ from outrider.models.llama import Mistral
 
 
 class TemperedMistral(Mistral):
-    """Mistral with tempered queries, if the rope has a strength for them."""
+    """Mistral with tempered queries. Queries are tempered only if the rope's config has a strength for it."""
 
     strength = 0.0
 

@@ -52,7 +52,7 @@ class MTPNames:
 
 @dataclass(frozen=True)
 class MTPDescription:
-    """The description of one family's module."""
+    """How the prediction module of one family differs from that of other families."""
 
     layers: LayerFactory
     eps: float
@@ -96,7 +96,8 @@ class MTPHead(SlotHead):
         ]
 
     def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The module's tensors. The files may be the target's, which also contain its own tensors."""
+        """The module's tensors among all tensors of the files. The files may be the target's and then contain the
+        target's tensors too."""
         names = self.description.names
         return ((name, t) for name, t in tensors if name.startswith(names.prefix) and name not in names.shared)
 
@@ -223,7 +224,8 @@ def describe_mtp(target: Model) -> MTPDescription:
 
 
 def has_own_module(model_class: type[Model]) -> bool:
-    """Whether checkpoints of this class are published with a module. Any model like Llama may be trained with one."""
+    """Whether published checkpoints of this class contain a prediction module. (A module can also be trained for any
+    model like Llama.)"""
     describe = next((_FAMILIES[each] for each in model_class.__mro__ if each in _FAMILIES), _describe_nothing)
     return describe not in (_describe_llama, _describe_nothing)
 

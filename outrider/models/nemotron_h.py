@@ -94,7 +94,7 @@ class PlainMLP(FeedForward):
 
 
 class NemotronHLayer(DecoderLayer):
-    """A layer with one part of any kind: x + part(norm(x))."""
+    """A layer with a single part, such as attention or an MLP: x + part(norm(x))."""
 
     def __init__(self, norm: RMSNorm, part: TokenMixer | FeedForward) -> None:
         self.norm, self.part = norm, part

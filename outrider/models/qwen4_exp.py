@@ -144,7 +144,7 @@ class Qwen4Exp(HybridDecoder):
         return super().ignores(name) or name.startswith("model.visual.") or name.endswith(DERIVED)
 
     def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
-        """Refuse files with n-grams hashed in another way than the config says."""
+        """Raise an error if the files' n-grams are hashed in another way than the config says."""
         prefix, _, part = name.rpartition(".ple.ple_embedding.")
         index = prefix.removeprefix(f"{self.names.layers}.")
         if part not in DERIVED or not index.isdecimal() or int(index) not in self.ngrams:
@@ -202,7 +202,7 @@ def read_end_id(config: ConfigReader) -> int:
 
 
 def _with_full_layers(config: ConfigReader) -> ConfigReader:
-    """The config with one name for attending layers, of the two that files use."""
+    """The config with a single name for the layers that attend. Files use two names for them."""
     kinds = config.raw("layer_types")
     if not isinstance(kinds, list):
         return config

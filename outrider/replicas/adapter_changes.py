@@ -62,7 +62,7 @@ class AdapterChanges:
             return joined_answer([answer for answer in answers if answer is not None])
 
     async def bring(self, replica: Replica) -> None:
-        """Make all changes on a replica that has started again and does not serve yet."""
+        """Repeat all changes of adapters on a replica that was restarted and does not serve yet."""
         async with self._lock:
             for name, change in self._last.items():
                 # A name that was given at start too is replaced.
@@ -73,8 +73,9 @@ class AdapterChanges:
                               "it did not answer" if answer is None else answer[1].decode(errors="replace"))
 
     async def _undo(self, done: Sequence[Replica], change: AdapterChange) -> None:
-        """Take a change back where it was made: the adapter that the name stood for before is loaded again, if there
-        was one. An adapter of the start that lies outside of the root folder cannot be, which is logged."""
+        """Undo a change on the replicas that made it: the adapter that had the name before is loaded again, if there
+        was one. An adapter that was named at start and lies outside of the root folder cannot be loaded again; this is
+        logged."""
         name = change.body["lora_name"]
         before = self._last.get(name)
         if before is None and name in self._modules:

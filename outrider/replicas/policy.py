@@ -46,7 +46,7 @@ class PrefixRouter:
             self._holders.popitem(last=False)
 
     def forget(self, replica: str) -> None:
-        """Forget what a replica was given, because it is gone or starts again with an empty cache."""
+        """Forget the prompts of a replica, because it has ended or restarts with an empty cache."""
         self._turns.pop(replica, None)
         for block, holders in list(self._holders.items()):
             if replica not in holders:

@@ -31,7 +31,7 @@ class TokenCounts:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that penalties take once a request asks for one."""
+        """Bytes of the token counts. The memory is taken when a request first asks for a penalty."""
         return 4 * self._limits.extent(Axis.ROWS) * self._limits.extent(Axis.VOCAB)
 
     def admit(self, admissions: list[Admission]) -> None:

@@ -30,8 +30,8 @@ choose_scaled = Operation(
 
 def _draw_tokens(logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: SamplingKeys,
                  any_sampled: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """([L] tokens, [L] bool whether a token is bad) for logit rows [L, V] that ask for a temperature at most. Bad are
-    rows whose choice is not finite; their token is 0."""
+    """([L] tokens, [L] bool whether a row is bad) for logit rows [L, V] that use no sampling parameter except a
+    temperature. A row is bad if the logit of its chosen token is not finite; its token is then 0."""
     best = choose_scaled(scale(logits, row, keys) if any_sampled else logits, row, position, keys, any_sampled)
     bad = ~logits.gather(1, best[:, None]).squeeze(1).isfinite()
     return best.masked_fill(bad, 0), bad

@@ -138,7 +138,8 @@ class LogitEditor(Protocol):
 
 @dataclass(frozen=True)
 class StepExtras:
-    """The rare lists of one step, None where no request has one. `*_rows` are the entries' logit rows, for the host."""
+    """Lists of rarely used parameters for one step; a field is None if no request of the step uses it. Each `*_rows`
+    field has the logit row of every entry, on the host."""
 
     bias: LogitBias | None = None
     allowed: AllowedTokens | None = None

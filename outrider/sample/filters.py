@@ -33,7 +33,7 @@ def _below_greatest(logits: torch.Tensor) -> torch.Tensor:
 
 def keep_likely(scaled: torch.Tensor, row: torch.Tensor, rows: SamplingRows, needs: StepNeeds,
                 editor: LogitEditor | None = None) -> None:
-    """min-p, then the editor, top-k, and top-p over what it left, in place."""
+    """Apply min-p, the editor, top-k and top-p in this order, in place. Top-p sees only the tokens that top-k left."""
     if needs.any_min_p:
         scaled.masked_fill_(scaled < rows.min_p_floor[row].to(scaled.dtype)[:, None], -torch.inf)
     if editor is not None:

@@ -77,7 +77,7 @@ class RowLists:
         self.unplaced.clear()
 
     def admit(self, row: int, params: SamplingParams) -> ListPlaces:
-        """Writes the lists of the request that takes a row; those of its last owner are given back."""
+        """Writes the lists of the request that takes a row, and frees the lists of the row's last owner."""
         self.unplaced.discard(row)
         for start in self._starts.pop(row, ()):
             self._arena.free(start)

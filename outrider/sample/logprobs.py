@@ -24,8 +24,8 @@ KERNEL_MAX_LOGPROBS = 128  # most likely tokens that kernels report
 
 @dataclass(frozen=True)
 class LogprobRows:
-    """Log-probabilities [L logit rows] of the chosen token and of the N likeliest. Two tensors hold all of it: every
-    tensor that goes to the host costs it time in every step."""
+    """Log-probabilities [L logit rows] of the chosen token and of the N likeliest tokens. They are packed in two
+    tensors, because each tensor that is copied to the host costs time in every step."""
 
     ids: torch.Tensor  # [L, 2 + N] int64: the chosen token's rank, the chosen token, the likeliest first
     values: torch.Tensor  # [L, 1 + N]: of the chosen token, of the likeliest first

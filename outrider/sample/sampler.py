@@ -125,7 +125,8 @@ def _sample_chunk(logits: torch.Tensor, asked: Asked) -> Sampled:
 
 
 def edit_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """A copy of the logits with single ones changed. The order of changes is part of what the parameters mean."""
+    """A copy of the logits in which single logits are changed as requests ask. The order of the changes matters and is
+    fixed."""
     own, at, extras = logits.clone(memory_format=torch.contiguous_format), asked.logit_rows, asked.extras
     if extras.allowed is not None:
         allow_only(own, extras.allowed)

@@ -74,7 +74,7 @@ async def prepare_chat(service: Service, body: ChatRequest,
 
 def _parsed_choice(service: Service, body: ChatRequest, forced: ForcedCalls | None,
                    prompt_end: str) -> ParsedChoice | None:
-    """Make the parser of one sample's text; None if the whole text is content."""
+    """Make the parser for the text of one sample. Returns None if all of the text is content."""
     tools = (body.tools or []) if body.tool_choice != "none" else []
     tool_format = service.config.tool_call_parser if tools else None
     schemas = {tool.function.name: tool.function.parameters or {} for tool in tools}

@@ -55,7 +55,7 @@ async def _read_prompts(service: Service, body: CompletionRequest) -> Sequence[T
 
 
 class _PromptParts(NamedTuple):
-    """What every choice of one prompt repeats of it."""
+    """Parts of a prompt's answer that every choice repeats."""
 
     text: str  # empty unless the answer begins with it
     token_ids: Written | None

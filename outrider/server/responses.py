@@ -95,7 +95,8 @@ def _item_page(items: tuple[StoredItem, ...], limit: int, after: str | None) -> 
 
 
 async def _ready(parts: list[bytes]) -> list[bytes]:
-    """The answer in parts, as items are stored: clients that do not read it hold no copy of them."""
+    """An answer that is sent in parts. The parts are the stored items themselves, so that a client that reads slowly
+    causes no copies."""
     return parts
 
 

@@ -43,7 +43,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Seconds that the engine's own thread needs."""
+    """Seconds that the engine's thread on the host needs."""
 
     step: Seconds  # for one step, whatever its requests
     request: Seconds  # for each request of a step
@@ -53,8 +53,8 @@ class HostCosts:
 
 @dataclass(frozen=True)
 class DecodeSteps:
-    """Seconds of steps in which every request decodes with so many drafts, by the number of requests. What contexts add
-    is not part of them."""
+    """Seconds of steps in which every request decodes with a fixed number of drafts, by the number of requests. The
+    time to read contexts is not included."""
 
     num_drafts: int
     requests: tuple[Count, ...]
@@ -63,7 +63,7 @@ class DecodeSteps:
 
 @dataclass(frozen=True)
 class PromptSteps:
-    """Seconds of steps with prompts, by the number of all tokens in the step. What attention adds is not part of them.
+    """Seconds of steps with prompts, by the number of all tokens in the step. The time of attention is not included.
 
     num_drafts: drafts that the step proposes for the next one."""
 

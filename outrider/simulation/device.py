@@ -47,7 +47,7 @@ class SimulatedDevice:
         return StepResult(batch.step, results, checkpoints=written)
 
     def skip(self, rows: Sequence[int], num_steps: int) -> None:
-        """Let each of the rows decode for so many steps without drafts."""
+        """Let each row decode for so many steps without drafts, at once."""
         for index in rows:
             row = self._rows[index]
             row.known += num_steps

@@ -28,7 +28,7 @@ class Link:
 
 
 def over_ranks(table: CostTable, num_ranks: int, link: Link) -> CostTable:
-    """The table of an engine whose weights, heads and pages are split over so many ranks."""
+    """The cost table of an engine with so many ranks, which divide the weights, heads and pages."""
     if num_ranks == 1:
         return table
 

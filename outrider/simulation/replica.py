@@ -58,7 +58,7 @@ class PlannedTurns:
 
 class SimulatedReplica:
     def __init__(self, table: CostTable, outcome: Outcome, *, seed: int = 0, skips: bool = True) -> None:
-        """skips: turns that only decode are made many at a time; nothing that is counted changes by it."""
+        """skips: whether many turns that only decode are simulated at once. The counts do not change."""
         self._table, self._outcome, self._skips = table, outcome, skips
         self.scheduler = make_scheduler(table.info, enable_prefix_caching=table.enable_prefix_caching)
         self._depth = table.info.limits.steps_in_flight
@@ -105,7 +105,7 @@ class SimulatedReplica:
         return ended
 
     def close(self) -> None:
-        """Add to the outcome what is counted over the replica's life."""
+        """Add the counts of the whole simulation of this replica to the outcome."""
         outcome, cache = self._outcome, self.scheduler.cache
         outcome.busy.append(self.busy)
         outcome.num_queried_tokens += cache.stats.queried_tokens
@@ -210,7 +210,7 @@ class SimulatedReplica:
         self.next_turn = time
 
     def _make_planned(self, num_turns: int) -> None:
-        """Make the first of the planned turns, and forget the others."""
+        """Simulate the first `num_turns` planned turns, and drop the rest of the plan."""
         planned, self._planned = self._planned, PlannedTurns()
         if num_turns < len(planned.times):
             self.next_turn = planned.times[num_turns]

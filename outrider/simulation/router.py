@@ -22,7 +22,7 @@ class RoundRobin:
 
 
 class LeastLoad:
-    """The replica with the fewest requests; among equal ones they take turns."""
+    """Chooses the replica with the fewest requests. Replicas with equally many requests take turns."""
 
     def __init__(self) -> None:
         self._turns = RoundRobin()

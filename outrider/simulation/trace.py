@@ -143,7 +143,8 @@ class Shapes:
 
 
 class OpenLoad:
-    """Requests that come at a rate, one by one or in bursts of a size. They do not wait for earlier ones to end."""
+    """Requests that arrive at a rate, one by one or in bursts of a fixed size. They do not wait for earlier requests to
+    end."""
 
     def __init__(self, shapes: Shapes, num_requests: int, rate: float, *, burst: int = 1, seed: int = 0) -> None:
         self._shapes, self._num, self._rate, self._burst = shapes, num_requests, rate, burst

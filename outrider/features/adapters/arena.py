@@ -60,8 +60,8 @@ class AdapterArena:
         self._changed.clear()
 
     def may_change(self, targets: range) -> bool:
-        """Whether an adapter changes one of these targets: one that is placed or, where steps are captured, any that
-        may be placed later."""
+        """Whether an adapter may change one of these targets. Only placed adapters count; if steps are captured,
+        adapters that may be placed later count too."""
         if self.device.type != "cpu":
             return bool(targets)
         return any(not changed.isdisjoint(targets) for changed in self._changed.values())

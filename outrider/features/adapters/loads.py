@@ -162,8 +162,8 @@ class AdapterRegistry(AdapterLoads):
     # Requests
 
     def newest(self, number: int) -> int:
-        """The load for a request that is about to be added: its own, or the one that has replaced that one since the
-        request was checked. Refuses a request whose adapter is not loaded any more."""
+        """The load that a request uses when it is added: the load from its check, or a newer load of the same adapter.
+        Raises UnknownAdapter if the adapter is not loaded any more."""
         if number in self.sizes:
             return number
         dropped = self._dropped.get(number)
@@ -216,7 +216,7 @@ class AdapterRegistry(AdapterLoads):
         return hold
 
     def _find(self, asked: LoRARequest) -> int | None:
-        """The load of an adapter: the one that is served under its name, else one that is being read."""
+        """The load of an adapter: the load that is served under its name, otherwise a load that is being read."""
         current = self._current.get(asked.lora_name)
         reading = (number for number in reversed(self._loads) if number not in self.sizes)
         for number in reading if current is None else (current, *reading):
@@ -241,7 +241,7 @@ class AdapterRegistry(AdapterLoads):
             self._drop(idle)
 
     def _serve(self, load: AdapterLoad) -> None:
-        """Give new requests a load that has been read, in place of the one before."""
+        """Serve a load that has been read: new requests get it instead of the load before."""
         number = self._current.get(load.name, 0)
         if load.is_replaced or load.number < number:  # removed, or read again, while it was read
             self._replace(load)

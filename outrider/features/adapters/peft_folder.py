@@ -114,8 +114,8 @@ class PeftFolder:
         return int(_matched(self._ranks, self._key(module), self._rank))
 
     def _key(self, module: str) -> str:
-        """The name that PEFT matches patterns with: that of the weight where the parameter is adapted, not the
-        module."""
+        """The name that PEFT compares with patterns: the weight's name if the parameter is adapted, otherwise the
+        module's name."""
         weight = f"{module}.weight"
         return weight if any(f".{weight}".endswith(f".{name}") for name in self._parameters) else module
 

@@ -53,8 +53,8 @@ class Target(ABC):
         return module
 
     def changed_parts(self, rest: str) -> set[tuple[int, int]]:
-        """The parts of the product that a file's module changes. No two modules of a file may change the same one.
-        rest: the module's name behind the target's."""
+        """The parts of the product that a file's module changes. Two modules of a file must not change the same part.
+        rest: the part of the module's name after the target's name."""
         return {(0, 0)}
 
     def held_rank(self, rest: str, rank: int) -> int:
@@ -68,7 +68,7 @@ class Target(ABC):
 
     @property
     def is_served(self) -> bool:
-        """Whether adapters may change it with the weights as they are stored here."""
+        """Whether adapters may change this target, with the format in which its weights are stored."""
         return True
 
     @property

@@ -130,8 +130,8 @@ class Targets:
 
 
 def _below(owner: str, *names: str) -> str | None:
-    """The part of a module's name behind the owner's name, for the first of `names` that is the owner or lies below
-    it."""
+    """The rest of a module's name after its owner's name, for the first of `names` that equals the owner's name or
+    begins with it."""
     return next((name[len(owner) + 1 :] for name in names if f"{name}.".startswith(f"{owner}.")), None)
 
 

@@ -233,7 +233,7 @@ class DrafterLearner(DraftObserver, BackgroundWork):
             self._fail(error)
 
     def _swap(self) -> None:
-        """Serve with the candidate's weights. The trainer waits meanwhile."""
+        """Serve with the candidate's weights. The trainer waits until this is done."""
         try:
             self.served.take(self._candidate.weights)
             if self._stream is not None:

@@ -43,8 +43,8 @@ class ServedHead:
 
     @classmethod
     def from_drafter(cls, drafter: Drafter | None, allow_copies: bool) -> ServedHead:
-        """The EAGLE-3 head of an engine's drafter, or of one of several. Raises ValueError if there is none that can
-        learn."""
+        """Find the EAGLE-3 head among the engine's drafters. Raises ValueError if no drafter has a head that can be
+        trained."""
         parts = drafter.drafters if isinstance(drafter, CombinedDrafter) else [] if drafter is None else [drafter]
         for part in parts:
             if isinstance(part, AutoregressiveDrafter) and isinstance(part.network, Eagle3Head):

@@ -68,7 +68,7 @@ class ProcessedRequest:
 
 @dataclass(frozen=True, eq=False)
 class StepRows:
-    """A request's logit rows in a step: the one behind its known tokens, then one behind each of its drafts."""
+    """A request's logit rows in a step: one row after its known tokens, then one row after each of its drafts."""
 
     request: ProcessedRequest
     index: int  # of the request in the scheduled batch

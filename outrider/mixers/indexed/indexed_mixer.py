@@ -38,7 +38,7 @@ class BlockChoice:
 
     @property
     def whole_len(self) -> int:
-        """Tokens of the longest context of which everything is chosen."""
+        """The length, in tokens, up to which all blocks of a context are chosen."""
         return (self.top_k + 1) * self.blocks.size - 1
 
 

@@ -45,7 +45,7 @@ class IndexedPositions:
 
     @property
     def whole_len(self) -> int:
-        """Tokens of the longest context of which everything is chosen."""
+        """The length, in tokens, up to which all positions of a context are chosen."""
         return self.top_k
 
 
@@ -161,7 +161,7 @@ class NotChosen:
 
 @dataclass(frozen=True)
 class WholeContext:
-    """Says that the indexer was not asked, because it may choose as many positions as the longest context has."""
+    """Marks a step whose indexer is not run, because it would choose every position even of the longest context."""
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class ListedPositions:
 
 @dataclass(frozen=True)
 class KeptChoice:
-    """Says that the indexers of this pass choose nothing: the choice of an earlier pass holds, in the contexts of that
-    pass."""
+    """Marks a drafting pass whose indexers are not run: the choice of an earlier pass is used, within the contexts of
+    that pass."""
 
     visible: VisibleRanges
     choice: WholeContext | ListedPositions
@@ -340,8 +340,8 @@ class LatentMixer(Mixer):
         return torch.zeros(num_choices, num_tokens, NUM_COUNTERS, dtype=torch.int32, device=device).unbind()
 
     def carry(self, earlier: Mapping[int, Any], later: Mapping[int, Any], token_rows: torch.Tensor) -> None:
-        """Keep what indexers of an earlier pass chose for `token_rows` in a later pass with one token row for each of
-        them, where the layers say so."""
+        """Reuse the choices of an earlier pass in a later pass, for layers that ask for it. The later pass has one
+        token row for each of `token_rows` of the earlier pass."""
         for layer, _, _ in self._layers:
             if isinstance(layer.attends_to, IndexedPositions) and layer.attends_to.lasts_for_drafting:
                 later[layer.index].keep_choice(earlier[layer.index], token_rows)

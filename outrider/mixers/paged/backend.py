@@ -182,7 +182,7 @@ class PagedLayer(NamedTuple):
         self.backend.write_fused(self.layer, self.cache, kv, rope, norms, self.plan)
 
     def read_fused(self, q: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
-        """`fused` of q [tokens, q] alone: what the tokens see is in the cache already."""
+        """`fused` for q [tokens, q] alone. The keys and values are already in the cache."""
         return self.backend.run_fused(replace(self.layer, writes=False), self.cache, q, rope, norms, self.plan)
 
 

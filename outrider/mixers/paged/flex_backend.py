@@ -64,7 +64,8 @@ def most_columns(group: Group, tile: int) -> int:
 
 @dataclass(frozen=True)
 class TokenTiles:
-    """Token rows in tiles of one request each. Rows of a tile without a token are dead, and so are dead tokens."""
+    """Token rows divided into tiles. All rows of a tile belong to one request. Rows without a token are dead, like dead
+    tokens."""
 
     size: int
     request: torch.Tensor  # [tiles]

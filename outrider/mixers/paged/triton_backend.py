@@ -144,8 +144,8 @@ class TritonBackend(Backend):
     reads_shared_once = True
 
     def __init__(self, decode_kernel_max_query: int = 16) -> None:
-        """decode_kernel_max_query: most tokens of a request that the decode kernel takes, 16 at most. Every power of
-        two up to it is a kernel of its own to compile."""
+        """decode_kernel_max_query: most tokens of a request that the decode kernel takes, 16 at most. One kernel is
+        compiled for each power of two up to this number."""
         self._max_query = min(16, decode_kernel_max_query)
 
     def plan(self, view: BatchView, group: Group) -> Plan:

@@ -67,7 +67,7 @@ class RecurrentMixer(Protocol):
 
     def step(self, state: torch.Tensor, tail: torch.Tensor, conv_in: torch.Tensor, gates: Gates) -> StepOutput:
         """Compute one token of each of several rows: state [rows, *state_shape], tail [rows, conv_width - 1, conv_dim],
-        conv_in [rows, conv_dim], gates [rows, n] each. No row's result depends on another's."""
+        conv_in [rows, conv_dim], gates [rows, n] each. The result of a row does not depend on other rows."""
 
     def scan(self, state: torch.Tensor, tail: torch.Tensor, conv_in: torch.Tensor, gates: Gates,
              boundaries: list[int], exact: bool = False) -> ScanOutput:

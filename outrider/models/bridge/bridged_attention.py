@@ -74,8 +74,8 @@ class MaskDescriptions:
 
 
 def _window_of(mask_function: Callable[..., Any], local_size: int | None) -> int | None:
-    """Find the window of a mask by asking for tokens around the window's edges. None if a token sees everything before
-    it. Raise ValueError for a mask of another form."""
+    """Find the window of a mask by evaluating the mask at tokens around the window's edges. Returns None if a token
+    sees all tokens before it. Raises ValueError for a mask of another form."""
     reach = local_size or 8
     queries = torch.tensor([0, 1, reach - 1, reach, reach + 1, 2 * reach + 3])
     offsets = torch.tensor([-1, 0, 1, reach - 1, reach, reach + 1])

@@ -52,7 +52,7 @@ class CurrentStep:
 
 
 class _StepRotary(Rotary):
-    """A rope table with a row for every token row of one step, instead of a row for every position."""
+    """A rope table that has one row for each token row of a step, where other tables have one row for each position."""
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self._num_tokens, half = cos.shape[1], cos.shape[-1] // 2

@@ -66,7 +66,8 @@ class MadeConfig(NamedTuple):
 
 
 def make_config(reader: ConfigReader, model_class: type[Any]) -> MadeConfig:
-    """Make the config of a model class from the engine's config. Raise ConfigError for what the bridge cannot serve."""
+    """Make the config of a model class from the engine's config. Raises ConfigError for settings that the bridge cannot
+    serve."""
     for key in ("is_encoder_decoder", "add_cross_attention"):
         reader.must_equal(key, False, default=False)
     if quantization := reader.get(KEY, dict, {}):

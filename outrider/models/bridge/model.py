@@ -241,7 +241,7 @@ def _pass(*_: Any, **__: Any) -> None:
 
 
 class _GivenStates(nn.Module):
-    """A replacement of the base model, and of modules in it, while logits are made from given states."""
+    """A stand-in for the base model and its modules while logits are made: it returns the given states."""
 
     def __init__(self) -> None:
         super().__init__()

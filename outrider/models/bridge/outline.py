@@ -225,7 +225,7 @@ def _find_layers(model: nn.Module, calls: list[AttentionCall]) -> str:
 
 
 def _shared(inputs: list[tuple[str, torch.Tensor]]) -> list[list[str]]:
-    """The linear modules of one parent that were called one after the other with the same tensor."""
+    """Groups of linear modules of one parent that were called consecutively with the same tensor."""
     runs: list[list[str]] = []
     before: torch.Tensor | None = None
     for name, x in inputs:

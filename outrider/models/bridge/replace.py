@@ -70,7 +70,8 @@ class Replacements:
         return embedding
 
     def replace_attention(self, name: str, layer: AttentionLayer, rotary_dim: int) -> bool:
-        """Replace an attention module by one block, if it is plain attention with a rope. Return whether it was."""
+        """Replace an attention module by one block if it is plain attention with a rope. Returns whether the module was
+        replaced."""
         module = self.model.get_submodule(name)
         linears = [module._modules.get(part) for part in (*known.QKV_NAMES, known.OUT_NAME)]
         if not all(isinstance(linear, BridgedLinear) for linear in linears):

@@ -44,8 +44,8 @@ class FolderSource(ModelSource):
 
     @cached_property
     def _held_names(self) -> set[str] | None:
-        """The names of all tensors; None if the weights are not here, as for a dummy model. Every matrix asks for
-        them."""
+        """The names of all tensors. None if the folder has no weights, as for a dummy model. Cached, because the lookup
+        of every matrix needs them."""
         try:
             return self.tensor_names()
         except FileNotFoundError:

@@ -50,7 +50,7 @@ class GgufSource(ModelSource):
 
     @cached_property
     def _placed(self) -> dict[str, tuple[TensorPlace, TensorEntry]]:
-        """The place and the file's tensor of every tensor of the model, by the model's name for it."""
+        """For each tensor of the model, by its name there: the place, and the tensor of the file that fills it."""
         num_layers = Metadata(self.header).num_layers
         return {place.name.replace("{expert}", str(expert)): (place, entry) for entry in self.header.tensors.values()
                 for place in self.family.places(entry.name, num_layers) or ()

@@ -150,7 +150,7 @@ def deepseek_indexed_config(meta: Metadata) -> dict[str, Any]:
 
 
 def nemotron_h_config(meta: Metadata) -> dict[str, Any]:
-    """The config of Nemotron-H. A layer's tensors tell its kind."""
+    """The config of Nemotron-H. The kind of each layer is found from the names of its tensors."""
     letters = {layer: letter for letter, tensor in (("M", "ssm_in"), ("*", "attn_q"), ("-", "ffn_up"),
                                                     ("E", "ffn_gate_inp"))
                for layer in meta.layers_with(f"{tensor}.weight")}

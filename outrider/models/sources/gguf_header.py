@@ -88,7 +88,8 @@ class _Cursor:
         return self.take(length).decode("utf-8", errors="replace")
 
     def strings(self, count: int) -> list[str]:
-        """Read many strings in one loop without calls: a vocabulary with its merges has a hundred thousand."""
+        """Read many strings in one loop without function calls, because a vocabulary with its merges has a hundred
+        thousand strings."""
         data, at, end, length = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
         found: list[str] = []
         for _ in range(count):

@@ -65,7 +65,8 @@ def _read_rows(header: Header, entry: TensorEntry) -> torch.Tensor:
 def _stored(
     rows: torch.Tensor, entry: TensorEntry, place: TensorPlace, meta: Metadata
 ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
-    """The weights of one tensor of the file at one place, by name: one, or one for each expert."""
+    """The weights that one tensor of the file gives at one place, by name: a single weight, or one weight for each
+    expert."""
     names, shape = [place.name], entry.shape
     if "{expert}" in place.name:
         names, shape = [place.name.replace("{expert}", str(expert)) for expert in range(shape[0])], shape[1:]
@@ -112,7 +113,7 @@ def _weight(
 def _changed(
     weight: torch.Tensor | StoredWeight, entry: TensorEntry, place: TensorPlace, meta: Metadata
 ) -> torch.Tensor:
-    """Compute the model's numbers from one tensor of the file, or from two of a layer."""
+    """Compute the numbers of a model's tensor from one tensor of the file, or from two tensors of the same layer."""
     assert place.change is not None
     if place.beside is None:
         return place.change(_numbers(weight))

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 
 class SourceError(ValueError):
-    """Raised when a model's files are missing, damaged or not supported. The message says which, and what to do."""
+    """Raised when a model's files are missing, damaged or not supported. The message names the cause and says what to
+    do."""
 
 
 class WeightError(ValueError):
@@ -75,7 +76,7 @@ class ModelSource(ABC):
     @abstractmethod
     def read(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
         """The tensors of the files, one at a time. Quantised matrices are stored weights with their scales. Each call
-        reads the files anew."""
+        reads the files again."""
 
     def cache_scales(self) -> ScalePairs:
         """The files' scales for an fp8 cache, by layer."""

@@ -90,7 +90,8 @@ def read_tensors(folder: Path, names: Collection[str]) -> Iterator[tuple[str, to
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """Each file, with the tensors that the index expects in it (None: all that it has). `folder` may also be a file."""
+    """Each file of the folder, with the names of the tensors that the index expects in it, or None if there is no
+    index. `folder` may also be a file."""
     if folder.is_file():
         return {folder: None}
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"

@@ -59,7 +59,7 @@ class Cursor:
         return text, marker
 
     def match(self, pattern: re.Pattern[str]) -> str:
-        """Take what the pattern matches in the text so far."""
+        """Take the text that the pattern matches at the current place, among the text so far."""
         found = pattern.match(self._text, self._place)
         if found is None:
             return ""
@@ -84,7 +84,7 @@ class Cursor:
         return self.while_matches(_SPACE)
 
     def takes(self, token: str) -> Waiting[bool]:
-        """Take the token if it comes next."""
+        """Take the token if the text goes on with it. Returns whether it did."""
         while True:
             rest = self._text[self._place:self._place + len(token)]
             if rest == token:
