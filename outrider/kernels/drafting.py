@@ -31,7 +31,7 @@ class CommittedRequests(NamedTuple):
 
 
 class DraftingRows(NamedTuple):
-    """Row state, read only; int64 but for `temperature`."""
+    """The row state that drafting reads and does not change. All tensors are int64 except `temperature`."""
 
     tokens: torch.Tensor  # [ROWS, LENGTH]
     known: torch.Tensor  # [ROWS]

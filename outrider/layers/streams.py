@@ -23,7 +23,7 @@ from outrider.mixers import WantedRows
 
 
 class Injection(NamedTuple):
-    """An addition to the streams that the next gate makes: x, scaled by a weight for each stream."""
+    """A pending addition to the streams: x times a weight for each stream. The next gate carries it out."""
 
     x: torch.Tensor  # [tokens, hidden]
     weights: torch.Tensor  # [tokens, num_streams]

@@ -91,8 +91,8 @@ class UpdatedWeights:
         return self._model.ignores(name) or any(name in head.description.names.shared for head in self._heads)
 
     def missing(self, names: Collection[str], doubtful: Collection[str]) -> Collection[str]:
-        """The model's weights that are not among the names. Buffers keep their values if they are not among the
-        doubtful, which a failed update has replaced."""
+        """The model's weights that are missing from `names`. A missing buffer counts only if it is in `doubtful`, the
+        names of weights that a failed update has replaced; other buffers keep their values."""
         lacking = self._model.weights().keys() - set(names)
         return {name for name in lacking if name in doubtful or not is_buffer(name)}
 

@@ -323,7 +323,7 @@ def add_adapters(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSl
 
 def takes_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, rows: RowSlots, tables: DeltaTables,
                 targets: TargetRange) -> bool:
-    """Whether the kernel serves the call: gate and up must be two targets, one behind the other."""
+    """Whether the kernel serves the call: gate and up must be two consecutive targets."""
     return activation in _GATED and len(targets.ends) == 2 and 2 * targets.ends[0] == targets.ends[1] == out.shape[1]
 
 
@@ -385,7 +385,8 @@ def add_to_pairs(x: torch.Tensor, out: torch.Tensor, pairs: RowSlots, tables: De
 
 def _shrink(x: torch.Tensor, rows: RowSlots, tables: DeltaTables, asked: range, max_rank: int, num_experts: int,
             per_row: int, pdl: bool) -> torch.Tensor:
-    """The products with the first factors: [splits, rows in their order, asked targets, ranks] float32."""
+    """Multiply token rows by the first factors of their adapters. Returns partial sums [splits, rows in the order of
+    `rows`, asked targets, ranks] float32; a split is a range of input features."""
     num_rows, num_inputs = len(rows.slots), x.shape[1]
     beside = is_behind_product(x)
     # Ranges of input features depend on their number alone, or bits would depend on the batch.
@@ -444,7 +445,8 @@ def _whole(rank: int) -> int:
 
 
 def alignment_of(num_experts: int, num_features: int) -> int:
-    """The alignment, in numbers, of a factor's beginning. It is smaller where experts lie one behind the other."""
+    """The alignment of a factor's first number, counted in numbers. It is smaller if the factors of several experts are
+    stored one after another."""
     return ALIGNMENT if num_experts == 1 else min(ALIGNMENT, num_features & -num_features)
 
 

@@ -15,7 +15,7 @@ MIN_COUNTERS = 1 << 16  # tiles that may wait for their last split, at least
 
 @triton.jit
 def tile_counter(counters, request, kv_head, tile, num_tiles):
-    """The counter of the programs of a tile that have arrived. Axis 0 of the grid must be that of key/value heads."""
+    """The counter of how many programs of a tile have finished. Axis 0 of the grid must be that of key/value heads."""
     return counters + (request * tl.num_programs(0) + kv_head) * num_tiles + tile
 
 

@@ -49,7 +49,8 @@ class SharedPages(NamedTuple):
 
 @triton.jit
 def _contexts(lengths, live, request, num_requests):
-    """Tokens in the cache before the request's own queries, which see them all; -1 where no live query attends."""
+    """How many tokens are in the cache before the request's queries, which see all of them; -1 if the request has no
+    live query."""
     exists = request < num_requests
     num_live = tl.load(live + request, mask=exists, other=0)
     return tl.where(num_live > 0, tl.load(lengths + request, mask=exists, other=0) - num_live, -1)
@@ -64,8 +65,8 @@ def _pages_at(page_table, table_stride, request, context, column, PAGE: tl.const
 
 @triton.jit
 def _column_of(level, least, PAGE: tl.constexpr):
-    """The column that the requests are compared by at a level: the one in which `least` tokens, doubled at each level,
-    end."""
+    """The page table column in which requests are compared at a level. It holds the end of the first `least` tokens, a
+    number that doubles at each level."""
     return tl.cdiv(least << level, PAGE) - 1
 
 

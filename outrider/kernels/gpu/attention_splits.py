@@ -83,7 +83,7 @@ def decode_config(
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """How one launch is divided into programs, from what the host knows."""
+    """How one launch is divided into programs. The plan depends only on data of the host."""
 
     config: DecodeConfig
     block_m: int  # rows of a tile: queries times the query heads of one key/value head
@@ -144,8 +144,8 @@ def least_listed_split(programs: int, sms: int, padded_dim: int, rows: int = 0) 
 
 
 def pays_split_list(num_requests: int, window: int | None) -> bool:
-    """Whether a list of splits pays off. With few requests every split has a program anyway, and a short window makes
-    all lengths equal."""
+    """Whether a list of splits saves time. It does not with few requests, where every split has a program in any case,
+    or with a short window, which makes all lengths equal."""
     return num_requests >= _LISTED_REQUESTS and (window is None or window > _LISTED_WINDOW)
 
 

@@ -271,7 +271,7 @@ _INTERPRETED_TILE = CodedRowsTile(64, 32, 3, 1)
 
 
 def tile_for(is_gated: bool, is_small: bool) -> CodedRowsTile:
-    """The tile for these sizes. is_small: there is no card, and the interpreter computes the programs."""
+    """The tile for these sizes. is_small: whether the interpreter computes the programs, because there is no GPU."""
     if is_small:
         return _INTERPRETED_TILE
     return _GATED_TILE if is_gated else _PLAIN_TILE

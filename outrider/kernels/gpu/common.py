@@ -31,7 +31,8 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 @triton.jit
 def release_dependents(PDL: tl.constexpr):
-    """Lets the next kernel start once every program got here. Its own wait still covers all of our writes."""
+    """Lets the next kernel start once every program of this kernel has come to this call. The next kernel's wait still
+    covers all writes of this kernel."""
     if PDL:
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
@@ -72,8 +73,8 @@ def add_product(acc, a, b):
 
 @lru_cache(maxsize=16)
 def uses_pdl(device: torch.device) -> bool:
-    """Whether dependent launch pays for small kernels on this device: on Hopper and later it saves 1 to 3 us a
-    layer."""
+    """Whether programmatic dependent launch makes small kernels faster on this device. On Hopper and later GPUs it
+    saves 1 to 3 us a layer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

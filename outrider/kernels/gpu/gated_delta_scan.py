@@ -61,9 +61,9 @@ def _state_within(state, corrections, chunk, seen, slot, request, part, chunks, 
 def scan_prepared(state, slot, request, part, chunks, saves, sizes, KEY_DIM: tl.constexpr, PAGE_WORDS: tl.constexpr,
                DECAYS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr,
                PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr, STAGES: tl.constexpr):
-    """Take the state through all known tokens. slot: of the first chunk. Chunks without a checkpoint's boundary go
-    through a loop of nothing but loads and products, so that the compiler can load a chunk while it computes the one
-    before."""
+    """Advance the state over all known tokens. slot: the slot of the first chunk. Chunks without a checkpoint's
+    boundary go through a loop of nothing but loads and products, so that the compiler can load a chunk while it
+    computes the one before."""
     num_chunks = tl.cdiv(request.known_end - request.pending, TOKENS)
     if PAGE_WORDS == 0:
         for chunk in tl.range(0, num_chunks, num_stages=STAGES):

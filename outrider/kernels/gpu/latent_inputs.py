@@ -79,7 +79,8 @@ def _write_latent(source, norm, cos, sin, half, in_half, to, slot, eps, L: tl.co
 
 @triton.jit
 def _fp8_scale(greatest):
-    """The least power of two by which numbers up to `greatest` fit into fp8; `kernels.latent_inputs.to_fp8`."""
+    """The smallest power of two that, as a scale, makes numbers up to `greatest` fit into fp8, as in
+    `kernels.latent_inputs.to_fp8`."""
     least = tl.maximum(greatest * (1 / _MAX_FP8), _LEAST_SCALE)
     bits = (least.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000
     return bits.to(tl.float32, bitcast=True)

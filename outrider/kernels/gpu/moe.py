@@ -364,7 +364,7 @@ def activation_code(activation: str | None) -> tuple[int, float]:
 
 def activate_pairs(projected: torch.Tensor, ids: torch.Tensor, activation: str, biases: ExpertBiases | None,
                    pdl: bool) -> torch.Tensor:
-    """Apply the activation to pairs' first projections [pairs, gate | up] in a kernel of its own. Returns [pairs,
+    """Apply the activation to pairs' first projections [pairs, gate | up] in a separate kernel. Returns [pairs,
     width]."""
     if (limit := silu_limit(activation)) is not None:
         return limited_silu_mul(projected, limit, pdl=pdl)

@@ -34,7 +34,7 @@ _ENTRIES = 1024  # positions of a program that lists them
 
 @triton.jit
 def _normed(source, norm_weight, norm_bias, eps, dim, mask, D: tl.constexpr, dtype: tl.constexpr):
-    """The layer norm of a key, rounded as it is stored."""
+    """The layer norm of a key, rounded to the dtype in which it is stored."""
     value = tl.load(source + dim, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(value, axis=0) / D
     apart = tl.where(dim < D, value - mean, 0.0)

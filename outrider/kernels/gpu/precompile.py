@@ -76,8 +76,8 @@ def compiling_ahead(workers: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def postponing() -> Iterator[None]:
-    """Within this context, itself within `compiling_ahead`, kernels are collected that are compiled after all others.
-    The caller does without them until `has_postponed` says that none is left."""
+    """A context within `compiling_ahead`. Kernels launched in it are compiled after all other kernels. The caller works
+    without these kernels until `has_postponed` returns False."""
     token = _postpones.set(True)
     try:
         yield
@@ -86,7 +86,7 @@ def postponing() -> Iterator[None]:
 
 
 def is_compiling() -> bool:
-    """Whether forks still compile what was not postponed; the caller may do other work meanwhile."""
+    """Whether forks still compile kernels that were not postponed. The caller may do other work in this time."""
     return any(compilation.is_busy() for compilation in _unfinished)
 
 
@@ -193,7 +193,7 @@ class _Compilation:
             self._forks.end()
 
     def _give(self) -> None:
-        """Give missing kernels to forks at once, because the first ones take longest."""
+        """Give missing kernels to forks at once. The first kernels in the list take longest to compile."""
         if self._forks is None and self._workers > 1 and len(self._missing) >= MIN_KERNELS:
             try:
                 with asking_no_device():
@@ -233,7 +233,7 @@ class _Compilation:
         return bool(self._given) and (postponed or min(self._given) < self._first_postponed)
 
     def _receive(self, forks: ForkPool) -> None:
-        """Wait for forks, and load what they have compiled meanwhile."""
+        """Wait for forks, and load the kernels that they have compiled."""
         while not (numbers := forks.wait(0)) and self._compiled:
             _compile_all(self._compiled.pop())
         numbers = numbers or forks.wait(PATIENCE)

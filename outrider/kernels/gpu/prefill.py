@@ -184,7 +184,7 @@ def prefill_config(head_dim: int) -> PrefillConfig:
 
 
 def choose_prefill(num_heads: int, k_cache: torch.Tensor) -> PrefillChoice:
-    """Choose the fastest kernel that serves this card, these heads and this cache [pages, page tokens, kv heads,
+    """Choose the fastest kernel that serves this GPU, these heads and this cache [pages, page tokens, kv heads,
     dim]."""
     head_dim = k_cache.shape[3]
     return CONFIGS[head_dim] if takes_cache(num_heads, k_cache) else prefill_config(head_dim)
@@ -208,7 +208,7 @@ class ListedTiles:
 
 @dataclass(frozen=True)
 class CountedTiles:
-    """The device has counted the tiles, and every program searches for its own."""
+    """The tiles of a captured step: the device counts them, and every program searches for its tile."""
 
     starts: torch.Tensor  # [requests + 1] int32: tiles before each request's own
 

@@ -283,8 +283,8 @@ def _inputs_kernel(
 
 
 def inputs_tile(tokens: int) -> tuple[int, int, int]:
-    """Returns (token rows of a program, channels, warps). Programs are small while there are too few to fill the card.
-    With prompts several rows share the weights and what is known of their request."""
+    """Returns (token rows of a program, channels, warps). Programs are small while there are too few of them to fill
+    the GPU. With prompts several rows share the weights and what is known of their request."""
     if tokens <= 64:
         return 1, 256, 2
     return (1, 1024, 4) if tokens < PROMPT_TOKENS else (8, 128, 2)

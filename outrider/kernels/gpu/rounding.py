@@ -75,8 +75,8 @@ def round_rows(x: torch.Tensor, group: int, *, by_group: bool = False, pdl: bool
 
 
 def keep_rounded(x: torch.Tensor, group: int, made: Rounded) -> None:
-    """Attach to x its codes, made in groups of so many columns. The scales are laid out by group, if there are
-    several."""
+    """Attach fp8 codes to x, so that a product can find them. Columns are grouped, and each group of a row has one
+    scale; with several groups the scales are laid out by group."""
     x.rounded = group, made
 
 

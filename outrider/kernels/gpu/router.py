@@ -30,7 +30,7 @@ _TAKEN = tl.constexpr(-(1 << 31))  # below every value, in their order
 
 @triton.jit
 def _ordered(values):
-    """Integers in the order of the values. On integers one instruction finds the greatest among those of a warp."""
+    """Map values to integers in the same order, because one instruction finds the greatest integer of a warp."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0.0 and 0.0 are one value
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

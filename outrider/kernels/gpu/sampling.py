@@ -240,7 +240,7 @@ def _launch(
     ids: torch.Tensor | None, scale: tl.constexpr, tokens: torch.Tensor, bad: torch.Tensor | None, pdl: bool | None,
     levels: DraftLevels | None = None,
 ) -> None:
-    """Score the spans of each logit row in programs of their own, then take the best span's token."""
+    """Score each span of a logit row in a separate program, then take the token of the best span."""
     num_logit_rows, vocab = logits.shape
     if num_logit_rows == 0:
         return
@@ -272,8 +272,8 @@ def _launch(
 
 
 def _tiles_per_span(num_tiles: int, sms: int) -> int:
-    """How many tiles a program takes. Few tiles are spread over the card; of many a program takes several, because its
-    start costs as much as a tile."""
+    """How many tiles a program takes. If there are few tiles, each has a program; if there are many, a program takes
+    several, because its start costs as much as a tile."""
     return min(max(1, num_tiles // (8 * sms)), _LONGEST_SPAN)
 
 

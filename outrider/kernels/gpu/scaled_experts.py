@@ -136,9 +136,9 @@ _FEWEST, _FEW, _SOME, _MORE, _MANY = (ScaledTile(16, 64, 4, 6), ScaledTile(16, 1
 
 @lru_cache(maxsize=256)
 def expert_tile(num_pairs: int, num_experts: int, is_small: bool, rows_of_fp4: int = 0, sms: int = 1) -> ScaledTile:
-    """Choose a tile by the shapes alone, without reading ids. is_small: there is no card, and the interpreter computes
-    the tiles. rows_of_fp4: rows of an expert's weight, if its codes are fp4: while they make fewer than four tiles for
-    each multiprocessor, tiles are small."""
+    """Choose a tile by the shapes alone, without reading ids. is_small: whether the interpreter computes the tiles,
+    because there is no GPU. rows_of_fp4: rows of an expert's weight, if its codes are fp4: while they make fewer than
+    four tiles for each multiprocessor, tiles are small."""
     rows = num_pairs / num_experts
     if is_small:
         return ScaledTile(16, 64, 4, 1) if rows <= 16 else ScaledTile(32, 64, 4, 1)

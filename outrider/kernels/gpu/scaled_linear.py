@@ -234,7 +234,7 @@ _SAMPLED_ROWS = (1, MAX_FEW_ROWS, MAX_FEW_ROWS + 1)
 
 @lru_cache(maxsize=256)
 def scaled_tile(num_rows: int, is_small: bool) -> ScaledTile:
-    """The tile for these sizes. is_small: there is no card, and the interpreter computes the tiles."""
+    """The tile for these sizes. is_small: whether the interpreter computes the tiles, because there is no GPU."""
     if is_small:
         return ScaledTile(16, 16, 4, 1) if num_rows <= 16 else ScaledTile(32, 32, 4, 1)
     return _FEW if num_rows <= _FEW.block_m else _SOME if num_rows <= _SOME.block_m else _MANY
@@ -367,7 +367,8 @@ def _product_of_numbers(
 
 
 def outputs_at_once(n: int, k: int) -> int:
-    """Outputs of a weight [n, k] whose numbers lie in scratch memory: all, or pieces of about the same size."""
+    """How many outputs of a weight [n, k] are expanded to numbers in scratch memory at once: all outputs, or pieces of
+    about the same size."""
     return cdiv(cdiv(n, cdiv(n * k, MAX_NUMBERS)), COLUMNS) * COLUMNS
 
 

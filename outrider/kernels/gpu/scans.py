@@ -55,7 +55,7 @@ def load_quads(logits, quad, vocab, QUADS: tl.constexpr):
 
 @triton.jit
 def word_of(ids, token, valid, key, word1, word2, zero):
-    """32 random bits by the id that a token stands for."""
+    """32 random bits for a token, made from the token's id."""
     target = tl.load(ids + token, mask=valid, other=0)
     words = tl.philox(key, (target // 4).to(tl.uint32), zero + word1, zero + word2, zero)
     lane = target % 4

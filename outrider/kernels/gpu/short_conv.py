@@ -1,8 +1,8 @@
 """A convolution as the whole of a recurrent layer (LFM2) over a ragged batch: its results, then the rows' new tails and
 windows.
 
-The last inputs are all that such a layer keeps, so there is nothing to fold: accepted drafts in the row's window are
-inputs like others. Two launches, because programs of the first read what the second overwrites.
+This layer keeps only the last inputs, so there is nothing to fold: accepted drafts in the row's window are ordinary
+inputs. Two launches, because programs of the first read what the second overwrites.
 """
 
 from __future__ import annotations

@@ -98,7 +98,8 @@ def _prepare_tokens(
     block, packet, state, tables, slots, out, tokens, max_len, token_stride, draft_stride, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Known tokens first, then drafts; dead ones repeat a valid position and write nothing."""
+    """Prepare the token rows of a request: known tokens first, then drafts. Dead token rows repeat a valid position and
+    write nothing."""
     at = block * BLOCK + tl.arange(0, BLOCK)
     valid = at < tokens
     request = tl.load(packet.request_of + at, mask=valid, other=0)

@@ -159,12 +159,13 @@ def _chosen_kernel(
 
 def takes_many_rows(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, chosen: object, scale: float,
                     latent_dim: int, sinks: torch.Tensor | None = None) -> bool:
-    """Whether the kernel takes these queries [tokens, heads, latent | rope] and this cache, and pays."""
+    """Whether the kernel takes these queries [tokens, heads, latent | rope] and this cache, and is faster for them than
+    other kernels."""
     return q.shape[0] >= MIN_TOKENS and can_attend(q, cache, latent_dim)
 
 
 def can_attend(q: torch.Tensor, cache: torch.Tensor, latent_dim: int) -> bool:
-    """Whether the kernels of this package serve the card and these shapes."""
+    """Whether the kernels of this package serve this GPU and these shapes."""
     return (
         is_hopper(q.device) and cache.dtype == q.dtype and latent_dim in (256, 512) and q.shape[2] - latent_dim == 64
         and q.stride(2) == cache.stride(2) == 1 and cache.data_ptr() % 16 == q.data_ptr() % 16 == 0
