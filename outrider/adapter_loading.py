@@ -1,6 +1,7 @@
 """How fronts load the adapters that a caller names. No torch.
 
-An adapter is read beside the steps. A front asks now and then whether it is there, and meanwhile the engine goes on.
+An adapter is read in the background of steps. A front asks from time to time whether it has been read, and the engine
+goes on.
 """
 
 from __future__ import annotations

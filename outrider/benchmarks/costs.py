@@ -130,8 +130,9 @@ class CostBench:
         return pace.interval if pace.interval >= answer else max(0.0, 2 * pace.interval - answer)
 
     def _host(self, timed: TimedEngine, paces: dict[int, Pace], prompts: PromptSteps) -> HostCosts:
-        """Seconds of the host: for a step, and for each of its requests, from the smallest and the largest step; from a
-        request's arrival to its first step; and how much longer a step takes that runs alone."""
+        """Seconds of the host. The seconds for a step and for each request of a step are found from the smallest and
+        the largest step. The other two are the seconds from a request's arrival to its first step, and how much longer
+        a step takes if no other step is in flight."""
         few, many = min(paces), max(paces)
         each = max(0.0, (paces[many].host - paces[few].host) / max(1, many - few))
         start = median(timed.start_seconds() for _ in range(REPEATS))
@@ -223,8 +224,8 @@ class CostBench:
 
     @property
     def _captured_sizes(self) -> tuple[int, ...]:
-        """Sizes that steps with prompts are padded to, as far as the scheduler chooses steps by their sizes: a GPU's
-        products take times that no line through a few sizes gives."""
+        """The padded sizes of steps with prompts by which the scheduler chooses steps. Each is measured, because the
+        times of a GPU's products do not lie on a line through a few sizes."""
         prompt_steps = self._info.prompt_steps
         if not (self._is_cuda and isinstance(prompt_steps, BoundedSteps)):
             return ()

@@ -54,7 +54,7 @@ class Turns:
         return found
 
     def line(self, with_it: str) -> str:
-        """The result in words. with_it: names what the second way has."""
+        """The result in words: speeds without drafts and with them. with_it: the name of the drafts, for the text."""
         without, others = zip(*self.speeds, strict=True)
         speed, count = statistics.median(without), len(self.speeds)
         if self.is_settled or abs(math.log(self.ratio)) > self.margin:

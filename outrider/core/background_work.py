@@ -12,7 +12,8 @@ class BackgroundWork:
         """The worker is ready to serve."""
 
     def pause(self) -> None:
-        """Wait for the piece of work that is being done, and begin no other one. Weights may go or change now."""
+        """Wait for the current piece of work, and begin no more work. After this call weights may be freed or
+        changed."""
 
     def resume(self) -> None:
         """Go on after a pause."""
@@ -22,7 +23,7 @@ class BackgroundWork:
         pause."""
 
     def close(self) -> None:
-        """End, and wait for the end: the worker is closed."""
+        """End the work and wait for its end. Called when the worker is closed."""
 
 
 class AllBackgroundWork(BackgroundWork):

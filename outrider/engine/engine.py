@@ -83,7 +83,7 @@ class Engine:
         return request_id in self._requests
 
     def check_running(self) -> None:
-        """Raise why no step can run any more, if so."""
+        """Raise an error with the reason if no step can run any more."""
         self.worker.check()
 
     # Requests

@@ -130,8 +130,8 @@ class BlockHead(FileHead):
         return self.norm.add_norm(delta, residual)[0]
 
     def confidence_of(self, hidden: torch.Tensor, before: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """The probability that a draft is accepted if those before it are: [requests]. hidden [requests, hidden]: the
-        row that made the draft; before [requests]: the token before it."""
+        """[requests]: the probability that a draft is accepted if all drafts before it are accepted. hidden [requests,
+        hidden]: the row that made the draft. before [requests]: the token before the draft."""
         assert self.confidence is not None
         x = hidden
         if self.config.confidence_reads_markov and self.markov is not None:

@@ -99,7 +99,7 @@ def _flags(name: str, value: Any) -> list[str]:
 
 
 def _read(value: Any) -> Any:
-    """A number that the command line gives as text."""
+    """Convert a number that the command line gives as text. Other values are returned as they are."""
     if not isinstance(value, str):
         return value
     try:

@@ -59,7 +59,8 @@ class DrafterSight:
     step on, or for the last `READ_STEPS` steps."""
 
     def __init__(self, *, misses_rests: bool) -> None:
-        """misses_rests: the drafter keeps state of the text, which misses the steps that propose nothing."""
+        """misses_rests: whether the drafter keeps a state of the text, which lacks the tokens of steps that propose no
+        drafts."""
         self._misses_rests = misses_rests
         self._step = 0
         self._awake_since: int | None = None  # number of the step; None while it rests

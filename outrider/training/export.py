@@ -1,4 +1,4 @@
-"""write_drafter: the files of a trained drafter, as serving engines load them, with a card for its reader."""
+"""write_drafter: writes the files of a trained drafter in the form that serving engines load, and a README about it."""
 
 from __future__ import annotations
 

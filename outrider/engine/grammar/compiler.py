@@ -109,8 +109,8 @@ class GrammarCompiler(RequestKeeper):
     # Checks, before a request is taken
 
     def check(self, asked: StructuredOutputsParams, caller: FormClient | None = None) -> FormLease:
-        """Have a form compiled. Raises a ValueError that names what is wrong with it, or FormsBusy if the caller's
-        requests hold too many. May take seconds the first time. caller: None is the program itself."""
+        """Have a form compiled. Raises a ValueError that says what is wrong with the form, or FormsBusy if the caller's
+        requests hold too many forms. May take seconds the first time. caller: None stands for the program itself."""
         try:
             import llguidance  # noqa: F401
         except ImportError:
@@ -211,7 +211,7 @@ class GrammarCompiler(RequestKeeper):
     # Inside
 
     def _begin(self) -> None:
-        """Read the tokenizer where matchers are made, while the compile process reads it too."""
+        """Read the tokenizer in the process that makes matchers, while the compile process reads it too."""
         if self._remote is None:
             self._need_vocabulary(self._trial.begin)
             return

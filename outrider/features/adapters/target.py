@@ -131,7 +131,7 @@ class JointModule:
 
 
 def _check_matrix(pair: FactorPair, num_inputs: int, num_outputs: int) -> int:
-    """The rank of factors [rank, inputs] and [outputs, rank]."""
+    """The rank of a pair of factors. Raises an error unless their shapes are [rank, inputs] and [outputs, rank]."""
     rank = pair.a_shape[0] if pair.a_shape else 0
     if pair.a_shape != (rank, num_inputs) or pair.b_shape != (num_outputs, rank) or not rank:
         raise AdapterError(f"{pair.a} {list(pair.a_shape)} and {pair.b} {list(pair.b_shape)} do not fit the model, "

@@ -34,7 +34,7 @@ class Structure:
         return self._packer.size
 
     def pack(self, **values: int | float | bytes) -> bytes:
-        """All fields by their names; a structure within this one as its bytes."""
+        """Pack all fields, given by name. A field that is itself a structure is given as bytes."""
         assert len(values) == len(self.kinds), f"{self.name}: {sorted(set(values) ^ set(self.kinds))}"
         return self._packer.pack(*self._in_order(values))
 

@@ -56,7 +56,7 @@ _VARYING = ["num_tokens", "num_requests", "num_tiles", "window", "max_query", "n
 
 @triton.jit
 def _merge(acc, peak, total, part, part_peak, part_total):
-    """(weighted values, peak, sum of weights) with another part's added."""
+    """Merge two parts of a query's attention: (weighted values, peak, sum of weights) of both parts together."""
     new_peak = tl.maximum(peak, part_peak)
     # Before any key was seen the peak is -inf: subtract 0 instead, as -inf minus -inf is NaN.
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)

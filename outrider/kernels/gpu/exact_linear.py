@@ -49,7 +49,7 @@ def _chain(
     x_at, w_at, in_tokens, in_rows, begin, end, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
 ):
-    """The sums over columns `begin` to `end`, which the pointers' first tile begins with."""
+    """The sums over columns `begin` to `end`. The pointers point to the tile of columns at `begin`."""
     column = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHT_FIRST else [BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(begin, end, BLOCK_K):

@@ -37,7 +37,7 @@ def product_tile(
     K: tl.constexpr, N: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Some outputs (columns) of one head for some token rows. Waits for the kernel before."""
+    """Compute some outputs (columns) of one head for some token rows. Waits for the previous kernel."""
     own = weight + head * weight_head_stride
     x_row = x + token.to(tl.int64)[:, None] * x_token_stride + head * x_head_stride
     acc = tl.zeros([BLOCK_T, BLOCK_N], dtype=tl.float32)

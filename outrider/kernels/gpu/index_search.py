@@ -51,9 +51,9 @@ def number(order):
 
 @triton.jit
 def guess_between(bottom, top, not_below, above, wanted, turn):
-    """An ordered integer in (bottom, top]: where the best `wanted` scores would end if scores were spread evenly from
-    bottom to top, with `not_below` the one and `above` the other; after some turns the middle of the integers, which
-    always comes to an end."""
+    """A guess of the score, as an ordered integer in (bottom, top], that the best `wanted` scores are not below.
+    `not_below` scores are not below the bottom, and `above` scores are above the top. The guess assumes that scores are
+    spread evenly between. After some turns it is the middle of the integers instead, so that the search always ends."""
     middle = (bottom | top) - ((bottom ^ top) >> 1)
     share = (not_below - wanted).to(tl.float32) / ((not_below - above) * 1.0)
     share = tl.minimum(tl.maximum(share, 0.02), 0.98)

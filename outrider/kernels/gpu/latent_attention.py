@@ -312,8 +312,9 @@ def launch_splits(
     scale: float, config: LatentConfig, splits: int, made: torch.Tensor, lse: torch.Tensor | None, pdl: bool,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """made: the output [tokens, heads, latent], or with `lse` [tokens, heads, splits] the splits' results
-    [tokens, heads, splits, latent], which are to be merged; sinks are part of the output alone."""
+    """Launch the splits of latent attention. Without `lse` the kernel writes the output [tokens, heads, latent] to
+    `made`. With `lse` [tokens, heads, splits] it writes the results of splits [tokens, heads, splits, latent], which
+    are to be merged. Only the output includes sinks."""
     (num_tokens, num_heads, width), latent_dim = q.shape, made.shape[-1]
     block_h = _heads_per_program(num_heads)
     strides = (*made.stride()[:2], 0) if lse is None else made.stride()[:3]

@@ -108,7 +108,7 @@ def _few_pairs_kernel(
     PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
-    """`_expert_kernel` for pairs that are not sorted: a program looks for its own."""
+    """`_expert_kernel` for pairs that are not sorted by expert: each program searches for the pairs of its expert."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     expert, pairs, exists, is_tile = find_few_pairs(ids, tl.program_id(1), P, PAIRS, BLOCK_M)

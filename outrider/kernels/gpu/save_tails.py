@@ -52,7 +52,8 @@ def _save_tails_kernel(
 
 
 def save_tails(step: StepTensors, conv_in: torch.Tensor, layer: LayerTensors, targets: CheckpointTargets) -> None:
-    """conv_in [tokens, conv dim]: this step's inputs. The tail lies behind the layer's state in a checkpoint."""
+    """Copy conv tails to checkpoints. conv_in [tokens, conv dim]: this step's inputs. In a checkpoint the tail follows
+    the layer's state."""
     name, device, dtype = "save_tails", conv_in.device, (conv_in.dtype,)
     requests, window = step.counts.shape[1], layer.conv_in.shape[1]
     taps, conv_dim = layer.tail.shape[1:]

@@ -89,7 +89,7 @@ class Rope(Protocol):
 
     @property
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The table's columns of cos and of sin."""
+        """The cos columns and the sin columns of the table."""
 
 
 class HeadNorms(NamedTuple):

@@ -25,7 +25,8 @@ KEY = "quantization_config"
 
 
 class Quantization(ABC):
-    """One `quantization_config`. The matrix `x` is stored as `x` + `suffix` and the tensors `x` + each of `beside`."""
+    """The method of one `quantization_config`. A matrix named `x` is stored in the tensor `x` + `suffix` and one more
+    tensor, `x` + name, for each name in `beside`."""
 
     suffix: str = ".weight"
     beside: tuple[str, ...]  # the first is there for every stored matrix, others may be

@@ -16,7 +16,7 @@ _MAX_NESTED = 8
 
 
 def parameters(schema: Any) -> dict[str, Any]:
-    """The schemas of a function's parameters; empty if the client sent something else."""
+    """The schemas of a function's parameters. Empty if the client's schema has another form."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     return properties if isinstance(properties, dict) else {}
 

@@ -282,7 +282,8 @@ def attend(
     STAGES: gl.constexpr, SPLIT: gl.constexpr, SEARCH: gl.constexpr, WINDOW_KIND: gl.constexpr,
     HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):
-    """Loops call functions: the compiler goes through a loop's own lines twice, or four times in a loop within it."""
+    """Compute attention for tiles of queries. The bodies of loops are function calls, because the compiler goes through
+    the lines of a loop twice, and four times through the lines of an inner loop."""
     half_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     q_tile = q_tiles.index(GROUP_INDEX)
     shape: gl.constexpr = [STAGES * SPLIT, BLOCK_N, D // SPLIT]

@@ -143,8 +143,9 @@ def _numbers(ring, at, CODE: gl.constexpr, GROUP: gl.constexpr, SHIFTS: gl.const
 
 @gluon.jit
 def _store(values, out, out_stride, output, token, M, N, ROWS: gl.constexpr):
-    """values [64 outputs, token rows], from `output` and `token` on. Threads exchange them, so that neighbours store
-    neighbouring outputs, and do so for few token rows at once, which takes little shared memory."""
+    """Store values [64 outputs, token rows], from `output` and `token` on. Threads first exchange values through shared
+    memory, so that neighbouring threads store neighbouring outputs. They exchange few token rows at once, to use little
+    shared memory."""
     if ROWS > STORED_ROWS:
         halves = values.reshape([OUTPUTS, 2, ROWS // 2]).permute((0, 2, 1))
         first, second = gl.split(halves)

@@ -213,7 +213,7 @@ class FewRowsPlan:
 
     @property
     def registers(self) -> int:
-        """Registers of a thread with which two programs fit on a multiprocessor."""
+        """The number of registers per thread with which two programs fit on a multiprocessor."""
         return 96 if self.outputs == 64 else 128
 
 
@@ -330,7 +330,8 @@ def _new_output(name: str, x: torch.Tensor, weight: torch.Tensor, n: int, dtype:
 
 
 def _later_plans(weight: torch.Tensor, is_gated: bool) -> list[FewRowsPlan | None]:
-    """Plans of other numbers of token rows, which later steps have: their kernels are compiled with this one."""
+    """Plans for other numbers of token rows, which later steps have. Their kernels are compiled together with this
+    plan's kernel."""
     return [_plan(rows, weight, is_gated) for rows in _TILE_ROWS] if is_collecting() else []
 
 
