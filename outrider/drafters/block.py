@@ -13,12 +13,10 @@ Slots before `valid_from[row]` were never filled (the drafter skipped a step) or
 - A sliding layer is causal within its block if `layer_types` names it, and sees its whole block with `use_swa` or
   `sliding_window_non_causal`; `causal` or `is_causal` decides for all layers. A row at p sees nothing before p -
   window + 1.
-- DSpark's Markov head adds to the logits of a draft what the draft before it says, left to right.
-- `"min_draft_confidence": 0.3` leaves out the drafts of a request from the first one on that DSpark's confidence head
-  thinks
-  is reached and accepted less often than that. The default, 0, leaves out none: the number of drafts is chosen by
-  what was
-  accepted and by measured costs. Files without a confidence head are refused with it.
+- DSpark's Markov head adds a term to the logits of each draft that depends on the draft before it, left to right.
+- `"min_draft_confidence": 0.3` leaves out the drafts of a request from the first draft on that DSpark's confidence head
+  expects to be reached and accepted less often than this. The default, 0, leaves out none: the number of drafts is then
+  chosen by measured acceptance and costs. Files without a confidence head are refused with this setting.
 - Fewer drafts than `block_size` allows make a smaller block, which is not what the drafter was trained with.
 """
 
