@@ -280,7 +280,7 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> SpeculativeConfig:
-        """Read the setting. However acceptance rates were given, they are in `synthetic_rates` afterwards."""
+        """Read the setting. Acceptance rates may be given in several forms, and all become `synthetic_rates`."""
         _refuse_unknown("speculative_config", given, cls)
         method = given.get("method")
         known_method = {} if method is None else {

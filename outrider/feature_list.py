@@ -33,7 +33,8 @@ Half = Callable[..., Any] | str  # a class, or `module:class`
 
 @dataclass(frozen=True)
 class FeatureEntry:
-    """A feature and its halves, each made with the config of an engine that asks for the feature."""
+    """An entry of the list of features. It makes the parts of a feature (in the engine, on the device) from an engine's
+    config."""
 
     name: str
     worker: Half | None = None  # a WorkerFeature, if it has this half

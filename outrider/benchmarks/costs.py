@@ -154,7 +154,7 @@ class CostBench:
         short_seconds = device_seconds(SHORT_CONTEXT)
 
         def measured(length: int) -> tuple[float, float]:
-            """Seconds that contexts of a length add for one request, and their bytes."""
+            """(seconds, bytes) that a context of this length adds to a step, for one request."""
             more = max(0.0, device_seconds(length) - short_seconds)
             self._say(f"{count} requests behind {length} tokens: {more * 1e3:.2f} ms more than behind few")
             return more / count, sum(size * (min(length, window or length) - min(SHORT_CONTEXT, window or length))
@@ -184,7 +184,8 @@ class CostBench:
 
     def _prompts(self, timed: TimedEngine, drafts: int, reading: tuple[ReadCost, ...],
                  attending: tuple[ReadCost, ...]) -> list[PromptSteps]:
-        """Steps with prompts by their tokens, for each number of requests that they are padded to."""
+        """Measure steps with prompts, by the number of tokens: one table for each number of requests to which these
+        steps are padded."""
         found, before = [], 0
         for requests in self._padded_requests:
             num_decoding = 1 if not before else before + (requests - before) * 2 // 5

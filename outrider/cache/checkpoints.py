@@ -140,7 +140,8 @@ class Checkpoints:
     # Before a step
 
     def grant(self, step: int, request_id: int, progress: StateProgress) -> list[CheckpointWrite]:
-        """Returns pages for the boundaries that the step may bring the request's state to, if the pool has any."""
+        """Returns checkpoints with pages for the boundaries that the request may reach in the step, as far as the pool
+        has pages."""
         own = self._requests[request_id]
         for checkpoint in own.in_state(HANDED_OUT) if own.by_boundary else ():
             if checkpoint.boundary <= progress.settled:  # passed by a step that did not write it

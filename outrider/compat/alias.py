@@ -53,7 +53,7 @@ class PackageLoader(Loader):
         return AliasPackage(import_module(OWN))
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing: the module has run already."""
+        """Do nothing, because the module's code has run already."""
 
 
 class AliasLoader(Loader):

@@ -1,8 +1,8 @@
 """How sure a drafter is of each draft, as small integers that cross from the device to the scheduler.
 
 A drafter with a network gives every draft a probability. It is kept as a *level*: 1 to 15 for fifteenths of the range
-from 0 to 1, and 0 where a drafter says nothing (a lookup). The levels of a request's drafts are one integer, four bits
-for each place, the first draft's lowest.
+from 0 to 1, and 0 if the drafter gives no probability (a lookup). The levels of a request's drafts are one integer,
+four bits for each place, the first draft's lowest.
 """
 
 from __future__ import annotations

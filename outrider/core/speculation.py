@@ -40,8 +40,8 @@ class Speculation(ABC):
 
     @abstractmethod
     def plan(self, requests: Sequence[DraftedRequest], *, is_exact: bool, has_prompts: bool) -> Sequence[int]:
-        """How many drafts each running request gets in the next step, at most. is_exact: nothing is in flight, so the
-        number of drafts that wait on the device is known. has_prompts: waiting requests may start in the step."""
+        """The most drafts of each running request in the next step. is_exact: whether the number of drafts that wait on
+        the device is known, because nothing is in flight. has_prompts: waiting requests may start in the step."""
 
     @abstractmethod
     def take_orders(self, batch: DraftedBatch, started: Sequence[DraftedRequest]) -> DraftOrders:

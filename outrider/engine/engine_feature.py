@@ -13,7 +13,7 @@ from outrider.sched.row_resources import RowResource
 
 
 class Order(Protocol):
-    """Gives a command to the worker, and does not wait for its answer."""
+    """A function that gives a command to the worker and does not wait for the answer."""
 
     def __call__(self, command: Command[Answer], /) -> Future[Answer]: ...
 

@@ -39,8 +39,8 @@ class EventWriter:
     """Writes events of one model's cache."""
 
     def __init__(self, layout: CacheLayout, *, tells_tokens: bool = False, secret: str | None = None) -> None:
-        """tells_tokens: whether events have the tokens of pages and the salts of requests. secret: key of the hashes;
-        None: one that nobody knows."""
+        """tells_tokens: whether events have the tokens of pages and the salts of requests. secret: the key of the
+        hashes; None stands for a random key."""
         self._tells_tokens = tells_tokens
         self._key = urandom(32) if secret is None else hashlib.sha256(secret.encode()).digest()
         self._kinds = {group.index: _kind(group.spec) for group in layout.groups}

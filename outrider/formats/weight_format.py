@@ -42,7 +42,8 @@ class WeightFormat(ABC, Generic[Declaration]):
         """The bytes of the weight that one product reads."""
 
     def finalize(self) -> None:
-        """Finish after all weights are in place. It is called again if a model without weights is loaded anew."""
+        """Compute what is derived from the weight. Called when all weights are in place, and again whenever the weights
+        are loaded again."""
 
     def restore_order(self) -> None:
         """Bring the slots' tensors back into the order of the files, before some of them are overwritten. `finalize`

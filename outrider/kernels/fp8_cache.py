@@ -19,7 +19,8 @@ class HeadScales(NamedTuple):
 
 
 class ScaleNumbers(NamedTuple):
-    """The scales of one layer's keys and values on the host, one for every kv head each."""
+    """The scales of one layer's keys and values, as numbers on the host: one key scale and one value scale for every kv
+    head."""
 
     k: tuple[float, ...]
     v: tuple[float, ...]

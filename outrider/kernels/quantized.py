@@ -104,9 +104,9 @@ def draw_rows(name: str, target: Tensor, generator: torch.Generator) -> None:
 
 
 def round_activations(x: Tensor, bits: int = 8) -> Tensor:
-    """x [tokens, inputs] as products with 8 or 16 activation bits see it: every 32 inputs share a scale, by which the
-    largest of them becomes 127 or -127, and are rounded to integers. With 16 bits what is left of each is rounded to
-    254ths of these."""
+    """Round x [tokens, inputs] as products with 8 or 16 activation bits round it. Every 32 inputs share a scale, with
+    which the largest of them becomes 127 or -127, and are rounded to integers. With 16 bits the remainders are rounded
+    too, to 254ths of an integer."""
     blocks = x.view(x.shape[0], -1, GROUP)
     largest = blocks.abs().amax(-1, keepdim=True)
     inverse = torch.full_like(largest, 127) / largest  # a number over a tensor would be rounded twice

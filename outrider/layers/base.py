@@ -75,8 +75,8 @@ class Module:
         return ()
 
     def finalize(self) -> None:
-        """Derive what depends on the weights; called after loading and before the first forward, and again if a model
-        without weights is loaded anew."""
+        """Compute tensors that are derived from weights. Called after loading and before the first forward, and again
+        whenever the weights are loaded again."""
         for _, part in self.parts():
             part.finalize()
 

@@ -224,8 +224,8 @@ class AuxRecord:
 
 class StepContext:
     """The token rows of a call. positions: [tokens] int64, each token's place in its request, which decides what it may
-    attend to. rope_positions: the places that ropes turn by, by default the positions. history: given to models that
-    read the ids before a token."""
+    attend to. rope_positions: the positions by which ropes rotate, by default equal to `positions`. history: the token
+    ids before each token, for models that read them."""
 
     def __init__(self, attend: Attend, positions: torch.Tensor, *, rope_positions: torch.Tensor | None = None,
                  stand_ins: StandIns | None = None, deltas: RowDeltas | None = None,

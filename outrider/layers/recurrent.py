@@ -61,7 +61,8 @@ class ConvMixer(Module, ABC):
 
     @abstractmethod
     def inputs(self, convolved: Tensor, gates: Gates) -> tuple[Tensor, ...]:
-        """The recurrence's inputs beside its state. convolved: [tokens, conv_dim]; gates: in float32 or float64."""
+        """The inputs of the recurrence, without its state. convolved: [tokens, conv_dim]; gates: in float32 or
+        float64."""
 
     @abstractmethod
     def step_state(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:

@@ -120,7 +120,7 @@ class FileHead(DraftHead):
             )
 
     def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
-        """The tensors that the file must have; the output is left out where the head uses the target's."""
+        """The tensors that the file must have. The output is not one of them if the head uses the target's output."""
         return {name: slot for name, slot in super().weights(prefix).items() if name != OUTPUT}
 
     def follow_target(self) -> None:

@@ -25,7 +25,8 @@ TABLE_COPIES = 2  # a table of positions is computed in blocks, which are then j
 
 
 def check_target(config: EngineConfig, source: ModelSource, outline: Model, device: torch.device) -> None:
-    """Raise ValueError for what cannot be served on the device. `outline`: the model on the meta device."""
+    """Raise ValueError if the model cannot be served on the device with these settings. `outline`: the model on the
+    meta device."""
     speculative = config.speculative
     limits = config.limits(gpu_bytes=gpu_bytes(device), max_positions=outline.max_positions,
                            vocab_size=outline.vocab_size,

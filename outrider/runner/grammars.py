@@ -1,4 +1,4 @@
-"""GrammarRows: matchers of the rows whose requests ask for a form, and the masks that they give a step.
+"""GrammarRows: the grammar matchers of rows with structured outputs, and the masks that they make for a step.
 
 Matchers live in the worker, next to the device: a mask depends on the run of the step before and on the drafts of this
 one, which the device knows first. Grammars are compiled before their requests are accepted, and an admission names one

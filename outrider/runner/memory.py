@@ -117,7 +117,8 @@ class MemoryPlan:
 def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, device: torch.device, *, weight_bytes: int,
                 packed_bytes: int = 0, step: StepMemory = UNMEASURED, ranks: WorkerRanks = ONE_RANK,
                 feature_bytes: Mapping[str, FeatureBytes] = MappingProxyType({})) -> MemoryPlan:
-    """All ranks get the number of pages that the rank with the least memory has room for."""
+    """Plan how a device's memory is divided between weights, steps, features and pages. All ranks get the number of
+    pages that the rank with the least memory has room for."""
     per_request = sum(group.kind.capacity(limits).max_pages for group in layout.groups)
     rows, num_rows = layout.recurrent.capacity(limits), limits.extent(Axis.ROWS)
     # Every row at its longest, with all the checkpoints it can hold. More would hold beginnings of prompts that ended:

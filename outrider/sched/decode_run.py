@@ -104,7 +104,7 @@ class DecodeRun:
                 heappop(events)
 
     def _next_turn(self, request: Request, kind: int) -> int:
-        """The first turn in which the cache has something to do for the request."""
+        """The first turn in which the cache must publish, drop or allocate pages of the request."""
         if kind == SETTLE:
             return request.next_event - request.settled.at_least
         return request.covered - self._scheduler.cache.lookahead - request.bound.at_most + 1

@@ -51,7 +51,7 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """The stored responses of one event loop. `max_responses`: for each key; 0 stores none."""
+    """The stored responses of one event loop. `max_responses`: the most responses for each key; 0 stores none."""
 
     def __init__(self, max_responses: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.is_on = max_responses > 0

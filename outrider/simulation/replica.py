@@ -148,7 +148,7 @@ class SimulatedReplica:
         return [ask for update in self.scheduler.update(result) if (ask := self._observe(update, now)) is not None]
 
     def _observe(self, update: Update, now: float) -> TracedRequest | None:
-        """Count a request's part of a step. Returns what was asked if the request has ended."""
+        """Count a request's part of a step. Returns the traced request if it has ended, otherwise None."""
         result, outcome = update.result, self._outcome
         if not result.run:
             return None

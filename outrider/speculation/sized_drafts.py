@@ -306,8 +306,8 @@ class SizedDrafts(LearnedDrafts):
 
     def _share_out(self, requests: Sequence[DraftedRequest], gains: list[list[float]],
                    choice: DraftChoice) -> list[int]:
-        """The number of drafts of each request. A request without drafts for a while tries one, in place of the least
-        likely draft."""
+        """The number of drafts of each request. A request that has had no drafts for a while tries one draft, which
+        replaces the least likely draft of the step."""
         drafts = [(gain, index) for index, own in enumerate(gains) for gain in own[: choice.depth]]
         drafts.sort(key=itemgetter(0), reverse=True)
         del drafts[choice.total :]

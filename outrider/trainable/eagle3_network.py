@@ -79,8 +79,8 @@ class TextSlots:
 
 
 class Eagle3Network(NamedLayers):
-    """A head's passes over padded texts. Weights are named as in the exported file, and float32 where they are
-    trained."""
+    """The network of a head, which computes passes over padded texts. Weights have the names of the exported file.
+    Trained weights are float32."""
 
     def __init__(self, form: HeadForm, weights: Mapping[str, torch.Tensor]) -> None:
         super().__init__(weights, form.eps)

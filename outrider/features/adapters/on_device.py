@@ -34,7 +34,8 @@ class AdaptersOnDevice(WorkerFeature):
 
 
 def with_adapters(limits: Limits, model: Model, max_loras: int, max_rank: int, memory_bytes: int | None) -> Limits:
-    """Limits with room for adapters: by default `max_loras` of the largest rank on all planned targets."""
+    """The limits with the sizes of adapters' buffers. By default there is room for `max_loras` adapters of the largest
+    rank on all planned targets."""
     targets = Targets.from_model(model)
     numbers = max_loras * targets.planned_room(max_rank)
     if memory_bytes is not None:

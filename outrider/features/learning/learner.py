@@ -337,8 +337,8 @@ class DrafterLearner(DraftObserver, BackgroundWork):
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """Within, the trainer may use the device, unless it is paused. Afterwards it rests, so that its work takes a
-        bounded share of the time while requests run."""
+        """A context in which the trainer may use the device. It begins when the trainer is not paused. After it the
+        trainer rests, so that training takes a bounded share of the time while requests run."""
         while not self._working.acquire(timeout=POLL_SECONDS):
             self._wait(0)
         try:

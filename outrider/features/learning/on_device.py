@@ -32,7 +32,8 @@ class LearningOnDevice(WorkerFeature):
         return limits
 
     def num_bytes(self, limits: Limits, model: Model) -> FeatureBytes:
-        """The record is held already. The trainer will take more."""
+        """The device memory that the trainer will take later. The record of served texts is allocated already and is
+        not counted here."""
         return FeatureBytes(later=self._made.measure_memory())
 
     def observers(self) -> Sequence[DraftObserver]:

@@ -18,7 +18,8 @@ _OTHERS = 32  # rows that all rows are compared with at once
 @kernel(do_not_specialize=["count"])
 def _sort_slots_kernel(slots, sorted_slots, order, segments, num_segments, count, ROWS: tl.constexpr,
                        OTHERS: tl.constexpr, SEGMENT: tl.constexpr, NONE: tl.constexpr):
-    """A row's place is the number of rows with a smaller slot, and of earlier rows with its own."""
+    """Sort token rows by slot. The place of a row is the number of rows with a smaller slot plus the number of earlier
+    rows with the same slot."""
     row = tl.arange(0, ROWS)
     is_in = row < count
     slot = tl.load(slots + row, mask=is_in, other=0)

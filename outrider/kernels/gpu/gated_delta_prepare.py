@@ -165,8 +165,8 @@ def decays_around(g, index, is_there, has_next, key, g_size, KEY_DIM: tl.constex
 @triton.jit
 def _products_of_blocks(q, k, tokens, key, KEY_DIM: tl.constexpr, TOKENS: tl.constexpr, PIECE: tl.constexpr):
     """Decayed k k' and q k' [blocks, _BLOCK, _BLOCK] of tokens in the same block of _BLOCK, of some key channels: for
-    each token of a block in turn, from the last one on, those behind it. Not selected: also of pairs in the wrong
-    order."""
+    each token of a block in turn, from the last one on, those behind it. The result also has products of pairs in the
+    wrong order, which are not masked here."""
     blocks: tl.constexpr = TOKENS // _BLOCK
     q, k = tl.reshape(q, [blocks, _BLOCK, PIECE]), tl.reshape(k, [blocks, _BLOCK, PIECE])
     place = tl.arange(0, _BLOCK)

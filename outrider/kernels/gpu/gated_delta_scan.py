@@ -42,7 +42,7 @@ def _advance(state, chunk, slot, request, part, chunks, sizes, TOKENS: tl.conste
 def _state_within(state, corrections, chunk, seen, slot, request, part, chunks, sizes, KEY_DIM: tl.constexpr,
                   DECAYS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
                   TILES: tl.constexpr, PRECISION: tl.constexpr):
-    """The state after the first `seen` tokens of a chunk. state: the one before the chunk."""
+    """The state after the first `seen` tokens of a chunk. state: the state before the chunk."""
     token, key = tl.arange(0, TOKENS), tl.arange(0, KEYS)
     index = (request.fresh + request.pending + chunk * TOKENS + token).to(tl.int64)
     has_key = (token < seen)[:, None] & part.has_key[None, :]

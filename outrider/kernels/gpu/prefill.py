@@ -192,7 +192,7 @@ def choose_prefill(num_heads: int, k_cache: torch.Tensor) -> PrefillChoice:
 
 @dataclass(frozen=True)
 class ListedTiles:
-    """The host has listed the tiles."""
+    """The tiles of an uncaptured step, which the host has listed."""
 
     requests: torch.Tensor  # [tiles] int32: the request of each tile
     indices: torch.Tensor  # [tiles] int32: which of its request's tiles it is

@@ -64,7 +64,8 @@ def has_native() -> bool:
 
 
 class Exactness(Enum):
-    """Why an operation itself is exact."""
+    """The reason why an operation is exact without a replacement: how its result for a token row is kept independent of
+    other rows."""
 
     ROW_BY_ROW = "its kernels compute every token row alone, in one order of additions"
     NO_ARITHMETIC = "it moves floats, or computes integers"

@@ -226,7 +226,7 @@ class PagedMixer(Mixer):
         self._groups = tuple({group.index: group for _, _, group in self._layers.values()}.values())
 
     def set_exact(self, exact: bool) -> None:
-        """The backend was made for exact mode or not, and all of the arithmetic is the backend's."""
+        """Nothing changes here: the backend does all arithmetic, and it was already made for exact or ordinary mode."""
 
     def bind(self, view: BatchView) -> Mapping[int, PagedLayer]:
         """Plan every group once, and bind the layers to the plans."""

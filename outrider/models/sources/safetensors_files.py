@@ -21,8 +21,8 @@ MAPPED_BYTES = 32 << 20  # after reading this many bytes files are opened anew, 
 def safetensors_tensors(
     folder: str | Path, quantization: Quantization | None = None
 ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
-    """Name and tensor of everything in model.safetensors or the shards of model.safetensors.index.json. With a
-    quantization, tensors that belong together are yielded as one stored weight.
+    """Yield (name, tensor) for all tensors in model.safetensors, or in the shards of model.safetensors.index.json. With
+    a quantization, tensors that belong together are yielded as one stored weight.
 
     The largest come first: a tensor is in memory twice while it is copied, so the largest one costs nothing extra while
     most of the model is not yet filled.

@@ -67,7 +67,7 @@ class Cursor:
         return found[0]
 
     def char(self) -> Waiting[str]:
-        """The next character, without taking it; empty at the end of the text."""
+        """Look at the next character without taking it. Returns an empty text at the end."""
         while self.is_at_end and not self.is_last:
             yield None
         return self._text[self._place:self._place + 1]

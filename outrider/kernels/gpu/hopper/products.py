@@ -66,7 +66,8 @@ def _fetch(
 def _chain(
     turn, columns, ring, GROUP_INDEX: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """The sums over so many tiles of the inner dimension. A product is started before the last one is waited for."""
+    """The sums over `columns` tiles of the inner dimension. The next product is started before the kernel waits for the
+    last one."""
     rows, weights, ready, free = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=layout)
