@@ -88,7 +88,7 @@ def check_beam_params(params: BeamSearchParams, limits: Limits) -> None:
 
 def beam_rounds(prompts: Sequence[Sequence[int]], params: BeamSearchParams, tokenizer: Tokenizer | None,
                 eos_ids: tuple[int, ...], limits: Limits) -> Rounds:
-    """The search itself, for callers that generate in their own way."""
+    """The beam search as a generator, for callers that run the requests of each round themselves."""
     check_beam_params(params, limits)
     ask = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * params.beam_width, ignore_eos=True,
                          detokenize=False)

@@ -123,7 +123,7 @@ class PagePool:
         return changes
 
     def lose_changes(self, lost: Iterable[PageChanges]) -> None:
-        """Mark the pages that a failed step was to clear and may not have cleared."""
+        """Mark pages as unclean that a failed step had to clear, because it may not have cleared them."""
         self.mark_unclean([page for changes in lost for page in changes.cleared])
 
     def mark_unclean(self, pages: Sequence[int]) -> None:

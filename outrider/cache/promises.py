@@ -90,7 +90,7 @@ class Promises:
         return promise.writer if promise is not None and promise.step == step else None
 
     def held(self) -> list[int]:
-        """All pages held, each as often as promises hold it."""
+        """All pages that promises hold. A page that several promises hold occurs several times."""
         return [page for promise in self._all() for page in promise.pages.values()]
 
     # Sharing

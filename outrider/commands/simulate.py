@@ -69,7 +69,8 @@ def _shown(number: float) -> str:
 
 
 def _report_overload(rows: list[dict[str, Any]]) -> None:
-    """Name the rows in which the median wait is so long that the queue grew for as long as requests arrived."""
+    """Report the rows of the table with an overload: the median wait is so long that the queue must have grown as long
+    as requests arrived."""
     for row in rows:
         arrivals = row["completed"] / row["load"]
         if row["p50_ttft_ms"] * 1e-3 > LONG_WAIT * arrivals:

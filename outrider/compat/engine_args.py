@@ -23,8 +23,8 @@ AnyParser = TypeVar("AnyParser", bound=argparse.ArgumentParser)
 
 
 def config_for(front: str, model: str | None, settings: dict[str, Any]) -> EngineConfig:
-    """The config of a class such as LLM, from its keyword arguments. `front`: the class's name, which begins the
-    messages."""
+    """Make the config of a class such as LLM from its keyword arguments. `front`: the class's name, with which error
+    messages begin."""
     explain_variables()
     own = settings
     if not all(name in EngineConfig.__dataclass_fields__ and isinstance(value, int | float)

@@ -67,7 +67,7 @@ class Limits:
         }[axis]
 
     def part(self, kind: type[Part]) -> Part | None:
-        """The sizes of the feature with parts of this kind."""
+        """The feature's part of the limits that has this type: sizes of the feature's buffers."""
         return find_part(self.parts, kind)
 
     @property

@@ -56,8 +56,8 @@ class BlockDrafter(Drafter):
     skip_reads_aux = False
 
     def __init__(self, head: BlockHead, max_drafts: int, min_confidence: float = 0.0) -> None:
-        """min_confidence: a request gets no drafts from the first one on that the confidence head thinks is reached and
-        accepted less probably than this."""
+        """min_confidence: drafts are left out from the first draft on for which the confidence head gives a lower
+        probability of being reached and accepted."""
         self.head, self.max_drafts, self.aux_layers = head, max_drafts, head.aux_layers
         # Beside auxiliary states it reads nothing. The last layer's stream, if it is one of them, is made of all token
         # rows or of none.
@@ -73,7 +73,8 @@ class BlockDrafter(Drafter):
         return self.head.weight_bytes()
 
     def cache_layers(self) -> list[LayerCache]:
-        """A page keeps whether the drafter has filled all of its slots ("valid")."""
+        """The drafter's layers. Each page also keeps the flag "valid": whether the drafter has filled all slots of the
+        page."""
         first, *others = self.head.cache_layers()
         return [replace(first, page_parts=(Part("valid", (), 1, "bool"),)), *others]
 
@@ -196,7 +197,7 @@ class BlockDrafter(Drafter):
                                                                              strict=True)})
 
     def _causal_view(self, view: BatchView, block: BlockRows, num_rows: int, sight: Sight) -> BatchView:
-        """The blocks as tokens that follow the context of their requests."""
+        """A view of the blocks in which their rows follow the context of their request, causally."""
         count, device = view.num_requests, block.positions.device
         starts = torch.arange(count + 1, device=device) * num_rows
         return replace(

@@ -162,7 +162,8 @@ class Engine:
         self._flush()
 
     def drop_unused(self) -> None:
-        """After `reset`, and `resume` of the requests that are still wanted."""
+        """Drop what features keep for requests that are gone. Called after `reset`, and after `resume` of the requests
+        that are still wanted."""
         self.keepers.drop_unused()
 
     # One step

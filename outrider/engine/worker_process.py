@@ -241,7 +241,7 @@ class WorkerProcess:
         return {rank: own for rank, own in self._started.items() if isinstance(own, Failure)}
 
     def _explained(self) -> BaseException:
-        """The error with which a start ends: that of the rank that failed by itself."""
+        """The error to raise for a failed start: the error of the rank that failed by itself."""
         failures = self._failures
         causes = {rank: own for rank, own in failures.items() if not issubclass(own.kind, RankLost)}
         if not causes and self._died is not None:

@@ -48,8 +48,8 @@ _BASES = {LINEAR: "LinearFormat", EXPERTS: "ExpertsFormat", EXPANSION: "Expansio
 
 
 def register_format(kind: str, format_class: type[WeightFormat[Any]]) -> None:
-    """Keep stored weights of this kind in this format from now on. The base class decides where: in linear layers and
-    embeddings, in experts, or in latent expansions."""
+    """Register a format for stored weights of a kind. The format's base class determines for which modules it is used:
+    linear layers and embeddings, experts, or latent expansions."""
     use = getattr(format_class, "use", None)
     if use not in _FORMATS:
         raise TypeError(f"{format_class.__name__} is no weight format: derive it from one of "

@@ -298,9 +298,9 @@ def plan_first_slots(admitted: AdmittedRows, tables: Tables, own: DrafterCacheSt
 
 def _valid_in_hit(table: torch.Tensor, page_tokens: int, needed: torch.Tensor, begin: torch.Tensor,
                   page_valid: torch.Tensor) -> torch.Tensor:
-    """[requests] the slot behind the hit's last slot that the drafter did not fill or that was evicted: from there on
-    all slots are valid. Pages that have left a window are not needed; if a hit ends within a page of this group, that
-    page's slots are missing."""
+    """[requests]: the first slot from which on all slots of the prefix hit are valid. Slots before it were not filled
+    by the drafter or were evicted. Pages that have left a window are not needed; if a hit ends within a page of this
+    group, that page's slots are missing."""
     pages, columns = table.long(), torch.arange(table.shape[1], device=table.device)
     in_hit = (columns >= needed[:, None]) & (columns < (begin // page_tokens)[:, None])
     is_broken = in_hit & ((pages == NULL_PAGE) | ~page_valid[pages])

@@ -203,7 +203,7 @@ def _nan_unless(is_finite: Tensor, y: Tensor, state: Tensor) -> tuple[Tensor, Te
 
 
 def _of_heads(x: Tensor, num_heads: int, dim: int) -> Tensor:
-    """Groups on axis `dim` repeated for each of their heads, which lie side by side."""
+    """Repeat each group on axis `dim` for all heads of the group. Heads of a group are neighbours."""
     repeats = num_heads // x.shape[dim]
     return x if repeats == 1 else x.repeat_interleave(repeats, dim=dim, output_size=num_heads)
 

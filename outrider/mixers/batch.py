@@ -27,14 +27,15 @@ class LengthBound:
 
 @dataclass(frozen=True)
 class ExactQueries:
-    """The host knows the number of tokens of every request; a padded request has none."""
+    """The queries of a batch whose number of tokens per request the host knows. A padded request has no tokens."""
 
     lens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class DecodeQueries:
-    """Every request has at most `most` tokens. Only the device knows how many each has."""
+    """The queries of a batch in which every request has at most `most` tokens. Only the device knows how many tokens
+    each has."""
 
     most: int
     shares_pages: bool = False  # several requests hold the same pages, which attention may read once for all of them
@@ -42,7 +43,8 @@ class DecodeQueries:
 
 @dataclass(frozen=True)
 class MixedQueries:
-    """Requests have any number of tokens, and only the device knows how many each has."""
+    """The queries of a batch in which requests have any number of tokens. Only the device knows how many tokens each
+    has."""
 
     decode_kernel_max_query: int  # requests with more tokens than this use the prefill kernel
 
@@ -69,7 +71,7 @@ ALL_KEYS = AllKeys()
 
 @dataclass(frozen=True)
 class NoSpans:
-    """No token of the batch lies in a marked span."""
+    """The spans of a batch in which no token lies in a marked span."""
 
 
 @dataclass(frozen=True)

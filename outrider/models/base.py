@@ -61,7 +61,8 @@ class Hidden:
         return self.final[token_rows]
 
     def last_final(self, token_rows: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
-        """The final states of tokens, by their token rows and by the logit rows that they made."""
+        """The final hidden states of some tokens. token_rows: the tokens' token rows; logit_rows: the logit rows that
+        these tokens made. A subclass that keeps states only for logit rows reads the second."""
         return self.final[token_rows]
 
 

@@ -168,7 +168,7 @@ def published_name(name: str) -> str:
 
 
 def _with_defaults(config: ConfigReader) -> ConfigReader:
-    """The config with the makers' patterns of layers where it has none."""
+    """The config, completed by the makers' default patterns of layers."""
     layers = range(config.required("num_hidden_layers", int))
     values: dict[str, Any] = {"num_key_value_heads": None, "head_dim": None}
     if not config.has("indexer_types"):

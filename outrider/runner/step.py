@@ -125,7 +125,7 @@ class DeviceStep:
         self._parts.append(part)
 
     def edit_logits(self, part: LogitsPart) -> None:
-        """Let a feature edit the logits of every step. One may."""
+        """Let a feature edit the logits of every step. Only one feature may do so."""
         self.planner.take_edits(part)
         self.add_part(part)
 
@@ -288,7 +288,8 @@ class DeviceStep:
         return sampled.logprobs, committed
 
     def commit(self, inputs: Inputs, tokens: torch.Tensor, bad: torch.Tensor) -> CommittedStep:
-        """Drafts are accepted by the sampled tokens; the run becomes known, its accepted part computed."""
+        """Accept drafts that equal the sampled tokens. All tokens of the run become known tokens, and its accepted
+        drafts count as computed."""
         verified = VerifiedStep(inputs.batch.padded.rows, inputs.num_known, inputs.num_drafts, inputs.samples,
                                 inputs.first_logit, inputs.drafts)
         return ops.commit_step(tokens, bad, verified, self.state)

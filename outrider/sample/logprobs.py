@@ -78,8 +78,8 @@ def logprob_rows(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int) -> Lo
 
 
 def many_logprob_rows(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int, found: ReportedLogprobs) -> LogprobRows:
-    """Log-probabilities of more tokens than kernels report, with the bits that they would report. found: what kernels
-    report of these logit rows."""
+    """Log-probabilities of more tokens than kernels can report, with the same bits as from a kernel. found: the
+    kernels' report of these logit rows."""
     ids = rank_tokens(logits, chosen_ids, num)
     return LogprobRows(ids, logits.gather(1, ids[:, 1:]) - found.most[:, None] - found.norm[:, None])
 

@@ -59,8 +59,8 @@ def guard_options(config: ServerConfig) -> dict[str, Any]:
 class Guard:
     def __init__(self, app: App, *, keys: Sequence[str], max_body_bytes: int, hosts: HostNames | None = None,
                  on_refused: Callable[[int], None] | None = None) -> None:
-        """hosts: the names that are served; None: all. on_refused: called with the status of every answer that refuses
-        a request."""
+        """hosts: the host names that are served; None serves all names. on_refused: called with the status of every
+        answer that refuses a request."""
         self._app, self._hosts, self._on_refused = app, hosts, on_refused
         self._secret = secrets.token_bytes(32)
         self._digests = [self._digest(key.encode()) for key in keys]

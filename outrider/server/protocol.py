@@ -228,7 +228,7 @@ class SamplingFields(Generated, Prompted):
                                   "structural_tag")
 
     def form(self) -> StructuredOutputsParams | None:
-        """The form that the body gives the text, if any."""
+        """The form that the request's body asks for, or None."""
         try:
             own = None if self.response_format is None else self.response_format.form()
         except ValueError as error:

@@ -14,7 +14,7 @@ from outrider.core.drafted_request import DraftedRequest
 
 
 class SharingPlan(NamedTuple):
-    """A `DraftSharing` before its batch is made."""
+    """The plan of a `DraftSharing`, made before the batch is known."""
 
     total: int
     weights: dict[int, int]  # by request

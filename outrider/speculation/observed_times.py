@@ -75,7 +75,7 @@ class ObservedTimes:
         return math.sqrt(min(near)[1] * slowness) if near else slowness
 
     def observe(self, num_requests: int, depth: int, rows: int, foreseen: float, seconds: float) -> None:
-        """rows: token rows of the step."""
+        """Note the time of a step. rows: the number of token rows of the step."""
         kind, ratio = self._kinds.setdefault((num_requests.bit_length(), depth), _Kind()), seconds / foreseen
         self._slowness.observe((num_requests, depth, rows), ratio)
         self._num_observed += 1

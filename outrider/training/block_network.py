@@ -68,7 +68,7 @@ class BlockNetwork(NamedLayers):
         return mixed.reshape(texts, blocks, rows, -1)
 
     def _heads(self, prefix: str, name: str, x: torch.Tensor) -> torch.Tensor:
-        """[.., heads, dim]; heads of q and k are normed."""
+        """Split features into heads [.., heads, dim], and norm the heads of q and k."""
         heads = self._linear(f"{prefix}.self_attn.{name}_proj", x).unflatten(-1, (-1, self._sizes.head_dim))
         return heads if name == "v" else self._norm(f"{prefix}.self_attn.{name}_norm", heads)
 

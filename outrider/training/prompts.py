@@ -106,7 +106,7 @@ def _messages(place: str, item: Any) -> list[dict[str, Any]]:
 
 
 class SelfPrompts:
-    """How the target is made to write prompts."""
+    """Makes the target write prompts: gives the beginnings, and reads prompts from the answers."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -138,7 +138,8 @@ class SelfPrompts:
         return len(self.seed_prompt(index))
 
     def prompt_from(self, index: int, written: list[int], eos_ids: tuple[int, ...]) -> list[int] | None:
-        """Prompt `index`, of which the target wrote this; None if it wrote nothing."""
+        """Make prompt `index` from the tokens that the target wrote for it. Returns None if the target wrote
+        nothing."""
         while written and written[-1] in eos_ids:
             written = written[:-1]
         if not self._turn or self._tokenizer is None:

@@ -28,7 +28,7 @@ READY = 0  # the number of the first answer, before any job's
 
 
 class CompileFailure(Exception):
-    """The process has ended in the middle of a job, or did not start."""
+    """Raised if the compile process ended in the middle of a job, or did not start."""
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,8 @@ class GrammarCompiler(RequestKeeper):
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], eos_ids: Sequence[int],
                  remote: RemoteForms | None = None) -> None:
-        """load_tokenizer: called when the first grammar comes. remote: a worker in another process."""
+        """load_tokenizer: called when the first grammar comes. remote: the forms' interface to a worker in another
+        process, or None."""
         self._own_tokenizer = cache(load_tokenizer)
         self._eos_ids = tuple(eos_ids)
         self._remote = remote

@@ -1,4 +1,5 @@
-"""From what a request asks for to the text of a grammar, as llguidance reads it. Importing this needs llguidance."""
+"""Makes the text of a grammar, in llguidance's language, from the form that a request asks for. Importing this needs
+llguidance."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def grammar_text(asked: StructuredOutputsParams) -> str:
 
 
 def lark_text(asked: StructuredOutputsParams) -> str:
-    """The grammar of a request with a grammar or a structural tag, in Lark's form."""
+    """The grammar text, in Lark's form, for a request with a grammar or a structural tag."""
     if asked.structural_tag is not None:
         assert isinstance(asked.structural_tag, str)
         return structural_grammar(asked.structural_tag, _lark, json_options(asked))

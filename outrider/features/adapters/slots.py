@@ -25,7 +25,8 @@ class AdapterSlots(RowResource):
         self._changes: list[AdapterPlacement] = []
 
     def room_for(self, asked: CheckedRequest) -> Room:
-        """TAKEN if running requests have the adapters of all slots, and not this one."""
+        """Whether a slot has room for the adapter. TAKEN if running requests use the adapters of all slots, and this
+        adapter is in none of them."""
         part = asked.part(LoadedAdapter)
         if part is None:
             return Room.NOT_NEEDED

@@ -43,7 +43,7 @@ def plain_name(module: str) -> str:
 
 @dataclass(frozen=True)
 class Targets:
-    """All targets of a model. Linear layers are found by identity, as layers ask for their adapters."""
+    """All adapter targets of a model. A layer finds its targets by its identity as an object."""
 
     all: tuple[Target, ...]
     of_module: Mapping[int, tuple[Target, ...]] = field(repr=False)  # by the id of the module that multiplies

@@ -256,8 +256,9 @@ def _mamba2_kernel(
 
 
 def mamba2_config(requests: int, dim: int, chunked: bool) -> StepConfig:
-    """Depends only on the number of requests: small parts while heads and requests hardly fill the card. A thread has
-    16 elements of the state, which leaves registers for several programs at a time."""
+    """The launch configuration for a step, which depends only on the number of requests. Parts of a state are small
+    while heads and requests hardly fill the GPU. A thread has 16 elements of the state, which leaves registers for
+    several programs at a time."""
     tile = 32 if chunked or requests > 16 else 16
     return StepConfig(min(tile, next_power_of_two(dim)), tile // 4)
 

@@ -40,7 +40,7 @@ def distance_of(scaled):
 
 @triton.jit
 def scaled_at(distance):
-    """The scaled logit at a distance."""
+    """The scaled logit that lies at this distance from the greatest scaled logit."""
     return -(distance.to(tl.float32, bitcast=True))
 
 

@@ -113,7 +113,7 @@ def halves_of_heads(key: str) -> RowOrder:
 
 
 def reordered(prefix: str) -> dict[str, tuple[TensorPlace, ...]]:
-    """Queries and keys from a converter that interleaves them for Llama's rope."""
+    """The places of queries and keys, in files of a converter that interleaves their rows for Llama's rope."""
     return {"attn_q.weight": (TensorPlace(f"{prefix}.q_proj.weight", halves_of_heads("attention.head_count")),),
             "attn_k.weight": (TensorPlace(f"{prefix}.k_proj.weight", halves_of_heads("attention.head_count_kv")),)}
 

@@ -96,7 +96,7 @@ _METHODS: dict[str, type[Quantization] | str] = {
 
 
 def methods() -> list[str]:
-    """The values of `quant_method` that are read."""
+    """The values of `quant_method` that can be read."""
     return list(_METHODS)
 
 

@@ -171,7 +171,7 @@ class GraphKeys:
                                                wide.takes_checkpoints, wide.longest), default=None)
 
     def plan(self, key: GraphKey) -> StepPlan:
-        """The plan of a captured step, beside its shape."""
+        """The plan of the captured step with this key. (`shape` has its sizes.)"""
         checkpoints = RowCheckpoints() if key.takes_checkpoints else NoCheckpoints()
         needs = StepNeeds(any_sampled=True)
         if key.sampler is not SamplerForm.DRAW:

@@ -128,7 +128,7 @@ def read_call(cursor: Cursor, needs_arguments: bool) -> CallReader:
 
 
 def _close(cursor: Cursor) -> CallReader:
-    """Read the end of the object around a call's arguments, which a model may forget."""
+    """Read the closing brace of the object around a call's arguments. A model may forget this brace."""
     yield from cursor.skip_space()
     while (yield from cursor.takes(",")):
         yield from cursor.skip_space()

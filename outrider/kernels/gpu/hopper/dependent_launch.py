@@ -1,5 +1,5 @@
-"""A kernel that starts while the one before it still runs, in Gluon: see `common.release_dependents` and
-`common.wait_for_inputs`, which are the same in Triton."""
+"""Programmatic dependent launch in Gluon: a kernel starts while the previous kernel still runs.
+`common.release_dependents` and `common.wait_for_inputs` do this in Triton."""
 
 from __future__ import annotations
 
