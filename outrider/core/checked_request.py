@@ -81,8 +81,8 @@ class CheckedRequest:
 
     @property
     def cache_keys(self) -> tuple[str, ...]:
-        """Whatever must be equal for requests to share pages, beside their tokens. Requests with embeddings share pages
-        if all their embeddings are equal, and none with a request that has ids alone."""
+        """Values that must be equal for requests to share pages, in addition to their tokens. Requests with embeddings
+        share pages if all their embeddings are equal, and share no page with a request that has only token ids."""
         parts = [part.cache_key for part in self.parts]
         embeds = None if self.embeds is None else f"embeds={self.embeds.digest}"
         salt = None if self.cache_salt is None else f"salt={self.cache_salt}"

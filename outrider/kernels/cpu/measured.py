@@ -18,8 +18,8 @@ MOST_REMEMBERED = 64  # entries of the file; the oldest are forgotten
 
 
 def remembered(name: str, measure: Callable[[], bool]) -> bool:
-    """Whether something holds on this machine, as it was measured before or is measured now. Where no file can be
-    written, every start measures."""
+    """The result of a measurement of this machine: whether `measure` returns True. The result is kept in a file and
+    read at later starts. If no file can be written, every start measures."""
     known = recall(name)
     if not isinstance(known, bool):
         known = measure()

@@ -267,9 +267,10 @@ def edit_logits(
     logits: torch.Tensor, row: torch.Tensor, draft_index: torch.Tensor, position: torch.Tensor, rows: EditRows,
     text: Text, spans: Spans, *, any_edits: bool = True, num_counts: int | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """The edited logits [logit rows, vocabulary], written only in logit rows that ask for an edit; every other one is
-    to be read from `logits`. Fills `spans.greatest` for logit rows that are edited or have a temperature: the greatest
-    logit of a span (and of each group, in logit rows with a top-k), +inf where the model's own hold a NaN or +inf.
+    """The edited logits [logit rows, vocabulary], written only in logit rows that ask for an edit; all other logit rows
+    are to be read from `logits`. Fills `spans.greatest` for logit rows that are edited or have a temperature: the
+    greatest logit of a span (and of each group, in logit rows with a top-k), +inf where the model's own hold a NaN or
+    +inf.
 
     Without `any_edits` no request has one, and `logits` itself is returned. `num_counts`: counts of a row, if not one
     for each column.

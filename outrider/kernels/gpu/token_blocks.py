@@ -44,8 +44,8 @@ def _write_kernel(
     SIZE: tl.constexpr, ANCHOR: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, HALF: tl.constexpr,
     PAGE: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A program writes one token's key, or that of the block that the token completes. Every dimension is computed
-    beside the one with which it turns."""
+    """A program writes one token's key, or the key of the block that the token completes. Each dimension is computed
+    together with the dimension with which the rope rotates it."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
