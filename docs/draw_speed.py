@@ -65,6 +65,8 @@ def chart(report: dict[str, Any]) -> str:
     for x, fill, words in [(LEFT, PLAIN, "without drafts"), (LEFT + 140, DRAFTED, "both engines with drafts")]:
         parts.append(f'<rect x="{x}" y="{HEIGHT - 20}" width="12" height="12" fill="{fill}"/>')
         parts.append(text(x + 18, HEIGHT - 10, words, ""))
+    legend = "bar: geometric mean of the cases; line: least to greatest"
+    parts.append(text(WIDTH - 10, HEIGHT - 10, legend, ' text-anchor="end"'))
     head = (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
             'font-family="system-ui, sans-serif" font-size="12.5" fill="#222">'
             f'<title>Output tokens per second relative to {report["peer"]} on an {report["card"]}</title>')
