@@ -12,6 +12,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,12 +67,18 @@ class Residence:
         self._was_incomplete = False  # before that update
         self._doubtful: set[str] = set()  # buffers that failed updates have replaced
         self._are_unread = False  # the weights were dropped and are awake; no file was read, because an update may come
+        self._are_updated = False  # the weights are those of an update, not of the files
         self._lacks_captures = False  # captured steps were dropped, and not captured again
         self._packed_bytes = parts.packed_bytes  # of second copies of weights, and of others that formats hold
 
     @property
     def asleep(self) -> Collection[str]:
         return self._asleep.keys()
+
+    @property
+    def can_run(self) -> bool:
+        """Whether everything is on the device, and the weights are those of one model."""
+        return not self._asleep and not self._are_incomplete
 
     def sleep(self, level: int) -> SleepReport:
         """Put all parts to sleep. If something speaks against it, nothing is changed."""
@@ -86,7 +93,7 @@ class Residence:
         try:
             yield
         finally:
-            if not self._asleep and not self._are_incomplete:
+            if self.can_run:
                 self._parts.background.resume()
 
     def _sleep(self, level: int) -> SleepReport:
@@ -104,6 +111,8 @@ class Residence:
         if level == 2 and WEIGHTS in self._asleep:
             num_dropped = self._asleep[WEIGHTS][0].drop_content()
             num_total, num_freed = num_total + num_dropped, num_freed + num_dropped
+        if self._stream is not None:
+            self._doubt(self._stream.came)
         self._are_incomplete |= level == 2
         self._are_unread, self._stream = False, None
         self._asleep |= falling
@@ -131,7 +140,8 @@ class Residence:
         start = time.perf_counter()
         wakes_all, were_read = self._asleep.keys() <= set(parts), False
         for part in (part for part in PARTS if part in parts and part in self._asleep):
-            is_streamed = part == WEIGHTS and self._stream is not None  # its first tensor has restored the memory
+            # The first tensor of an update has restored the memory.
+            is_streamed = part == WEIGHTS and self._stream is not None and self._stream.has_begun
             self._are_unread |= part == WEIGHTS and self._are_incomplete and not is_streamed
             try:
                 if not is_streamed:
@@ -160,8 +170,8 @@ class Residence:
     def _update_weights(self, given: UpdateWeights) -> UpdateReport:
         start = time.perf_counter()
         self._synchronize()
-        self._restore(WEIGHTS)  # slots are views
         try:
+            self._restore(WEIGHTS)  # slots are views
             stored = {} if self._source is None else quantization_section(self._source.config)
             update = weight_update.WeightUpdate(self._parts.model, self._modules(), given, stored)
             names = update.check()
@@ -191,34 +201,46 @@ class Residence:
         """Replace one weight of an update whose tensors come one by one. A first tensor that does not fit changes
         nothing. A later tensor that does not fit ends the update and leaves the weights incomplete."""
         with self._background_paused():
-            self._stream = stream = self._stream or weight_update.WeightStream(self._parts.model, self._modules())
             start = time.perf_counter()
+            self._stream = stream = self._stream or self._open_stream()
             try:
                 tensor = given.tensor if isinstance(given, NamedTensor) else weight_update.as_tensor(given)
-                stream.take(given.name, tensor, self._begin_stream)
+                stream.take(given.name, tensor, partial(self._begin_stream, stream))
                 self._synchronize()  # the tensor is the caller's again
             except BaseException as error:
                 self._stream = None
-                if not stream.came:
+                if not stream.has_begun:
+                    self._free_again(WEIGHTS)
                     raise
                 self._doubt(stream.came)
                 raise WeightsIncomplete(f"an update of weights ended after {len(stream.came)} tensors ({error}): "
                                         f"{ALL_NEEDED}") from error
             stream.seconds += time.perf_counter() - start
 
-    def _begin_stream(self) -> None:
+    def _open_stream(self) -> weight_update.WeightStream:
         self._synchronize()
-        self._restore(WEIGHTS)
+        try:
+            self._restore(WEIGHTS)  # slots are views
+            return weight_update.WeightStream(self._parts.model, self._modules())
+        except BaseException:
+            self._free_again(WEIGHTS)
+            raise
+
+    def _begin_stream(self, stream: weight_update.WeightStream) -> None:
+        stream.has_begun = True  # from now on a failure leaves the weights incomplete
         self._begin_update()
         restore_order([self._parts.model, *self._modules()])
 
     def finish_stream(self, needs_all: bool) -> UpdateReport:
         """End an update whose tensors came one by one. It is whole if all weights came, or if the weights were whole
-        before and `needs_all` is False."""
+        before and `needs_all` is False. If no weight came, such an update has changed nothing."""
         with self._background_paused():
             stream, self._stream, start = self._stream, None, time.perf_counter()
-            if stream is None or not stream.came:
-                raise WeightError("the update has no tensor that the model uses")
+            if stream is None or not stream.has_begun:
+                self._free_again(WEIGHTS)
+                if needs_all:
+                    raise WeightError("the update has no tensor that the model uses")
+                return UpdateReport()
             missing = stream.missing(self._doubtful) if needs_all or self._was_incomplete else ()
             try:
                 if missing:
@@ -237,9 +259,9 @@ class Residence:
 
     def _begin_update(self) -> None:
         """Called before the first weight changes."""
+        self._was_incomplete, self._are_incomplete, self._are_unread = self._are_incomplete, True, False
         self._drop_captures()
         self._release()
-        self._was_incomplete, self._are_incomplete, self._are_unread = self._are_incomplete, True, False
 
     def _complete(self, names: Iterable[str]) -> None:
         """Called when an update has replaced all weights. Makes everything that is derived from weights again."""
@@ -248,7 +270,7 @@ class Residence:
         self._prepare()
 
     def _end_update(self, num_tensors: int, start: float) -> UpdateReport:
-        self._are_incomplete = False
+        self._are_incomplete, self._are_updated = False, True
         self._doubtful.clear()
         self._asleep.pop(WEIGHTS, None)
         self._release()
@@ -289,6 +311,8 @@ class Residence:
             return 0
         before, unpacked = self._packed_bytes, replace(self._config, packed_weights=False)
         self._packed_bytes = prepare_all(self._parts.model, self._parts.drafter, unpacked)
+        if self._stream is not None:  # its update goes on if the sleep is refused
+            restore_order([self._parts.model, *self._modules()])
         collect_replaced()
         return before - self._packed_bytes
 
@@ -316,7 +340,9 @@ class Residence:
         fill_target(self._parts.model, self._config, self._source, None)
         self._read_drafter(())
         self._prepare()
-        self._are_incomplete = self._are_unread = False
+        if self._are_updated:  # otherwise the files hold the weights that were dropped
+            self._parts.background.forget_model()
+        self._are_incomplete = self._are_unread = self._are_updated = False
         self._doubtful.clear()
 
     def _read_drafter(self, given: Iterable[str]) -> None:
@@ -369,12 +395,17 @@ class Residence:
             self._lacks_captures = True
 
     def _capture_again(self) -> tuple[int, float]:
-        """Capture the dropped steps again, once all parts are awake. Returns (number of steps, seconds)."""
-        if not self._lacks_captures or self._asleep:
+        """Capture the dropped steps again, once all parts are awake with whole weights. Returns (number of steps,
+        seconds)."""
+        if not self._lacks_captures or not self.can_run:
             return 0, 0.0
         assert not isinstance(self._runner, LocalRunner)
         start = time.perf_counter()
-        num_captured = self._runner.capture_again()
-        self._synchronize()
+        try:
+            num_captured = self._runner.capture_again()
+            self._synchronize()
+        except Exception:  # the weights are in place: an error would say that they are not
+            log.exception("dropped steps could not be captured again: steps run on the graphs there are")
+            return 0, time.perf_counter() - start
         self._lacks_captures = False
         return num_captured, time.perf_counter() - start

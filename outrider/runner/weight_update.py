@@ -163,18 +163,19 @@ class WeightStream:
     def __init__(self, model: Model, modules: Sequence[LayeredModule]) -> None:
         self._weights = UpdatedWeights(model, modules)
         self.came: dict[str, None] = {}  # names of the weights that were replaced
+        self.has_begun = False  # weights may have changed
         self.seconds = 0.0  # that the copies took
 
     def take(self, name: str, tensor: torch.Tensor, before_first: Callable[[], None]) -> None:
         """Copy a tensor into its place, or raise WeightError if there is none for it. `before_first` is called before
-        the first weight changes."""
+        the first weight changes, and sets `has_begun`."""
         for slot, part in self._weights.in_slots([(name, tensor)]):
             if slot in self.came:
                 raise WeightError(f"tensor {name} came twice in one update: reset_prefix_cache() or "
                                   "finish_weight_update() ends an update")
             if slot in self._weights.slots:
                 self._weights.check(slot, part, has_form_of_model=False)
-                if not self.came:
+                if not self.has_begun:
                     before_first()
                 self.came[slot] = None  # before the copy, which may fail half-way
                 self._weights.store(slot, part)

@@ -116,8 +116,8 @@ class Worker:
         changes."""
         return self._make_residence()
 
-    def _is_asleep(self) -> bool:
-        return "residence" in self.__dict__ and bool(self.residence.asleep)
+    def _can_run(self) -> bool:
+        return "residence" not in self.__dict__ or self.residence.can_run
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         return self.runner.submit(batch)
@@ -130,20 +130,21 @@ class Worker:
         return command.carry_out(self)
 
     def idle(self, quiet_seconds: float) -> float | None:
-        return None if self._is_asleep() else self.runner.idle(quiet_seconds)
+        return self.runner.idle(quiet_seconds) if self._can_run() else None
 
     def close(self) -> None:
         """Wait for the steps, and let go of the model, the cache and the captured steps: their memory is free from now
         on, although an engine or a caller still holds the worker."""
         if not hasattr(self, "runner"):
             return  # closed before
-        is_on_gpu, held_bytes = not isinstance(self.runner, LocalRunner), self._count_bytes()
+        # Weights that sleep on a GPU have no bytes to count.
+        is_large = not isinstance(self.runner, LocalRunner) or self._count_bytes() >= LARGE
         self._background.close()
         self.runner.close()
         self.device_step.close()
         self.__dict__.pop("residence", None)
         del self.runner, self.device_step, self._make_residence, self._background
-        if is_on_gpu or held_bytes >= LARGE:
+        if is_large:
             release_dropped()
 
     def _count_bytes(self) -> int:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -14,11 +15,14 @@ from safetensors.torch import load_file, save_file
 
 from outrider import LLM
 from outrider.compat.engine_args import config_for
+from outrider.core.background_work import BackgroundWork
 from outrider.engine.start import start_engine
 from outrider.models.sources.model_source import WeightError
 from outrider.runner.commands import WeightsIncomplete
+from outrider.runner.storages import FreedMemory, find_storages
 from outrider.runner.weight_update import is_buffer
 from tests.engine.harness import greedy, with_other_weights
+from tests.engine.test_sleep import let_memory_move
 from tests.engine.test_update_weights import FOLDERS, LONG, NAME, PROMPTS, SETTINGS, generated, llama
 from tests.models.oracle import make_folder
 
@@ -301,3 +305,114 @@ def test_no_page_of_older_weights_is_found_even_if_none_is_forgotten(folders: tu
         assert generated(llm) == theirs and llm.engine.scheduler.cache.stats.hit_tokens == before
         generated(llm)
         assert llm.engine.scheduler.cache.stats.hit_tokens > before
+
+
+class Capturing:
+    """A runner of which only the captured steps are known: how many were made, and with which weights."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.worker: Any = llm.engine.runner
+        self.graphs, self.captured, self.fails = self, [], False
+        self.worker.residence._runner = self
+
+    def drop(self) -> None:
+        self.captured = []
+
+    def capture_again(self) -> int:
+        if self.fails:
+            raise RuntimeError("no capture today")
+        assert self.worker.residence.can_run
+        self.captured.append({name: slot.target.clone() for name, slot in
+                              self.worker.device_step.model.weights().items()})
+        return len(self.captured)
+
+
+def test_steps_are_captured_when_an_update_is_whole(folders: tuple[Path, Path],
+                                                    caplog: pytest.LogCaptureFixture) -> None:
+    folder, other = folders
+    theirs, tensors = answers(other), tensors_of(other)
+    with LLM(str(folder), **SETTINGS) as llm:
+        runner = Capturing(llm)
+        llm.sleep(level=2)
+        llm.wake_up(["weights"])
+        llm.start_weight_update()
+        llm.load_weights({NAME: tensors.pop(NAME)})
+        assert llm.wake_up(["kv_cache"]).num_captured == 0 and not runner.captured
+        assert runner.worker.idle(1.0) is None, "nothing is captured ahead with half an update"
+        llm.load_weights(tensors)
+        assert llm.finish_weight_update().num_captured == 1
+        (held,) = runner.captured
+        assert all(torch.equal(held[name], tensor) for name, tensor in tensors.items())
+        assert generated(llm) == theirs
+        runner.fails = True
+        llm.update_weights(folder)
+        assert llm.weights_version == 2, "the weights are new and whole"
+        assert "could not be captured again" in caplog.text
+        assert generated(llm) == answers(folder)
+
+
+def test_background_work_forgets_a_model_whose_weights_come_from_files_again(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(str(folders[0]), **SETTINGS) as llm:
+        worker, forgotten = cast(Any, llm.engine.runner), []
+        worker.residence._parts = replace(worker.residence._parts, background=BackgroundWork())
+        monkeypatch.setattr(BackgroundWork, "forget_model", lambda work: forgotten.append(work))
+
+        def sleep_and_wake() -> int:
+            llm.sleep(level=2)
+            llm.wake_up()
+            return len(forgotten)
+
+        assert sleep_and_wake() == 0, "the model is the same"
+        llm.load_weights(tensors_of(folders[1]))
+        llm.reset_prefix_cache()
+        assert len(forgotten) == 1
+        assert sleep_and_wake() == 2 and sleep_and_wake() == 2
+
+
+def test_a_buffer_of_an_update_that_sleep_ended_has_to_come_again(tmp_path: Path) -> None:
+    folder = make_folder("glm4_moe", tmp_path / "model")
+    tensors = tensors_of(folder)
+    (buffer, *_) = filter(is_buffer, tensors)
+    with LLM(str(folder), **SETTINGS) as llm:
+        ours = generated(llm)
+        llm.start_weight_update()
+        llm.load_weights({buffer: tensors[buffer] + 1})
+        llm.sleep(level=1)
+        with pytest.raises(WeightError, match="this update lacks " + buffer):
+            llm.update_weights({name: tensor for name, tensor in tensors.items() if not is_buffer(name)})
+        llm.update_weights(tensors)
+        llm.wake_up()
+        assert generated(llm) == ours
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_update_that_cannot_begin(folders: tuple[Path, Path], level: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    let_memory_move(monkeypatch)
+    tensors, theirs = tensors_of(folders[1]), answers(folders[1], dtype="float64")
+    with LLM(str(folders[0]), **SETTINGS | {"dtype": "float64"}) as llm:
+        ours, worker = generated(llm), cast(Any, llm.engine.runner)
+
+        def fail(*_: Any) -> None:
+            raise MemoryError("the device is full")
+
+        held = list(find_storages([worker.device_step.model]).values())
+        llm.sleep(level)
+        with monkeypatch.context() as patched:
+            restore = FreedMemory.restore
+            patched.setattr(FreedMemory, "restore", lambda memory: fail() if memory._keeps else restore(memory))
+            for update in (llm.load_weights, llm.update_weights):
+                with pytest.raises(MemoryError):
+                    update(tensors)
+                assert not any(storage.nbytes() for storage in held), "it sleeps on"
+        llm.wake_up()
+        assert generated(llm) == ours, "no weight has changed"
+        with monkeypatch.context() as patched:
+            patched.setattr("outrider.runner.residence.restore_order", fail)
+            with pytest.raises(WeightsIncomplete, match="ended after 0 tensors"):
+                llm.load_weights(tensors)
+        with pytest.raises(WeightsIncomplete):
+            generated(llm)
+        llm.load_weights(tensors)
+        assert generated(llm) == theirs
