@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence, Set
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Never, TypeVar, cast
 
 from outrider import compat
@@ -279,8 +279,7 @@ class LLM(Front):
         ValueError. The update ends with `finish_weight_update`, or if none was started, at the next
         `reset_prefix_cache`, `wake_up` of the cache, or request. If it fails or is not whole, requests raise
         WeightsIncomplete until an update with all weights has come."""
-        for given in named_weights.weights_one_by_one(weights):
-            self._loop.run(partial(self._maintenance.stream_weight, given))
+        self._maintenance.load_weights(weights, self._loop.run)
 
     def finish_weight_update(self) -> UpdateReport:
         """End the update that `start_weight_update` began. If weights are missing, raises WeightsIncomplete with their

@@ -6,7 +6,6 @@ A thin front over the same loop that LLM drives: `llm.llm_engine` shares the eng
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 from outrider.adapter_loading import loaded
@@ -18,7 +17,6 @@ from outrider.core.hidden_params import RequestParams
 from outrider.core.output_reader import OutputReader
 from outrider.core.prompts import Prompt
 from outrider.engine.engine import Engine
-from outrider.engine.named_weights import weights_one_by_one
 from outrider.engine.request_loop import Caller, RequestLoop
 from outrider.front import Front
 from outrider.lora_request import LoRARequest
@@ -110,8 +108,7 @@ class LLMEngine(Front):
         return executor_around(self._load_weights)
 
     def _load_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        for given in weights_one_by_one(weights):
-            self._loop.run(partial(self._maintenance.stream_weight, given))
+        self._maintenance.load_weights(weights, self._loop.run)
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End the engine and give its memory back."""

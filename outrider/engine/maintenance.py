@@ -6,10 +6,12 @@ cache is emptied. Requests that run or arrive meanwhile wait; they go on from th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from outrider.core.fields import shown
 from outrider.core.lazy_exports import LateModule
@@ -33,8 +35,10 @@ from outrider.runner.commands import (
 from outrider.runner.interface import WorkerDied
 
 if TYPE_CHECKING:
+    from outrider.engine import named_weights
     from outrider.runner import profiling
 else:
+    named_weights = LateModule("outrider.engine.named_weights")
     profiling = LateModule("outrider.runner.profiling")
 
 LEVELS = (1, 2)
@@ -42,6 +46,7 @@ PAUSED = "the engine is paused: requests wait for resume_generation"
 ASLEEP = "the engine sleeps: requests wait for wake_up"
 UPDATING = "an update of weights was interrupted: requests wait for an update with all weights"
 IN_SESSION = "an update of weights has begun: finish_weight_update() ends it"
+LOADING = "a call of load_weights goes on, in which weights change: wait for its end"
 STREAMING = "an update of weights has begun: reset_prefix_cache() ends it"
 
 
@@ -51,6 +56,11 @@ class _Stream:
 
     is_session: bool  # `start_weight_update` began it, and only `finish_weight_update` ends it
     lacked_before: str  # why no request could run before; empty if some could
+    needs_all: bool  # of the model's weights; otherwise some are enough for a model that is whole
+
+
+class _Load:
+    """A call of `load_weights` that has not returned."""
 
 
 class Maintenance:
@@ -64,6 +74,7 @@ class Maintenance:
         self._is_paused = False  # by `pause`
         self._lacks_weights = ""  # why, if an update has failed half-way
         self._stream: _Stream | None = None  # an update whose tensors come one by one
+        self._loads: weakref.WeakSet[_Load] = weakref.WeakSet()  # an interrupt may cut off their ends
         self._refuses = False  # new requests, from the start of such an update until one is whole
 
     @property
@@ -76,12 +87,12 @@ class Maintenance:
             raise ValueError(f"level must be 1 (weights stay in the host's memory) or 2 (weights are dropped), got "
                              f"{shown(level)}")
         self._end_stream()
+        before = self._asleep, self._are_dropped, self._stream, self._lacks_weights, self._refuses
+        self._engine.rest()
+        # Before the command: if an interrupt cuts off the answer, the worker may be asleep, and waking does no harm.
         if self._stream is not None:
             self._break_stream(self._stream, WeightsIncomplete("an update of weights had begun when the engine went to "
                                                                "sleep: requests wait for an update with all weights"))
-        before = self._asleep
-        self._engine.rest()
-        # Before the command: if an interrupt cuts off the answer, the worker may be asleep, and waking does no harm.
         self._asleep = frozenset(PARTS)
         self._pause()
         try:
@@ -89,7 +100,7 @@ class Maintenance:
         except WorkerDied:
             raise
         except Exception:
-            self._asleep = before
+            self._asleep, self._are_dropped, self._stream, self._lacks_weights, self._refuses = before
             self._pause()
             raise
         self._are_dropped |= level == 2
@@ -107,7 +118,7 @@ class Maintenance:
             return WakeReport()
         report = self._engine.command(WakeUp(wanted))
         if report.are_weights_whole:  # those that were dropped or incomplete have been read from their files
-            self._lacks_weights, self._refuses = "", False
+            self._let_requests_run()
         if report.were_weights_read and self._engine.weights_version:
             self._engine.take_new_weights()
         if WEIGHTS in wanted:
@@ -122,6 +133,7 @@ class Maintenance:
         if self._stream is not None and self._stream.is_session:
             raise ValueError("an update of weights has begun: give its weights to load_weights, and end it with "
                              "finish_weight_update()")
+        self._check_loaded()
         with suppress(WeightsIncomplete):  # the weights of this update may be all
             self._end_stream()
         before = self._lacks_weights
@@ -150,6 +162,22 @@ class Maintenance:
         self._engine.rest()
         self._open_stream(is_session=True)
 
+    def load_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]],
+                     run: Callable[[Callable[[], None]], None]) -> None:
+        """Replace weights, each as soon as it comes. `run` does something with the engine between two steps. Between
+        two weights others may use the engine, but none of them can end the update."""
+        load = _Load()
+        self._loads.add(load)
+        try:
+            for given in named_weights.weights_one_by_one(weights):
+                run(partial(self.stream_weight, given))
+        except BaseException:  # the rest of the call is missing
+            if self._stream is not None:
+                self._stream.needs_all = True
+            raise
+        finally:
+            self._loads.discard(load)
+
     def stream_weight(self, given: NamedArray | NamedTensor) -> None:
         """Replace one weight. The update ends with `finish_weight_update`, or if none has been started, before whatever
         comes next. If the weight does not fit and is the first, nothing has changed."""
@@ -173,25 +201,29 @@ class Maintenance:
         return self._finish_stream(self._stream)
 
     def _open_stream(self, *, is_session: bool) -> None:
-        self._stream = _Stream(is_session, self._lacks_weights)
+        self._stream = _Stream(is_session, self._lacks_weights, needs_all=is_session)
         self._lacks_weights = IN_SESSION if is_session else STREAMING
         self._refuses = True
         self._pause()
 
     def _finish_stream(self, stream: _Stream) -> UpdateReport:
         try:
-            report = self._engine.command(FinishStream(needs_all=stream.is_session))
+            report = self._engine.command(FinishStream(stream.needs_all))
         except WorkerDied:
             raise
         except Exception as error:
             self._break_stream(stream, error)
             raise
-        self._stream = None
-        self._take_new_weights()
+        if report.num_tensors:
+            self._stream = None
+            self._take_new_weights()
+        else:
+            self._break_stream(stream, None)
         return report
 
-    def _break_stream(self, stream: _Stream, error: Exception) -> None:
-        """End an update that failed. Its requests wait, and new ones are refused, if any weight was replaced."""
+    def _break_stream(self, stream: _Stream, error: Exception | None) -> None:
+        """End an update that failed, or in which no weight came. Its requests wait, and new ones are refused, if any
+        weight was replaced."""
         self._stream = None
         self._lacks_weights = str(error) if isinstance(error, WeightsIncomplete) else stream.lacked_before
         self._are_dropped |= isinstance(error, WeightsIncomplete) and WEIGHTS in self._asleep
@@ -202,13 +234,27 @@ class Maintenance:
         """End an update that was not started by name, because something else follows. Raises WeightsIncomplete if it is
         not whole."""
         if self._stream is not None and not self._stream.is_session:
+            self._check_loaded()
             self._finish_stream(self._stream)
+
+    def _check_loaded(self) -> None:
+        """Raise WeightsIncomplete while a call of `load_weights` goes on, in another thread or around its iterator: the
+        update would end with some of the call's weights."""
+        if self._stream is not None and self._loads:
+            raise WeightsIncomplete(LOADING)
 
     def _admit_requests(self) -> None:
         """Called before requests are added while an update goes on, or after one that was not whole."""
         self._end_stream()
         if self._lacks_weights:
             raise WeightsIncomplete(self._lacks_weights)
+
+    def _let_requests_run(self) -> None:
+        """Called when the worker's weights are whole. While an update goes on, requests still wait for its end."""
+        if self._stream is None:
+            self._lacks_weights, self._refuses = "", False
+        else:
+            self._stream.lacked_before = ""
 
     def _take_new_weights(self) -> None:
         """Called when an update is whole."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +23,7 @@ from outrider.runner.commands import WeightsIncomplete
 from outrider.runner.storages import FreedMemory, find_storages
 from outrider.runner.weight_update import is_buffer
 from tests.engine.harness import greedy, with_other_weights
-from tests.engine.test_sleep import let_memory_move
+from tests.engine.test_sleep import _no_memory, let_memory_move
 from tests.engine.test_update_weights import FOLDERS, LONG, NAME, PROMPTS, SETTINGS, generated, llama
 from tests.models.oracle import make_folder
 
@@ -351,6 +352,66 @@ def test_steps_are_captured_when_an_update_is_whole(folders: tuple[Path, Path],
         assert generated(llm) == answers(folder)
 
 
+def test_requests_wait_for_the_end_of_an_update_whatever_wakes_up(folders: tuple[Path, Path]) -> None:
+    folder, other = folders
+    theirs, tensors = answers(other), tensors_of(other)
+    with LLM(str(folder), **SETTINGS) as llm:
+        llm.sleep(level=1)
+        llm.start_weight_update()
+        llm.wake_up()
+        with pytest.raises(WeightsIncomplete, match="finish_weight_update"):
+            generated(llm)
+        llm.load_weights(tensors)
+        llm.finish_weight_update()
+        assert generated(llm) == theirs
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_tensors_that_the_model_ignores_change_nothing(tmp_path: Path, level: int,
+                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    let_memory_move(monkeypatch)
+    folder = llama(tmp_path, tie_word_embeddings=True)
+    ignored = {"lm_head.weight": tensors_of(folder)["model.embed_tokens.weight"]}
+    with LLM(str(folder), **SETTINGS | {"dtype": "float64"}) as llm:
+        ours = generated(llm)
+        llm.load_weights(ignored)
+        assert generated(llm) == ours and llm.weights_version == 0
+        llm.sleep(level)
+        llm.load_weights(ignored)
+        llm.wake_up(["weights"])
+        llm.wake_up(["kv_cache"])
+        assert generated(llm) == ours
+
+
+def test_a_call_that_goes_on_is_ended_by_nobody_else(folders: tuple[Path, Path]) -> None:
+    folder, other = folders
+    theirs, tensors = answers(other), tensors_of(other)
+    first, rest = dict(list(tensors.items())[:2]), dict(list(tensors.items())[2:])
+    with LLM(str(folder), **SETTINGS) as llm, ThreadPoolExecutor(1) as thread:
+        ours = generated(llm)
+
+        def between() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from first.items()
+            for use in (lambda: generated(llm), llm.reset_prefix_cache, llm.sleep, lambda: llm.update_weights(tensors)):
+                with pytest.raises(WeightsIncomplete, match="a call of load_weights goes on"):
+                    thread.submit(use).result()
+            yield from rest.items()
+
+        llm.load_weights(between())
+        assert llm.weights_version == 0 and generated(llm) == theirs != ours
+
+        def cut_off() -> Iterator[tuple[str, torch.Tensor]]:
+            yield NAME, tensors_of(folder)[NAME]
+            raise OSError("the trainer is gone")
+
+        with pytest.raises(OSError, match="the trainer is gone"):
+            llm.load_weights(cut_off())
+        with pytest.raises(WeightsIncomplete, match="it lacks lm_head.weight"):
+            generated(llm)
+        llm.load_weights(tensors)
+        assert generated(llm) == theirs
+
+
 def test_background_work_forgets_a_model_whose_weights_come_from_files_again(
     folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -415,4 +476,22 @@ def test_an_update_that_cannot_begin(folders: tuple[Path, Path], level: int, mon
         with pytest.raises(WeightsIncomplete):
             generated(llm)
         llm.load_weights(tensors)
+        assert generated(llm) == theirs
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_update_goes_on_if_the_engine_cannot_sleep(folders: tuple[Path, Path], level: int,
+                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, theirs = tensors_of(folders[1]), answers(folders[1])
+    with LLM(str(folders[0]), **SETTINGS) as llm:
+        llm.start_weight_update()
+        llm.load_weights({NAME: tensors.pop(NAME)})
+        with monkeypatch.context() as patched:
+            patched.setattr("outrider.runner.residence.FreedMemory", _no_memory)
+            with pytest.raises(MemoryError, match="no room for a copy"):
+                llm.sleep(level)
+        with pytest.raises(WeightsIncomplete, match="finish_weight_update"):
+            generated(llm)
+        llm.load_weights(tensors)
+        llm.finish_weight_update()
         assert generated(llm) == theirs
