@@ -21,7 +21,7 @@ one from outside the package.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +62,20 @@ def register_feature(entry: FeatureEntry) -> None:
     if entry.name in {own.name for own in FEATURES}:
         raise ValueError(f"a feature of the package has the name {entry.name!r}: choose another")
     _registered[entry.name] = entry
+
+
+def registered_names() -> tuple[str, ...]:
+    """Of features from outside the package."""
+    return tuple(_registered)
+
+
+def require_registered(names: Sequence[str]) -> None:
+    """Called in the process of a worker with the names that its parent knows: a feature with one half would say
+    nothing and do nothing."""
+    for name in names:
+        if name not in _registered:
+            raise ValueError(f"the feature {name!r} is not registered in the worker's process, which imports the main "
+                             "module anew: call register_feature at the top level of that module")
 
 
 def worker_features(config: EngineConfig) -> list[Any]:

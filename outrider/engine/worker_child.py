@@ -29,6 +29,7 @@ from outrider.engine.grammar.deep_thread import end_process
 from outrider.engine.load import grammars_of
 from outrider.engine.quiet import wait_for
 from outrider.engine.worker_messages import Failure, FormAnnounced, FormDropped, FormPrepared, OfCommand
+from outrider.feature_list import require_registered
 from outrider.kernels.compiler_start import hash_compiler_ahead
 from outrider.models.sources.model_source import ModelSource
 from outrider.runner.interface import Grammars, RunningWorker
@@ -53,6 +54,7 @@ class RankPlace:
     link: RankLink
     numbers: Any  # shared memory of its RankStatus
     process_ids: Any  # shared memory of all ranks: their processes
+    features: tuple[str, ...] = ()  # names of features that are registered in the parent
 
     @property
     def is_alone(self) -> bool:
@@ -79,6 +81,7 @@ def serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: in
     log.handlers, log.propagate = [to_parent], False
     hash_compiler_ahead(config.device)
     try:
+        require_registered(place.features)
         grammars = grammars_of(config, source)
         worker = _load(config, source, grammars, place, status)
     except BaseException as error:

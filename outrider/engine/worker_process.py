@@ -32,6 +32,7 @@ from outrider.engine.rank_watch import RankProcess, RankWatch, death_of
 from outrider.engine.spawned import check_sent, spawn_process
 from outrider.engine.worker_child import RankPlace, serve
 from outrider.engine.worker_messages import Failure, FormAnnounced, FormDropped, FormPrepared, OfCommand
+from outrider.feature_list import registered_names
 from outrider.models.rank_sizes import check_heads
 from outrider.models.sources.model_source import ModelSource
 from outrider.runner.commands import Answer, Command, PrepareIdle
@@ -265,7 +266,7 @@ def _start(config: EngineConfig, source: ModelSource,
         own, theirs = context.Pipe()
         ends = tuple(first for first, _ in links) if rank == 0 else (links[rank - 1][1],)
         numbers = context.RawArray("q", STATUS_FIELDS)
-        place = RankPlace(RankLink(rank, num_ranks, ends), numbers, process_ids)
+        place = RankPlace(RankLink(rank, num_ranks, ends), numbers, process_ids, registered_names())
         process = spawn_process(serve, (theirs, config, source, log.getEffectiveLevel(), place),
                                 name=f"outrider-worker-{rank}" if num_ranks > 1 else "outrider-worker", daemon=True)
         theirs.close()  # or the pipe would not end with the child

@@ -86,7 +86,7 @@ class StepFactors:
 
 
 class RowDeltas(ABC):
-    """Row deltas: what each request of a step adds to the products of its token rows, such as an adapter's part.
+    """Row deltas: what each request of a step adds to the products of its token rows.
     Modules without deltas, and token rows without deltas, keep their bits."""
 
     @abstractmethod

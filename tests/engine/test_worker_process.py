@@ -16,12 +16,13 @@ from typing import Any
 
 import pytest
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, feature_list
 from outrider.async_llm import AsyncLLM, EngineError
 from outrider.config import EngineConfig
 from outrider.engine.start import start_engine
 from outrider.engine.worker_messages import Failure
 from outrider.engine.worker_process import WorkerProcess
+from outrider.feature_list import FeatureEntry, register_feature
 from outrider.models.sources import SourceError
 from outrider.runner.interface import WorkerDied
 from tests.engine.harness import CONFIGS, greedy, prompt_of, save_folder, tokens_of
@@ -65,6 +66,15 @@ def test_the_same_tokens_in_a_thread_and_in_a_process(tmp_path: Path, family: st
             logprobs = [[list(entry) for entry in outputs[1].outputs[0].logprobs or []] for outputs in rounds]
             found.append(([tokens_of(outputs) for outputs in rounds], logprobs, llm.engine.limits))
     assert found[0] == found[1]
+
+
+def test_a_feature_that_only_the_parent_knows_is_refused(tmp_path: Path) -> None:
+    register_feature(FeatureEntry("of this test"))
+    try:
+        with pytest.raises(ValueError, match="'of this test' is not registered in the worker's process"):
+            started(saved(tmp_path, "llama"), in_process=True)
+    finally:
+        feature_list._registered.clear()
 
 
 def test_drafts_are_chosen_by_the_costs_that_the_process_measured(tmp_path: Path) -> None:
