@@ -152,7 +152,7 @@ class StructuredOutputsParams:
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where} cannot be written as JSON: {error}") from None
         if not isinstance(schema, dict):
-            raise ValueError(f"{where} must be a {kind}, which is an object")
+            raise ValueError(f"{where} must be a {kind}: a JSON object")
         if _depth(schema) > MAX_DEPTH:
             raise ValueError(f"{where}: more than {MAX_DEPTH} objects and lists lie inside each other")
         return text

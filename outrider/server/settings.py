@@ -77,7 +77,8 @@ class ServerConfig:
                 raise ValueError("allowed_hosts must be * or names as llm.example.org or *.example.org, without a port "
                                  f"(IP addresses need no entry), got {shown(name)}")
         if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
-            raise ValueError(f"root_path must be as /llm, without a slash at its end, got {shown(self.root_path)}")
+            raise ValueError("root_path must begin with a slash and not end with one, as /llm does, got "
+                             f"{shown(self.root_path)}")
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if self.ssl_certfile is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} goes with ssl_certfile, which is missing")

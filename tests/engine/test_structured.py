@@ -388,7 +388,7 @@ def test_structural_tags(given: dict[str, Any], right: list[str], wrong: list[st
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ("no JSON", "is no JSON"), ("[]", "must be a structural tag, which is an object"), ({}, "format must be a dict"),
+    ("no JSON", "is no JSON"), ("[]", "must be a structural tag: a JSON object"), ({}, "format must be a dict"),
     ({"format": {"type": "poem"}}, "'poem' is none of const_string"),
     ({"structures": [], "triggers": []}, "empty list"),
     ({"structures": [{"begin": "a", "end": "b"}], "triggers": ["c"]}, "no tag begins with the trigger 'c'"),

@@ -155,7 +155,7 @@ class CompressedTensors(Quantization):
 
         scheme = self._scheme(name)
         if scheme is None:
-            raise WeightError(f"{name} has scales, though {KEY}: ignore or targets leave it out")
+            raise WeightError(f"{name} has scales, but {KEY} leaves it out (by ignore or targets)")
         codes, scales = tensors[self.suffix], tensors[".weight_scale"]
         match scheme.code:
             case "fp8":

@@ -121,7 +121,7 @@ def read_call(cursor: Cursor, needs_arguments: bool) -> CallReader:
         elif key in ARGUMENTS:
             arguments = read_json(value) if isinstance(value, str) else value
         elif needs_arguments and name is None and key not in ("type", "id"):
-            raise ValueError("other JSON than a call")
+            raise ValueError("this JSON is not a call")
         yield from cursor.skip_space()
         yield from cursor.takes(",")
     yield from whole_call(name, arguments)
