@@ -383,6 +383,21 @@ def test_tensors_that_the_model_ignores_change_nothing(tmp_path: Path, level: in
         assert generated(llm) == ours
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_weights_come_while_memory_sleeps_that_moves(folders: tuple[Path, Path], level: int,
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+    let_memory_move(monkeypatch)
+    theirs, tensors = answers(folders[1], dtype="float64"), tensors_of(folders[1])
+    with LLM(str(folders[0]), **SETTINGS | {"dtype": "float64"}) as llm:
+        llm.sleep(level)
+        with pytest.raises(WeightError, match="no weight of this name"):
+            llm.load_weights([("model.extra", torch.ones(2))])
+        llm.load_weights(tensors)
+        llm.wake_up(["weights"])
+        llm.wake_up(["kv_cache"])
+        assert generated(llm) == theirs
+
+
 def test_a_call_that_goes_on_is_ended_by_nobody_else(folders: tuple[Path, Path]) -> None:
     folder, other = folders
     theirs, tensors = answers(other), tensors_of(other)
