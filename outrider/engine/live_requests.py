@@ -27,7 +27,7 @@ from outrider.sched.scheduler import Scheduler
 from outrider.sched.updates import Update
 
 log = logging.getLogger("outrider")
-Output: TypeAlias = SampleOutput | HiddenGatherer
+OutputMaker: TypeAlias = SampleOutput | HiddenGatherer
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class _Live:
     request_id: str
     metrics: RequestMetrics
     asked: CheckedRequest
-    samples: list[tuple[Request, Output]]
+    samples: list[tuple[Request, OutputMaker]]
     prompt_logprobs: PromptLogprobsOutput  # used if the request asks for some
     num_left: int  # samples that have not ended
     has_tokens: bool = False
@@ -70,7 +70,7 @@ class LiveRequests:
         self.weights_version = 0  # how many updates of weights were complete
         self._num_accepted = 0  # requests, with a seed or without: what the seed of the next one is drawn from
         self._live: dict[str, _Live] = {}
-        self._samples: dict[int, tuple[_Live, Output]] = {}  # by the scheduler's request id
+        self._samples: dict[int, tuple[_Live, OutputMaker]] = {}  # by the scheduler's request id
 
     def __len__(self) -> int:
         return len(self._live)
@@ -128,7 +128,7 @@ class LiveRequests:
                 for index in range(asked.num_samples)]
         if isinstance(task, HiddenTask):
             gatherer = task.make_gatherer(keys[0], prompt_len, model.classes)
-            samples: list[tuple[Request, Output]] = [(Request(next(self._ids), asked, prompt_len), gatherer)]
+            samples: list[tuple[Request, OutputMaker]] = [(Request(next(self._ids), asked, prompt_len), gatherer)]
         else:
             longest = model.longest(prompt_len, asked.sampling.max_tokens)
             samples = [(Request(next(self._ids), asked, longest, model.eos_ids, key.sample_index),
