@@ -65,7 +65,7 @@ def register_feature(entry: FeatureEntry) -> None:
 
 
 def registered_names() -> tuple[str, ...]:
-    """Of features from outside the package."""
+    """The names of registered features, which come from outside the package."""
     return tuple(_registered)
 
 

@@ -120,7 +120,7 @@ class Traffic:
 
 
 def _stored_claims(claims: list[LayerCache], layout: CacheLayout | None) -> list[LayerCache]:
-    """What layers keep in the cache, with the cache types of a layout. Recurrent layers have no place in a layout."""
+    """Return the claims of layers with the cache types of a layout. Recurrent layers have no place in a layout."""
     if layout is None:
         return claims
     return [claim if claim.is_recurrent else claim.stored_as(layout.groups_of(claim.layer)[0].spec.cache_type)

@@ -41,7 +41,7 @@ CacheSpec = PagedSpec | RecurrentSpec
 
 @dataclass(frozen=True)
 class LayerCache:
-    """What a layer needs from the cache: pages that it writes, another layer's pages that it only reads, or a state in
+    """A layer's claim on the cache: pages that it writes, another layer's pages that it only reads, or a state in
     every row. A layer with several kinds of cache has several of these claims, and their parts have different names."""
 
     layer: int
@@ -54,7 +54,7 @@ class LayerCache:
         return isinstance(self.spec, RecurrentSpec)
 
     def stored_as(self, cache_type: CacheType) -> LayerCache:
-        """The same claim, with keys and values stored as this type. States of recurrent layers keep their type."""
+        """Return this claim with keys and values stored as this type. States of recurrent layers keep their type."""
         return self if isinstance(self.spec, RecurrentSpec) else replace(self, spec=self.spec.stored_as(cache_type))
 
 

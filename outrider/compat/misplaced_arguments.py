@@ -1,4 +1,4 @@
-"""What vLLM's fronts have and LLM and AsyncLLM do not: methods and arguments, with what to use instead. No torch."""
+"""Methods and arguments that vLLM's fronts have and LLM and AsyncLLM lack, with what to use instead. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What features add to the core's data: parts of a request, of a batch, of results and of the limits. No torch.
+"""Parts that features add to the core's data: parts of a request, of a batch, of results and of the limits. No torch.
 
 A part is plain data, lies with its feature, and can be pickled. Its owner has at most one part of each type, and none
 of a feature that it has nothing to do with.
@@ -43,13 +43,13 @@ class Figure(NamedTuple):
 
 
 class ResultPart:
-    """What a feature's part on the device reports with the result of a step. The engine keeps the last report of each
-    type."""
+    """A report that a feature's half on the device sends with the result of a step. The engine keeps the last report of
+    each type."""
 
     __slots__ = ()
 
     def figures(self) -> tuple[Figure, ...]:
-        """What metrics show of it."""
+        """The numbers of the report that metrics show."""
         return ()
 
 

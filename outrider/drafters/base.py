@@ -127,7 +127,7 @@ class Drafter:
         super().__setattr__(RENAMED.get(name, name), value)
 
     def cache_layers(self) -> list[LayerCache]:
-        """What the drafter's layers keep in the cache. Data that is kept once for each page is declared here too
+        """The claims of the drafter's layers on the cache. Data that is kept once for each page is declared here too
         (`LayerCache.page_parts`) and found in `CachedLayers.page_parts`; it is stored in the page."""
         return []
 

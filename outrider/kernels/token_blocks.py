@@ -37,7 +37,7 @@ class TokenBlocks(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """What is added to a block's number to get its place among the keys of its request's blocks."""
+        """The number that is added to a block's number to get its place among the keys of its request's blocks."""
         return (self.anchor + self.size - 1) // self.size
 
     def keys(self, cache: Tensor) -> Tensor:

@@ -86,8 +86,8 @@ class StepFactors:
 
 
 class RowDeltas(ABC):
-    """Row deltas: what each request of a step adds to the products of its token rows.
-    Modules without deltas, and token rows without deltas, keep their bits."""
+    """Row deltas: what each request of a step adds to the products of its token rows. Modules and token rows without
+    deltas keep their bits."""
 
     @abstractmethod
     def of_rows(self, token_rows: torch.Tensor) -> RowDeltas:

@@ -133,8 +133,8 @@ class _Published:
         return _checked_aux_layers(reader, key, reader.required(key, list), num_target_layers, offset=1)
 
     def sights(self) -> tuple[Sight, ...]:
-        """What rows see in each layer. Layers that slide by `layer_types` are causal within the block; other layers are
-        not, unless `causal` or `is_causal` makes all of them so."""
+        """For each layer, the tokens that its rows see. Layers that slide by `layer_types` are causal within the block;
+        other layers are not, unless `causal` or `is_causal` makes all of them so."""
         count = self.layer.required("num_hidden_layers", int)
         kinds = _layer_types(self.layer, count)
         slides_all = self.flag("use_swa", False) and SLIDING not in kinds

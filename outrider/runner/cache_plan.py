@@ -46,8 +46,8 @@ def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = Non
 
 
 def store_claims(config: EngineConfig, dtype: torch.dtype, claims: Sequence[LayerCache]) -> list[LayerCache]:
-    """What the layers keep in the cache, in a model of this dtype, with keys and values stored as the config says.
-    Layers that read another layer's cache are skipped together with it."""
+    """Return the claims of the layers on the cache, in a model of this dtype, with keys and values stored as
+    the config says. Layers that read another layer's cache are skipped together with it."""
     cache_type, skipped = cache_type_of(config, dtype), config.kv_cache_dtype_skip_layers
     sliding = SLIDING in skipped
     return [claim if str(claim.layer if claim.reads is None else claim.reads) in skipped

@@ -33,8 +33,8 @@ class OneRank:
 
 @dataclass(frozen=True)
 class WorkerRanks:
-    """What a rank shares with the other ranks of its model: the group that sums tensors, and the link by which hosts
-    agree."""
+    """The two things that a rank shares with the other ranks of its model: the group that sums tensors, and the
+    link by which hosts agree."""
 
     link: RankLink
     group: RankGroup

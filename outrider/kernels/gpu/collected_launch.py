@@ -135,7 +135,7 @@ def source_size(function: Any) -> int:
 
 
 def specialization(value: Any) -> Any:
-    """What the compiler may at most look at in an argument."""
+    """Return everything that the compiler may look at in an argument."""
     if isinstance(value, torch.Tensor):
         return str(value.dtype), value.data_ptr() % 16 == 0
     if isinstance(value, TensorDescriptor):

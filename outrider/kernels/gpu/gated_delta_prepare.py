@@ -44,8 +44,8 @@ class PrepareConfig(NamedTuple):
 
 
 class ChunkRecord(NamedTuple):
-    """What `_prepare_kernel` knows of a chunk of a value head, as pointers into its record, float32. Where the chunk
-    has no token all is 0."""
+    """Pointers into the float32 record that `_prepare_kernel` writes for one chunk of a value head. Places without a
+    token hold 0."""
 
     solved_keys: tl.tensor  # [chunk, keys] the system's solution for what the state predicts, negated
     queries: tl.tensor  # [chunk, keys] as they meet the state that the chunk begins with

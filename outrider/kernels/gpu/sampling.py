@@ -68,8 +68,8 @@ class Spans(NamedTuple):
 
 
 class DraftLevels(NamedTuple):
-    """Where the confidence levels of drafts are written: a tensor [logit rows] int64, and the place of these drafts in
-    their chains."""
+    """The place where confidence levels of drafts are written: a tensor [logit rows] int64, and the position of these
+    drafts in their chains."""
 
     packed: torch.Tensor
     place: int

@@ -51,7 +51,7 @@ class AttentionLayer:
                        sinks=None if self.sinks is None else self.sinks.new_empty(heads))
 
     def cache_spec(self, itemsize: int) -> FullSpec:
-        """What the layer keeps in the cache, in a model whose numbers have `itemsize` bytes. The engine lets the spec
+        """The layer's spec in the cache, in a model whose numbers have `itemsize` bytes. The engine lets the spec
         store keys and values as another type (`LayerCache.stored_as`)."""
         geometry = (self.num_kv_heads, self.head_dim, itemsize)
         if self.window is None:
