@@ -32,9 +32,9 @@ from outrider.front import Front
 from outrider.lora_request import LoadedAdapter, LoRARequest, one_for_each
 from outrider.pooling_outputs import PoolingRequestOutput
 from outrider.pooling_params import PoolingParams
-from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
+from outrider.runner.commands import SleepReport, UpdateReport, WakeReport, WeightsChecksum, WeightsIncomplete
 
-__all__ = ["LONG_TEXT", "AsyncLLM", "EngineError", "ParamsError", "RequestError"]
+__all__ = ["LONG_TEXT", "AsyncLLM", "EngineError", "ParamsError", "RequestError", "WeightsIncomplete"]
 
 LONG_TEXT = 20_000  # characters from which tokenizing leaves the event loop
 
@@ -210,6 +210,10 @@ class AsyncLLM(Front):
         """Replace all weights or some of them, by the names of the model's checkpoint. See `LLM.update_weights`."""
         command = await asyncio.to_thread(weights_command, weights)
         return await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.update_weights(command)))
+
+    async def weights_checksum(self) -> WeightsChecksum:
+        """The SHA-256 of each weight under its name in the checkpoint. See `LLM.weights_checksum`."""
+        return await asyncio.wrap_future(self._owner.call(self._maintenance.weights_checksum))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached pages except pages of running requests. `reset_running_requests=True` preempts these

@@ -31,7 +31,7 @@ from outrider.pooling_outputs import (
     raise_failed,
 )
 from outrider.pooling_params import TASKS, PoolingParams
-from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
+from outrider.runner.commands import SleepReport, UpdateReport, WakeReport, WeightsChecksum
 
 if TYPE_CHECKING:
     from outrider import adapter_loading, llm_engine
@@ -285,6 +285,12 @@ class LLM(Front):
         """End the update that `start_weight_update` began. If weights are missing, raises WeightsIncomplete with their
         names."""
         return self._loop.run(self._maintenance.finish_weight_update)
+
+    def weights_checksum(self) -> WeightsChecksum:
+        """The SHA-256 of each weight under its name in the checkpoint, and of all together. Equal bits have equal
+        checksums, whether they came from files or by `load_weights`. To compare its own tensor, a trainer converts it
+        to the dtype that is named here. Weights that are held as codes have the checksums of their codes (`coded`)."""
+        return self._loop.run(self._maintenance.weights_checksum)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
         """Forget all cached pages except pages of running requests, and return whether all are forgotten.

@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.core.fields import shown
 from outrider.core.lazy_exports import LateModule
+from outrider.core.weights_checksum import WeightsChecksum
 from outrider.engine.engine import Engine
 from outrider.engine.pause import Pause
 from outrider.runner.commands import (
     PARTS,
     WEIGHTS,
+    ChecksumWeights,
     FinishStream,
     NamedArray,
     NamedTensor,
@@ -262,6 +264,14 @@ class Maintenance:
         self._asleep -= {WEIGHTS}
         self._engine.take_new_weights()
         self._pause()
+
+    def weights_checksum(self) -> WeightsChecksum:
+        """The checksums of the weights. Steps in flight end first."""
+        self._end_stream()
+        if self._stream is not None:
+            raise ValueError(f"weights_checksum: {self._lacks_weights}")
+        self._engine.settle()
+        return self._engine.command(ChecksumWeights())
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
         """Forget cached pages. Returns whether no page can be found any more."""

@@ -73,6 +73,11 @@ class HeadLayout:
         parts = tensor.unflatten(0, (self.num_heads, -1)).split(self.sizes, dim=1)
         return torch.cat([part.flatten(0, 1) for part in (parts[::-1] if self.is_reversed else parts)])
 
+    def unsort(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor in the layer's order, brought back into the checkpoint's."""
+        features = self.sort(torch.arange(tensor.shape[0], device=tensor.device))
+        return torch.empty_like(tensor).index_copy_(0, features, tensor)
+
 
 @dataclass(frozen=True)
 class PairedHeads(HeadLayout):
@@ -156,6 +161,11 @@ class WeightSlot:
         """The part of the checkpoint's tensor that this rank holds, in the layer's order."""
         part = tensor if self.shard is None else self.shard.part(tensor)
         return part if self.layout is None else self.layout.sort(part)
+
+    def in_file_order(self) -> torch.Tensor:
+        """The target in the checkpoint's order."""
+        assert self.shard is None
+        return self.target if self.layout is None else self.layout.unsort(self.target)
 
     def fill(self, generator: torch.Generator) -> None:
         """Fill the target with random numbers. Each rank gets its part of the numbers that a single rank would draw."""

@@ -30,6 +30,8 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from outrider.core.weights_checksum import WeightsChecksum as WeightsChecksum
+
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 PARTS = (WEIGHTS, KV_CACHE)  # parts of a worker's memory that sleep and wake by themselves
 Answer = TypeVar("Answer")
@@ -189,6 +191,15 @@ class FinishStream(Command[UpdateReport]):
 
     def combine(self, answers: Sequence[UpdateReport]) -> UpdateReport:
         return max(answers, key=lambda own: own.seconds)
+
+
+@dataclass(frozen=True)
+class ChecksumWeights(Command[WeightsChecksum]):
+    """Compute the checksums of all weights, without changing the weights."""
+
+    def carry_out(self, worker: Any) -> WeightsChecksum:
+        report: WeightsChecksum = worker.residence.checksum()
+        return report
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ import torch
 from outrider import drafters
 from outrider.config import AUTO_METHOD, METHODS, EngineConfig
 from outrider.core.lazy_exports import LateModule
+from outrider.core.weights_checksum import WeightsChecksum
 from outrider.layers import LayeredModule, Linear, find_modules
 from outrider.layers.fuse import restore_order
 from outrider.models.head import DraftHead
@@ -46,9 +47,10 @@ from outrider.runner.storages import FreedMemory, collect_replaced, find_storage
 from outrider.runner.target import fill_target
 
 if TYPE_CHECKING:
-    from outrider.runner import weight_update
+    from outrider.runner import weight_digests, weight_update
     from outrider.runner.graphs.cuda_runner import CudaRunner
 else:
+    weight_digests = LateModule("outrider.runner.weight_digests")
     weight_update = LateModule("outrider.runner.weight_update")
 
 log = logging.getLogger("outrider")
@@ -251,6 +253,28 @@ class Residence:
                 raise WeightsIncomplete(f"an update of weights has ended and is not whole ({error}): "
                                         f"{ALL_NEEDED}") from error
             return self._end_update(len(stream.came), start - stream.seconds)
+
+    def checksum(self) -> WeightsChecksum:
+        """The checksums of all weights that updates replace. Weights that sleep, or that are not whole, have none."""
+        if WEIGHTS in self._asleep:
+            raise ValueError("the weights sleep: wake_up(tags=['weights']) first")
+        if self._are_incomplete:
+            raise WeightsIncomplete(f"the weights are not those of one model: {ALL_NEEDED}")
+        slots = weight_update.UpdatedWeights(self._parts.model, self._modules()).slots
+        if self._parts.model.group is not None:
+            raise ValueError("weights_checksum: several ranks hold parts of the tensors; compare the weights of an "
+                             "engine with one rank")
+        with self._background_paused():
+            self._synchronize()
+            if all(slot.kind is None for slot in slots.values()):
+                return weight_digests.checksum_of(slots)
+            self._drop_captures()  # codes are put into the order of their files and back
+            restore_order([self._parts.model, *self._modules()])
+            try:
+                return weight_digests.checksum_of(slots)
+            finally:
+                self._prepare()
+                self._capture_again()
 
     def _doubt(self, names: Iterable[str]) -> None:
         """Called when an update has failed after it had changed some of these weights."""

@@ -7,9 +7,8 @@ host.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
 from dataclasses import asdict
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Request, Response
 from fastapi.responses import PlainTextResponse
@@ -17,15 +16,15 @@ from pydantic import Field
 
 from outrider.core.fields import shown
 from outrider.server.body_errors import check_query
-from outrider.server.errors import ApiError, bad_value
+from outrider.server.errors import ApiError
 from outrider.server.protocol import Body
 from outrider.server.service import Service
-from outrider.server.work import api_error
+from outrider.server.trainer_routes import TRAINER_PATHS, trainer_routes
+from outrider.server.work import carried_out
 
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-PATHS = ("/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", LOAD_ADAPTER, UNLOAD_ADAPTER)
+PATHS = ("/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", LOAD_ADAPTER, UNLOAD_ADAPTER, *TRAINER_PATHS)
 NEEDS_FLAG = "it changes the server for all clients, and is there on a server that was started with --admin"
-Answer = TypeVar("Answer")
 TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -49,6 +48,7 @@ def admin_routes(service: Service) -> APIRouter:
             raise ApiError(403, "web pages of other origins may not call this route: see --allowed-origins")
 
     routes = APIRouter(dependencies=[Depends(check_origin)])
+    routes.include_router(trainer_routes(service))
 
     @routes.post("/sleep")
     async def sleep(request: Request, level: Annotated[str, Query()] = "1",
@@ -60,13 +60,13 @@ def admin_routes(service: Service) -> APIRouter:
         if level not in ("1", "2"):
             raise ApiError(400, f"level must be 1 (weights stay in the host's memory) or 2 (weights are dropped), got "
                                 f"{shown(level)}", param="level")
-        return asdict(await _carried_out(service.host.llm.sleep(int(level))))
+        return asdict(await carried_out(service.host.llm.sleep(int(level))))
 
     @routes.post("/wake_up")
     async def wake_up(request: Request, tags: Annotated[list[str], Query()] = []) -> dict[str, Any]:  # noqa: B006
         """Restore everything, or the parts that `tags` names."""
         check_query(request.query_params, ("tags",))
-        return asdict(await _carried_out(service.host.llm.wake_up(tags or None)))
+        return asdict(await carried_out(service.host.llm.wake_up(tags or None)))
 
     @routes.get("/is_sleeping")
     async def is_sleeping() -> dict[str, bool]:
@@ -82,7 +82,7 @@ def admin_routes(service: Service) -> APIRouter:
         if preempts is None:
             raise ApiError(400, f"reset_running_requests must be true or false, got {shown(reset_running_requests)}",
                            param="reset_running_requests")
-        return {"success": await _carried_out(service.host.llm.reset_prefix_cache(preempts))}
+        return {"success": await carried_out(service.host.llm.reset_prefix_cache(preempts))}
 
     @routes.post(LOAD_ADAPTER)
     async def load_adapter(body: LoadAdapterRequest) -> Response:
@@ -97,12 +97,3 @@ def admin_routes(service: Service) -> APIRouter:
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 
     return routes
-
-
-async def _carried_out(action: Awaitable[Answer]) -> Answer:
-    try:
-        return await action
-    except ValueError as error:
-        raise bad_value(error, ("level", "tags")) from None
-    except Exception as error:
-        raise api_error(error) from error

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from outrider.async_llm import EngineError, ParamsError, RequestError
+from outrider.async_llm import EngineError, ParamsError, RequestError, WeightsIncomplete
 from outrider.server.errors import INTERNAL, ApiError, bad_value
 
 log = logging.getLogger("outrider")
@@ -136,11 +136,23 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(503, "the engine failed while the request ran; it starts again", retry_after=5)
         case ParamsError():
             return ApiError(400, error.failure)
+        case WeightsIncomplete():
+            return ApiError(503, str(error))
         case RequestError():
             log.error("%s", error)
             return ApiError(500, "the request failed while it ran; the server's log says why")
     log.error("a request failed", exc_info=error)
     return ApiError(500, INTERNAL)
+
+
+async def carried_out(action: Awaitable[Made]) -> Made:
+    """The answer of an action on the engine. A refusal becomes the error that the client gets."""
+    try:
+        return await action
+    except ValueError as error:
+        raise bad_value(error, ("level", "tags")) from None
+    except Exception as error:
+        raise api_error(error) from error
 
 
 async def while_client_waits(work: Awaitable[Made]) -> Made:

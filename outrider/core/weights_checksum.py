@@ -1,0 +1,58 @@
+"""Checksums of weights, which a trainer compares with those of the weights that it gave. No torch.
+
+A tensor's checksum is the SHA-256 of its bytes in the order of the checkpoint and in the dtype in which the engine
+holds the tensor. So it does not depend on how the tensor came: in a file, alone or among others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TensorChecksum:
+    """The checksum of one tensor, and the form in which the engine holds it."""
+
+    sha256: str
+    dtype: str  # a trainer converts its tensor to this dtype before it computes the checksum
+    shape: tuple[int, ...]
+    kind: str | None = None  # the kind of codes, if the engine holds codes and not numbers
+
+    @property
+    def line(self) -> str:
+        return f"{self.sha256} {self.dtype} {list(self.shape)} {self.kind or 'numbers'}"
+
+
+@dataclass(frozen=True)
+class WeightsChecksum:
+    """The checksums of a model's weights, with its prediction modules, by their names in the checkpoint."""
+
+    tensors: Mapping[str, TensorChecksum]
+
+    @property
+    def sha256(self) -> str:
+        """The checksum over all tensors: of one line for each, in the order of their names."""
+        lines = "".join(f"{name} {self.tensors[name].line}\n" for name in sorted(self.tensors))
+        return hashlib.sha256(lines.encode()).hexdigest()
+
+    @property
+    def coded(self) -> list[str]:
+        """Names of the weights that are held as codes: only an engine with the same codes has the same checksums."""
+        return [name for name, tensor in self.tensors.items() if tensor.kind is not None]
+
+    def differences(self, other: Mapping[str, str]) -> list[str]:
+        """Names of tensors whose checksum is another one than in `other` (checksums by name), or that only one side
+        has."""
+        own = {name: tensor.sha256 for name, tensor in self.tensors.items()}
+        return sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
+
+
+def sha256_of(parts: Iterable[Any]) -> str:
+    """The checksum of consecutive buffers of bytes."""
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
