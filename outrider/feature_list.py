@@ -14,6 +14,7 @@ one from outside the package.
 | `core/hidden_request.py` HiddenTask, HiddenGatherer, HiddenOutput | the engine, for a request without text |
 | `layers/context.py` DeltaSource, RowDeltas | layers, whose products a feature changes row by row |
 | `runner/logits_part.py` LogitsPart | every step whose logits a feature edits, on the device |
+| `runner/host_turn.py` HostTurn | every step that samples by masks, between its forward pass and its sampler |
 | `engine/engine_feature.py` EngineFeature | an engine, when it is made: its resource and its keeper |
 | `sched/row_resources.py` RowResource | the scheduler, when a request takes or leaves a row |
 | `core/request_keeper.py` RequestKeeper | the engine, when a request comes or ends |

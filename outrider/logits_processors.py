@@ -16,9 +16,9 @@ from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
 from outrider.core.drafter_faults import words_of
+from outrider.core.failures import ExplainedFailure
 from outrider.core.fields import shown
 from outrider.core.params import SamplingParams
-from outrider.core.structured import ExplainedFailure
 
 State = TypeVar("State")
 Tensor: TypeAlias = Any  # a torch.Tensor

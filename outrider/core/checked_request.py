@@ -7,14 +7,13 @@ request is made of is a field here: the files between the fronts and the worker 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from outrider.core.feature_parts import Part, RequestPart, find_part
 from outrider.core.hidden_params import HiddenParams, HiddenReport, RequestParams
 from outrider.core.params import SamplingParams
 from outrider.core.spans import NO_SPANS, PromptSpans
-from outrider.core.structured import FormLease
 
 if TYPE_CHECKING:
     import numpy as np
@@ -50,7 +49,6 @@ class CheckedRequest:
     has_ids: bool = True  # False: the prompt is embeddings without ids
     parts: tuple[RequestPart, ...] = ()  # what it asks of features, at most one of each kind
     tenant: str | None = None  # whose share of rows, pages and steps the request takes; None: that of all without one
-    form_lease: FormLease | None = field(default=None, compare=False)  # keeps its compiled form until it ends
 
     @property
     def sampling(self) -> SamplingParams:
@@ -75,9 +73,9 @@ class CheckedRequest:
         return self.hidden is HiddenReport.NONE
 
     @property
-    def has_form(self) -> bool:
-        """Whether a grammar restricts which tokens may be sampled."""
-        return self.sampling.structured_outputs is not None
+    def is_masked(self) -> bool:
+        """Whether a feature writes masks of the tokens that may be sampled."""
+        return any(part.masks_tokens for part in self.parts)
 
     @property
     def cache_keys(self) -> tuple[str, ...]:

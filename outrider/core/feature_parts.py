@@ -7,7 +7,7 @@ of a feature that it has nothing to do with.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 
 class BatchPart:
@@ -20,6 +20,9 @@ class RequestPart:
     """The part of a request that is meant for one feature."""
 
     __slots__ = ()
+    # Whether the feature decides which tokens may be sampled: it writes a mask for each logit row of the request, when
+    # the host has its turn in a step (`runner/host_turn.py`).
+    masks_tokens: ClassVar[bool] = False
 
     @property
     def cache_key(self) -> str | None:

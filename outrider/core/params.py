@@ -167,6 +167,11 @@ class SamplingParams(metaclass=_SamplingParamsType):
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
     @property
+    def is_endless(self) -> bool:
+        """Whether the text goes on after the model's end ids. A text that has all of its form ends all the same."""
+        return self.ignore_eos and self.structured_outputs is None
+
+    @property
     def edits_early_stops(self) -> bool:
         """Whether the sampler forbids stop ids for min_tokens. A grammar's masks do that themselves: a text that has
         all of its form ends, however short it is."""

@@ -147,7 +147,7 @@ class Uncaptured(enum.Enum):
 
 class StepForm(enum.Enum):
     """Whether a step runs whole or split. In a split step the host acts after the forward is queued and before the
-    sampler is, so that its writes to the device (a grammar's masks) may depend on the result of the step before."""
+    sampler is, so that its writes to the device, such as masks, may depend on the result of the step before."""
 
     WHOLE = "whole"
     SPLIT = "split"

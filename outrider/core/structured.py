@@ -10,6 +10,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
+from outrider.core.failures import OwnFailure
+from outrider.core.feature_parts import RequestPart
 from outrider.core.fields import NotEmpty, Text, check_fields, check_names
 
 MAX_GRAMMAR_BYTES = 1 << 18  # most bytes of a schema, a regex, a grammar or all choices together
@@ -30,24 +32,17 @@ class FormClient:
     is_gone: Callable[[], bool] = lambda: False  # whether the answer is no longer waited for
 
 
-class FormLease:
+class FormLease(RequestPart):
     """Keeps a compiled form for one request: from its check, as long as the request is not dropped, to its end. See
     `engine/grammar/leases.py`."""
 
     __slots__ = ("__weakref__", "client", "digest", "number")
+    masks_tokens = True
 
     def __init__(self, number: int, digest: bytes, client: str | None) -> None:
         """number: the number of the compiled form in the process that makes matchers. client: who sent the request.
         None stands for the program itself, which may lease any number of forms."""
         self.number, self.digest, self.client = number, digest, client
-
-
-class ExplainedFailure(str):
-    """An error message that says why the request failed."""
-
-
-class OwnFailure(ExplainedFailure):
-    """The error message of a request that failed because of its own parameters."""
 
 
 class FormFailure(OwnFailure):

@@ -26,10 +26,8 @@ def bias_from_json(bias: Mapping[str, float]) -> dict[int, float]:
 
 
 def stop_ids_of(params: SamplingParams, eos_ids: Sequence[int]) -> list[int]:
-    """The token ids that end a request, each once. With a grammar they include the model's end ids even if `ignore_eos`
-    is set, because a complete text must end."""
-    is_endless = params.ignore_eos and params.structured_outputs is None
-    ids = [*(() if is_endless else eos_ids), *(params.stop_token_ids or ())]
+    """The token ids that end a request, each once."""
+    ids = [*(() if params.is_endless else eos_ids), *(params.stop_token_ids or ())]
     return list(dict.fromkeys(ids))
 
 

@@ -6,9 +6,9 @@ Everything here takes runs, never single tokens; what comes out does not depend 
 from __future__ import annotations
 
 from outrider.core import Finish, RequestResult, TokenLogprobs
+from outrider.core.failures import ExplainedFailure, OwnFailure
 from outrider.core.outputs import Logprob, OutputIncrement, SampleEnd, SampleKey, name_logprobs
 from outrider.core.params import SamplingParams
-from outrider.core.structured import ExplainedFailure, OwnFailure
 from outrider.engine.detokenize import Detokenizer, StopStrings
 from outrider.engine.text import Tokenizer, TokenTexts
 

@@ -11,9 +11,9 @@ import asyncio
 from abc import ABC, abstractmethod
 
 from outrider.core.any_output import Output
+from outrider.core.failures import OwnFailure
 from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import OutputIncrement
-from outrider.core.structured import OwnFailure
 
 
 class RequestError(RuntimeError):

@@ -105,7 +105,7 @@ class RequestChecks:
         return CheckedRequest(token_ids, params, text, priority, salt,
                               self._check_spans(spans, len(token_ids)) if spans else NO_SPANS,
                               None if values is None else place_embeds(values, positions, len(token_ids)), has_ids,
-                              form_lease=None if lease is None else self.need_grammars().leases.again(lease))
+                              parts=() if lease is None else (self.need_grammars().leases.again(lease),))
 
     def need_grammars(self) -> GrammarCompiler:
         if self.grammars is None:

@@ -11,10 +11,10 @@ PENALTIES = 16
 TOP_K = 32
 TOP_P = 64
 MIN_P = 128
-GRAMMAR = 256  # structured_outputs: a mask for each logit row
+MASKED = 256  # a feature writes a mask of allowed tokens for each logit row
 
 LISTED = BIAS | BAD_WORDS | MIN_TOKENS  # single logits change, by a list of token ids
-EDITED = ALLOWED | LISTED | PENALTIES | GRAMMAR  # logits change before the temperature divides them
+EDITED = ALLOWED | LISTED | PENALTIES | MASKED  # logits change before the temperature divides them
 SEARCHED = TOP_K | TOP_P  # a threshold has to be searched for
 FILTERED = SEARCHED | MIN_P
 

@@ -28,10 +28,11 @@ from functools import cached_property
 
 import numpy as np
 
-from outrider.core import Admission, Axis, Finish, HostDraft, Limits, ScheduledBatch, StepForm, StepPart, StepResult
+from outrider.core import Admission, Axis, Finish, HostDraft, Limits, ScheduledBatch, StepForm, StepResult
 from outrider.core.params import SamplingParams
-from outrider.core.structured import FormFailure
+from outrider.core.structured import FormFailure, FormLease
 from outrider.core.token_ids import stop_ids_of
+from outrider.runner.host_turn import HostTurn
 from outrider.runner.interface import Grammars, Matcher
 from outrider.runner.rank_link import ONE_RANK_LINK, RankLink
 from outrider.runner.row_state import RowState
@@ -86,7 +87,9 @@ class RowGrammar:
         return self.params.ignore_eos or length - self.prompt_len < self.params.min_tokens
 
 
-class GrammarRows(StepPart):
+class GrammarRows(HostTurn):
+    name = "grammars"
+
     def __init__(self, state: RowState, limits: Limits, grammars: Grammars | None,
                  link: RankLink = ONE_RANK_LINK) -> None:
         self._state, self._grammars, self._link = state, grammars, link
@@ -94,18 +97,14 @@ class GrammarRows(StepPart):
         self._rows: dict[int, RowGrammar] = {}
         self._guesses: list[HostDraft] = []  # for the next step
         self._read: Callable[[], list[RowText]] = list  # texts of the step's rows, as they are before its forward
-        # Where results are late, drafts of the next step are guessed before the run of this one is known.
-        self.guesses_early = state.device.type == "cuda"
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         for admission in admissions:
             self._rows.pop(admission.row, None)
             self._guesses = [guess for guess in self._guesses if guess.row != admission.row]
-            params = admission.params
-            if params.structured_outputs is not None:
-                lease = admission.request.form_lease
+            params, lease = admission.params, admission.request.part(FormLease)
+            if lease is not None:
                 assert self._grammars is not None, "a grammar was admitted, and this worker cannot compile grammars"
-                assert lease is not None, "a grammar was admitted without its lease"
                 self._rows[admission.row] = RowGrammar(
                     params, self._grammars.start(lease.number), list(admission.output_ids),
                     admission.prompt_len, admission.num_known, stop_ids_of(params, admission.eos_ids), link=self._link)
@@ -125,7 +124,7 @@ class GrammarRows(StepPart):
         self._guesses = []
         self._read = read_later(self._state, [row for row, _ in self._drafting(batch)], self._run)
 
-    def turn(self, batch: ScheduledBatch) -> None:
+    def turn(self, batch: ScheduledBatch, *, runs_ahead: bool) -> None:
         """Called between the halves of a split step. Matchers follow the run of the step before, then write the masks
         of this step's logit rows. The masks behind a draft that is not allowed are not written, because no run gets
         there."""
@@ -141,7 +140,7 @@ class GrammarRows(StepPart):
                 wanted.append((grammar.matcher, drafts, len(cells)))
             cells += range(row * self._run, row * self._run + 1 + len(drafts))
             lengths += [(grammar, text.known + j) for j in range(1 + len(drafts))]
-            if self.guesses_early:
+            if runs_ahead:
                 self._guess(row, text.known, text.drafts[:num_drafts], self._run)
         if cells:
             self._write(wanted, cells, lengths)
@@ -158,7 +157,7 @@ class GrammarRows(StepPart):
         self._guesses = []
         parts = [part._replace(num_proposed=counts.get(row, part.num_proposed))
                  for part, row in zip(result.requests, batch.rows, strict=True)]
-        return self.explain(batch, replace(result, requests=parts))
+        return replace(result, requests=parts)
 
     def explain(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
         """Add the failures of grammars to the result of a split step. The device knows only that no token was

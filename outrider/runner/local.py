@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch
 
-from outrider.core import ScheduledBatch, StepForm, StepResult, Uncaptured
+from outrider.core import ScheduledBatch, StepResult, Uncaptured
 from outrider.runner.batch import PackedBatch, PaddedSize
 from outrider.runner.clock import NO_CLOCK, StepClock
 from outrider.runner.generations import Generations
@@ -82,8 +82,7 @@ class LocalRunner:
             result = self.device_step.run(batch, packed)
             self.device_step.drafting.check_rows()
             done = read_result(batch, result, time.perf_counter() - start, Uncaptured.NO_GRAPHS)
-            if batch.mode.form is StepForm.SPLIT:
-                done = self.device_step.grammars.settle(batch, done)
+            done = self.device_step.turns.amend(batch, done)
             if batch.mode.is_traced:
                 clock.lap("read")
                 done = replace(done, times=clock.times)

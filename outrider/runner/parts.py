@@ -86,8 +86,9 @@ class StepParts:
         step = step_type(model, pool, state, self.backend, limits.max_len,
                          recurrent=RecurrentRows(model.recurrent_layers, limits, pool, exact=self.exact,
                                                  takes_checkpoints=self._takes_checkpoints),
-                         grammars=GrammarRows(state, limits, self.grammars, self.ranks.link), drafter=drafter,
-                         drafting=self.drafting, logprobs_mode=self.logprobs_mode, exact=self.exact, ranks=self.ranks)
+                         drafter=drafter, drafting=self.drafting, logprobs_mode=self.logprobs_mode, exact=self.exact,
+                         ranks=self.ranks)
+        step.take_turns(GrammarRows(state, limits, self.grammars, self.ranks.link))
         for feature in self.features:
             feature.attach(step, model, limits)
         return step

@@ -83,7 +83,7 @@ class StepPlanner:
         self._state, self._recurrent, self._vocab_size = state, recurrent, vocab_size
         self._has_sampler_kernels, self._reach_of_deltas = has_sampler_kernels, reach_of_deltas
         # What the last step asked of the sampler, which most steps ask again.
-        self._asked: tuple[list[SamplingParams], list[int], bool] = [], [], True
+        self._asked: tuple[list[SamplingParams], list[int], bool, bool] = [], [], True, False
         self._needs, self._extras = StepNeeds(), StepExtras()
         self.editing: LogitsPart | None = None  # of a feature that edits logits; no step is captured with it
 
@@ -97,13 +97,14 @@ class StepPlanner:
         editor = None if self.editing is None else self.editing.of_step(scheduled, counts)
         asked = state.params.of_rows(scheduled.rows)
         are_placed = state.sampling.lists.are_placed(scheduled.rows)
-        if self._asked != (asked, counts, are_placed):
-            self._needs = StepNeeds.from_params(asked, counts, are_lists_placed=are_placed,
+        any_masks = state.params.any_masks(scheduled.rows, counts)
+        if self._asked != (asked, counts, are_placed, any_masks):
+            self._needs = StepNeeds.from_params(asked, counts, are_lists_placed=are_placed, any_masks=any_masks,
                                                 is_edited=editor is not None)
             self._extras = StepExtras()
             if not (self._has_sampler_kernels() and kernels_serve(self._needs)):
                 self._extras = StepExtras.from_params(asked, counts, self._vocab_size, state.device)
-            self._asked = asked, counts, are_placed
+            self._asked = asked, counts, are_placed, any_masks
         marked = scheduled.part(MarkedSpans)
         any_sampled = any(not params.is_greedy for params in asked)
         targets = self._recurrent.targets(scheduled, shape.requests)

@@ -34,6 +34,7 @@ class RowParams:
     def __init__(self) -> None:
         self._by_row = {NULL_ROW: SamplingParams(temperature=0)}
         self._not_plain: set[int] = set()
+        self._masked: set[int] = set()
         self._num_logprobs: dict[int, int] = {}  # by row that reports any
         self._prompt_lens: dict[int, int] = {}  # by row that reports log-probabilities of its prompt
         self._embeds: dict[int, PromptEmbeds] = {}  # by row whose prompt has any left to compute
@@ -43,8 +44,9 @@ class RowParams:
         for admission in admissions:
             row, params = admission.row, admission.params
             self._by_row[row] = params
-            is_plain = params.is_plain and admission.request.generates
+            is_plain = params.is_plain and admission.request.generates and not admission.request.is_masked
             (self._not_plain.discard if is_plain else self._not_plain.add)(row)
+            (self._masked.add if admission.request.is_masked else self._masked.discard)(row)
             self._num_logprobs.pop(row, None)
             if params.logprobs is not None:
                 self._num_logprobs[row] = params.logprobs
@@ -70,6 +72,12 @@ class RowParams:
     def are_plain(self, rows: list[int]) -> bool:
         """Whether all rows generate tokens, and none asks for more than a draw."""
         return self._not_plain.isdisjoint(rows)
+
+    def any_masks(self, rows: list[int], logit_counts: list[int]) -> bool:
+        """Whether a feature masks the tokens of a row that has logit rows. logit_counts: logit rows of each row."""
+        if self._masked.isdisjoint(rows):
+            return False
+        return any(count > 0 and row in self._masked for row, count in zip(rows, logit_counts, strict=True))
 
     def logprobs_of(self, rows: list[int]) -> list[int]:
         """How many log-probabilities each row asks for, for the rows that ask for any."""

@@ -6,7 +6,7 @@ result stays on the device until `results.read_result` is asked for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -39,7 +39,7 @@ from outrider.runner.batch import (
     shares_drafts,
 )
 from outrider.runner.clock import NO_CLOCK, NoClock
-from outrider.runner.grammars import GrammarRows
+from outrider.runner.host_turn import HostTurn, HostTurns
 from outrider.runner.logits_part import LogitsPart
 from outrider.runner.plan import (
     CheckpointPlan,
@@ -87,13 +87,12 @@ class DeviceStep:
     """The model, its cache and its rows, and how one step advances them."""
 
     def __init__(self, model: Model, pool: DevicePool, state: RowState, backend: Backend, max_len: int, *,
-                 recurrent: RecurrentRows, grammars: GrammarRows, drafter: Drafter | None, drafting: DrafterGuards,
+                 recurrent: RecurrentRows, drafter: Drafter | None, drafting: DrafterGuards,
                  logprobs_mode: LogprobsMode, exact: bool, ranks: WorkerRanks = ONE_RANK) -> None:
         self.model = model
         self.pool = pool
         self.state = state
         self.recurrent = recurrent
-        self.grammars = grammars
         self.backend = backend
         self.ranks = ranks
         self.drafter = drafter  # its layers and sizes; steps call it through `drafting` alone
@@ -101,7 +100,8 @@ class DeviceStep:
         self.drafting.bind([state.tokens, state.known, *state.sampling.tensors()], state.limits, state.device,
                            self._view_of_admitted)
         self.deltas: DeltaSource = NO_DELTAS
-        self._parts: list[StepPart] = [grammars, drafting]
+        self._parts: tuple[StepPart, ...] = (drafting,)
+        self.turns = HostTurns(runs_ahead=state.device.type == "cuda")
         self.groups = pool.layout.groups
         self.max_len = max_len
         self._logprobs_mode = logprobs_mode
@@ -113,7 +113,6 @@ class DeviceStep:
                                    partial(_has_sampler_kernels, model.dtype, state.device),
                                    lambda rows: self.deltas.reach if self.deltas.serves(rows) else DeltaReach.NOTHING)
         self.clock: NoClock = NO_CLOCK  # times the parts of the running step
-        self.host_turn: Callable[[ScheduledBatch], None] = grammars.turn  # between the halves of a split step
 
     @property
     def has_sampler_kernels(self) -> bool:
@@ -122,7 +121,12 @@ class DeviceStep:
 
     def add_part(self, part: StepPart) -> None:
         """Parts are called in the order in which they are added."""
-        self._parts.append(part)
+        self._parts = (*self._parts, part)
+
+    def take_turns(self, part: HostTurn) -> None:
+        """Give a feature a turn in split steps. Its drafts are stored before those of drafters are used."""
+        self.turns.add(part)
+        self._parts = (part, *self._parts)
 
     def edit_logits(self, part: LogitsPart) -> None:
         """Let a feature edit the logits of every step. Only one feature may do so."""
@@ -135,6 +139,10 @@ class DeviceStep:
             raise ValueError("two features change products by row, and an engine has room for one: leave one out")
         self.deltas = source
         self.add_part(source)
+
+    def host_turn(self, batch: ScheduledBatch) -> None:
+        """Called between the halves of a split step."""
+        self.turns.take(batch, self.clock)
 
     @property
     def fills_drafts(self) -> bool:
@@ -201,7 +209,6 @@ class DeviceStep:
         self.clock.lap("forward")
         if scheduled.mode.form is StepForm.SPLIT:
             self.host_turn(scheduled)
-            self.clock.lap("grammars")
         # Before drafters, which may write to the hidden states.
         prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state,
                                   row_by_row=self._samples_row_by_row)

@@ -1,4 +1,4 @@
-"""Steps that change single logits: allowed tokens, bad words, min_tokens, logit bias, penalties, grammars. In place.
+"""Steps that change single logits: allowed tokens, bad words, min_tokens, logit bias, penalties, masks. In place.
 
 Each takes a chunk's logits [L, V], which it owns, and touches a logit row only by that row's own request. Forbidding
 adds -inf, so that entries that meet in one cell may come in any order.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.sampling_flags import GRAMMAR, OUTPUTS
+from outrider.kernels.sampling_flags import MASKED, OUTPUTS
 from outrider.sample.extras import AllowedTokens, BadWords, LogitBias, StepNeeds
 from outrider.sample.sampling_batch import History, LogitRows
 from outrider.sample.sampling_rows import SamplingRows
@@ -67,15 +67,15 @@ def penalise(
         logits.sub_((counts > 0) * per_row(rows.presence))
 
 
-def allow_by_grammar(logits: torch.Tensor, logit_rows: LogitRows, rows: SamplingRows) -> None:
-    """Forbid, in place, the tokens that the grammar forbids. A row has a mask for each number of drafts before it."""
+def allow_by_masks(logits: torch.Tensor, logit_rows: LogitRows, rows: SamplingRows) -> None:
+    """Forbid, in place, the tokens that the row's masks forbid. It has one for each number of drafts before it."""
     words = rows.masks.words
-    assert words is not None, "a row with a grammar was not admitted"
+    assert words is not None, "a row with masks was not admitted"
     own = words[logit_rows.row, logit_rows.draft_index.clamp_max(words.shape[1] - 1)]  # [L, mask words]
     bits = torch.arange(32, dtype=torch.int32, device=logits.device)
     is_allowed = ((own[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]] != 0
-    has_grammar = (rows.flags[logit_rows.row] & GRAMMAR) != 0
-    logits.masked_fill_(has_grammar[:, None] & ~is_allowed, -torch.inf)
+    is_masked = (rows.flags[logit_rows.row] & MASKED) != 0
+    logits.masked_fill_(is_masked[:, None] & ~is_allowed, -torch.inf)
 
 
 def _forbid(where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -28,7 +28,7 @@ class StepNeeds:
     any_logit_bias: bool = False
     any_repetition: bool = False
     any_output_counts: bool = False  # presence or frequency penalties
-    any_grammar: bool = False
+    any_masks: bool = False  # a feature has written which tokens are allowed
     is_edited: bool = False  # a feature edits the logits
     any_min_p: bool = False
     any_top_p: bool = False
@@ -39,7 +39,7 @@ class StepNeeds:
 
     @classmethod
     def from_params(cls, params: list[SamplingParams], logit_counts: list[int], *,
-                    are_lists_placed: bool = True, is_edited: bool = False) -> StepNeeds:
+                    are_lists_placed: bool = True, any_masks: bool = False, is_edited: bool = False) -> StepNeeds:
         asked = [p for p, count in zip(params, logit_counts, strict=True) if count > 0]
         sampled = [p for p in asked if not p.is_greedy]  # filters cannot change a greedy choice
         logprobs = [p.logprobs for p in asked if p.logprobs is not None]
@@ -51,7 +51,7 @@ class StepNeeds:
             any_logit_bias=any(p.logit_bias for p in asked),
             any_repetition=any(p.repetition_penalty != 1 for p in asked),
             any_output_counts=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in asked),
-            any_grammar=any(p.structured_outputs is not None for p in asked),
+            any_masks=any_masks,
             any_min_p=any(p.min_p > 0 for p in sampled),
             any_top_p=any(p.top_p < 1 for p in sampled),
             max_top_k=max((p.top_k for p in sampled if p.top_k > 0), default=0),
@@ -65,7 +65,7 @@ class StepNeeds:
     def everything(cls, max_logprobs: int | None) -> StepNeeds:
         """The needs of a captured step that serves any batch: the rows' own data says what is done for each. Only
         kernels may get these needs; the torch code needs exact ones."""
-        return cls(True, True, True, True, True, any_repetition=True, any_output_counts=True, any_grammar=True,
+        return cls(True, True, True, True, True, any_repetition=True, any_output_counts=True, any_masks=True,
                    any_min_p=True, any_top_p=True, max_top_k=1, max_logprobs=max_logprobs)
 
     @property
@@ -76,7 +76,7 @@ class StepNeeds:
     def any_edits(self) -> bool:
         """Whether any request changes single logits."""
         listed = self.any_allowed or self.any_bad_words or self.any_logit_bias
-        return listed or self.any_min_tokens or self.any_penalties or self.any_grammar or self.is_edited
+        return listed or self.any_min_tokens or self.any_penalties or self.any_masks or self.is_edited
 
     @property
     def any_top_k(self) -> bool:

@@ -16,7 +16,7 @@ from outrider.kernels.ops import FLOAT32, Exactness, Operation, native_kernel, t
 from outrider.sample.draw import choose_scaled, draw_tokens
 from outrider.sample.edits import (
     add_bias,
-    allow_by_grammar,
+    allow_by_masks,
     allow_only,
     forbid_bad_words,
     forbid_early_stops,
@@ -140,8 +140,8 @@ def edit_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
         extras.editor.edit(own)
     if asked.needs.any_penalties:
         penalise(own, at, asked.rows, asked.history, asked.needs)
-    if asked.needs.any_grammar:
-        allow_by_grammar(own, at, asked.rows)
+    if asked.needs.any_masks:
+        allow_by_masks(own, at, asked.rows)
     return own
 
 

@@ -1,7 +1,7 @@
 """SamplingRows: what the device keeps of every running request's sampling parameters.
 
 Written once when a request takes a row, by host-to-device copies only; read by every stage of the sampler. Lists of any
-length are `lists`, what penalties count is `counts`, what grammars allow is `masks`. It does not know batches: a stage
+length are `lists`, what penalties count is `counts`, what features allow is `masks`. It does not know batches: a stage
 picks its rows itself.
 """
 
@@ -13,6 +13,7 @@ import struct
 import torch
 
 from outrider.core import Admission, Axis, Limits
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.params import SamplingParams
 from outrider.core.token_ids import stop_ids_of
 from outrider.kernels import sampling_flags as flags
@@ -20,7 +21,7 @@ from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.sample.counts import TokenCounts
 from outrider.sample.lists import ListPlaces, RowLists
-from outrider.sample.masks import GrammarMasks
+from outrider.sample.row_masks import RowMasks
 
 FLOAT_FIELDS = ("temperature", "top_p", "min_p_floor", "presence", "frequency", "repetition")
 INT_FIELDS = ("top_k", "seed", "sample_index", "min_tokens", "prompt_len", "end_len", "num_stop_ids", "flags",
@@ -59,7 +60,7 @@ class SamplingRows:
         self.stop_ids = buffer(limits, Axis.ROWS, Axis.STOP_IDS, dtype=torch.int64, device=device)
         self.lists = RowLists(limits, device)
         self.counts = TokenCounts(limits, device)
-        self.masks = GrammarMasks(limits, device)
+        self.masks = RowMasks(limits, device)
 
     def admit(self, admissions: list[Admission]) -> None:
         """Writes the rows of `admissions`: two copies to the device, then one indexed copy for each kind of field."""
@@ -111,12 +112,14 @@ def _int_fields(admission: Admission, num_stop_ids: int, places: ListPlaces, voc
     min_tokens = params.min_tokens if params.edits_early_stops else 0  # stages run for all rows if one asks for them
     counts = (min_tokens, admission.prompt_len, admission.max_len, num_stop_ids)
     num_logprobs = NO_LOGPROBS if params.logprobs is None else params.logprobs
-    return [top_k, admission.request.seed, admission.sample_index, *counts, flags_of(params, vocab), num_logprobs,
-            places.bias_start, places.bias_len, places.words_start, places.num_words]
+    asked = flags_of(admission.request, vocab)
+    return [top_k, admission.request.seed, admission.sample_index, *counts, asked, num_logprobs, places.bias_start,
+            places.bias_len, places.words_start, places.num_words]
 
 
-def flags_of(params: SamplingParams, vocab: int) -> int:
+def flags_of(request: CheckedRequest, vocab: int) -> int:
     """Which stages of the sampler a request asks for, as bits of `sampling_flags`."""
+    params = request.sampling
     is_sampled = not params.is_greedy
     asked = {
         flags.ALLOWED: params.allowed_token_ids is not None,
@@ -127,6 +130,6 @@ def flags_of(params: SamplingParams, vocab: int) -> int:
         flags.TOP_K: is_sampled and 0 < params.top_k < vocab,
         flags.TOP_P: is_sampled and params.top_p < 1,
         flags.MIN_P: is_sampled and params.min_p > 0,
-        flags.GRAMMAR: params.structured_outputs is not None,
+        flags.MASKED: request.is_masked,
     }
     return sum(flag for flag, is_asked in asked.items() if is_asked)

@@ -61,11 +61,11 @@ class BatchBuilder:
 
     @property
     def form(self) -> StepForm:
-        """Whether the step is split. It is if a request samples by a grammar, because the host writes masks before the
+        """Whether the step is split. It is if a request samples by masks, because the host writes them before the
         sampler runs."""
-        has_grammar = any(samples and request.input.has_form
+        needs_masks = any(samples and request.input.is_masked
                           for request, samples in zip(self.requests, self._samples, strict=True))
-        return StepForm.SPLIT if has_grammar else StepForm.WHOLE
+        return StepForm.SPLIT if needs_masks else StepForm.WHOLE
 
     @property
     def progress(self) -> dict[int, StateProgress]:

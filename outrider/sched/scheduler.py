@@ -53,7 +53,7 @@ class Scheduler:
         self._tenure = Tenure()
         self._overdue = Overdue()
         self._running: list[Request] = []
-        self._num_with_form = 0  # running requests that ask for structured output
+        self._num_masked = 0  # running requests whose tokens a feature masks
         self._requests: dict[int, Request] = {}
         self._suspects = Suspects()
         self._generation = generation
@@ -341,7 +341,7 @@ class Scheduler:
         request.next_event = self.cache.next_event(request.settled)
         self._running.append(request)
         self._shares.take_row(request.input.tenant)
-        self._num_with_form += request.input.has_form
+        self._num_masked += request.input.is_masked
         self._admissions.append(request.admission(self.cache.restored(request.id)))
 
     def _make_way(self) -> None:
@@ -443,7 +443,7 @@ class Scheduler:
         folds = self.cache.take_folds(step)
         cache = CacheOrders(self.cache.take_changes(), checkpoints, folds, batch.num_pending, self.cache.shares_pages)
         drafting = self.speculation.take_orders(batch, started)
-        form = batch.form if self._num_with_form else StepForm.WHOLE
+        form = batch.form if self._num_masked else StepForm.WHOLE
         scheduled = batch.build(self._admissions, cache, drafting, form, self._resources.take_orders())
         self._admissions = []
         self._in_flight[scheduled.step] = scheduled
@@ -487,7 +487,7 @@ class Scheduler:
         self.cache.free(request.id)
         self._running.remove(request)
         self._shares.give_row(request.input.tenant)
-        self._num_with_form -= request.input.has_form
+        self._num_masked -= request.input.is_masked
         self._resources.give(request.input)
         self._free_rows.append(request.row)
         self.speculation.leave_row(request)

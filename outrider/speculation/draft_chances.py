@@ -11,7 +11,7 @@ request's own acceptance.
 - On a GPU the scheduler runs ahead of the drafts. It chooses the token rows of the step, and the device shares them
   out among the drafts, likeliest first, before the batch is laid out (`share_drafts` in `kernels/step.py`); all ranks
   compute the same in whole numbers. That is done from 9 requests on, if it is expected to gain 2% over counts by
-  acceptance, in steps without prompts and without grammars.
+  acceptance, in steps without prompts and without masked requests.
 - A user's drafter may say it too (`Drafts.levels`). A lookup says nothing.
 
 Which drafts are checked cannot change the text: at every place the one sampler picks the token from its logits and its

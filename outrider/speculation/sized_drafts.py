@@ -280,8 +280,8 @@ class SizedDrafts(LearnedDrafts):
         count = len(requests)
         if self._misses_rests and not self._depth.proposed or self._step < self._next_weighing:
             return None
-        # A grammar's masks are made by the host, which must know the logit rows.
-        if count <= FEW or not all(request.yields_tokens and not request.input.has_form for request in requests):
+        # Masks are made by the host, which must know the logit rows.
+        if count <= FEW or not all(request.yields_tokens and not request.input.is_masked for request in requests):
             return None
         if 2 * len(self._chains) < min(count, MAX_CHAINS):
             return None

@@ -32,7 +32,7 @@ class AsCaptured:
         self.met: list[GraphKey] = []
         self.reasons: Counter[Uncaptured] = Counter()
         self.turns: list[int] = []  # steps in which the host had its turn
-        rig.step.host_turn = lambda batch: self.turns.append(batch.step)
+        rig.step.host_turn = lambda batch: self.turns.append(batch.step)  # type: ignore[method-assign]
         rig.runner._run = self.run  # type: ignore[method-assign]
 
     @torch.inference_mode()

@@ -38,6 +38,12 @@ def params(number: int, **fields: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 1.0, "seed": number, "max_tokens": 12} | fields), structured_outputs=form)
 
 
+def lease_of(request: CheckedRequest) -> FormLease:
+    lease = request.part(FormLease)
+    assert lease is not None
+    return lease
+
+
 def leases_of(rig: Rig) -> FormLeases:
     return grammars_of(rig).leases
 
@@ -195,8 +201,7 @@ def test_a_request_of_an_engine_that_has_ended_is_refused_by_the_next_one(compil
     """The number of its form is that of another form there."""
     with rig_of() as before, rig_of() as rig:
         old, new = before.engine.checks.check("a", params(0)), rig.engine.checks.check("a", params(1))
-        assert old.form_lease is not None and new.form_lease is not None
-        assert old.form_lease.number == new.form_lease.number
+        assert lease_of(old).number == lease_of(new).number
         with pytest.raises(FormsBusy):
             rig.engine.add({"0": new, "1": old})
         rig.engine.add({"0": new})
@@ -359,11 +364,10 @@ class Case:
     def assert_leases_are_right(self) -> None:
         own, live = leases_of(self.rig), Counter[FormLease]()
         for request in self.rig.engine._requests._live.values():
-            assert request.asked.form_lease is not None
-            live[request.asked.form_lease] += 1
+            live[lease_of(request.asked)] += 1
         assert sum((kept.live for kept in own._kept.values()), Counter()) == live
         assert all(own._kept[lease.number].live[lease] for lease in live)
-        waiting = [request.form_lease for _, request in self.checked]
+        waiting = [lease_of(request) for _, request in self.checked]
         for lease in (*live, *filter(None, waiting)):
             assert grammars_of(self.rig)._compiled[lease.number].done()
             assert own._numbers[lease.digest] == lease.number

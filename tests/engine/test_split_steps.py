@@ -74,7 +74,7 @@ def test_the_host_acts_between_forward_and_sampler(monkeypatch: pytest.MonkeyPat
             rig.step.state.sampling.stop_ids[batch.rows[0], 0] = int(expected[2])
             rig.step.state.sampling.num_stop_ids[batch.rows[0]] = torch.tensor(1)
 
-        rig.step.host_turn = turn
+        rig.step.host_turn = turn  # type: ignore[method-assign]
         ((expected,),) = tokens_of(rig.run([Ask(prompt_of(1, 9), greedy(8))]))
         assert order == ["forward", "finish"] * len(rig.batches), "no turn in a whole step"
         order.clear()

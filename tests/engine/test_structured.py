@@ -153,7 +153,7 @@ def test_captured_halves_give_the_same_tokens(drafts: str) -> None:
     with rig_of(**DRAFTS[drafts](), overlap=True) as rig:
         own = rig.step.host_turn
         captured = AsCaptured(rig, form=StepForm.SPLIT)
-        rig.step.host_turn, rig.step.grammars.guesses_early = own, True
+        rig.step.host_turn, rig.step.turns.runs_ahead = own, True  # type: ignore[method-assign]
         outputs = rig.run(ASKS[:4])
         assert tokens_of(outputs) == expected()[:4]
         assert captured.reasons

@@ -66,7 +66,7 @@ class FormNumbers(Command[list[list[int]]]):
     allows_more: bool
 
     def carry_out(self, worker: Any) -> list[list[int]]:
-        grammars = worker.device_step.grammars._grammars
+        grammars = worker.device_step.turns._all[0]._grammars
         vars(grammars).pop("_compile_in_time", None)
         if not self.allows_more:
             grammars._compile_in_time = None

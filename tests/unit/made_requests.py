@@ -8,15 +8,24 @@ from typing import Any
 
 from outrider.core import Admission, SamplingParams
 from outrider.core.checked_request import CheckedRequest
+from outrider.core.feature_parts import RequestPart
 
 PLAIN = SamplingParams()
 
 
+class Masks(RequestPart):
+    """The part of a request whose tokens a test masks."""
+
+    masks_tokens = True
+
+
 def made_request(token_ids: Sequence[int], params: SamplingParams = PLAIN, *, seed: int = 0,
                  **fields: Any) -> CheckedRequest:
-    """As an engine takes it, with a seed."""
+    """As an engine takes it, with a seed, and with masks if it asks for a form."""
     own = copy.copy(params)
     own.seed = seed
+    if own.structured_outputs is not None:
+        fields.setdefault("parts", (Masks(),))
     return CheckedRequest(tuple(token_ids), own, **fields)
 
 

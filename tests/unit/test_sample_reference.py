@@ -166,7 +166,8 @@ def make_batch(cases: list[Case], row_seed: int = 0, device: str = "cpu", limits
         logit_rows=LogitRows(request, logit_row, draft_index, position),
         rows=rows,
         history=History(tokens.to(device), known.to(device), drafts.to(device), bound),
-        needs=StepNeeds.from_params(params, counts, are_lists_placed=not rows.lists.unplaced),
+        needs=StepNeeds.from_params(params, counts, are_lists_placed=not rows.lists.unplaced,
+                                    any_masks=any(case.allowed is not None and len(case.logits) for case in cases)),
         extras=StepExtras.from_params(params, counts, limits.vocab_size, torch.device(device)),
         row=row,
     )

@@ -135,11 +135,11 @@ class GrammarCompiler(RequestKeeper):
     # Requests of the engine
 
     def enter(self, requests: Sequence[CheckedRequest]) -> None:
-        if any(asked.form_lease is not None for asked in requests):
+        if any(asked.part(FormLease) is not None for asked in requests):
             self.leases.enter(requests)
 
     def leave(self, asked: CheckedRequest) -> None:
-        if asked.form_lease is not None:
+        if asked.part(FormLease) is not None:
             self.leases.leave(asked)
 
     def forget_requests(self) -> None:

@@ -118,7 +118,7 @@ class FormLeases(RequestKeeper):
     # Requests of the engine
 
     def enter(self, requests: Sequence[CheckedRequest]) -> None:
-        leases = [asked.form_lease for asked in requests if asked.form_lease is not None]
+        leases = [lease for asked in requests if (lease := asked.part(FormLease)) is not None]
         with self._lock:
             for lease in leases:
                 if self._numbers.get(lease.digest) != lease.number:
@@ -128,7 +128,7 @@ class FormLeases(RequestKeeper):
                 self._kept.move_to_end(lease.number)
 
     def leave(self, asked: CheckedRequest) -> None:
-        lease = asked.form_lease
+        lease = asked.part(FormLease)
         with self._lock:
             kept = None if lease is None else self._kept.get(lease.number)
             if lease is None or kept is None:

@@ -13,7 +13,7 @@
 
 /* Bits of a row's flags: kernels/sampling_flags.py. */
 enum { ALLOWED = 1, BIAS = 2, BAD_WORDS = 4, MIN_TOKENS = 8, PENALTIES = 16, TOP_K = 32, TOP_P = 64, MIN_P = 128,
-       GRAMMAR = 256, EDITED = ALLOWED | BIAS | BAD_WORDS | MIN_TOKENS | PENALTIES | GRAMMAR };
+       MASKED = 256, EDITED = ALLOWED | BIAS | BAD_WORDS | MIN_TOKENS | PENALTIES | MASKED };
 #define OUTPUTS ((1 << 30) - 1) /* of a row's count of a token: how often the outputs hold it */
 
 /* The fields of all rows: sample/sampling_rows.py. A draw at a temperature reads the first three; `flags` is null. */

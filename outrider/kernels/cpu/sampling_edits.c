@@ -1,4 +1,4 @@
-/* Edits of logits: allowed tokens, bad words, min_tokens, logit bias, penalties, grammars. Twins of the functions of
+/* Edits of logits: allowed tokens, bad words, min_tokens, logit bias, penalties, masks. Twins of the functions of
  * sample/edits.py, in their order; every product, sum and quotient is rounded by itself, so edited logits are theirs bit
  * for bit. The counts of a row are those of its known tokens; the drafts before a logit row are added here.
  */
@@ -88,7 +88,7 @@ void edit_block(const Sampling *s, LogitRow *r, int64_t first, int64_t last) {
     if (r->flags & MIN_TOKENS) forbid_early_stops(s, r, first, last);
     if (r->flags & BIAS) add_bias(s, r, first, last);
     if (r->flags & PENALTIES) penalise(s, r, first, last);
-    if (r->flags & GRAMMAR) {
+    if (r->flags & MASKED) {
         int64_t mask = r->of * state->masks_per_row + lower(r->num_before, state->masks_per_row - 1);
         keep_masked(r->edited, state->masks + mask * state->mask_stride, first, last);
     }

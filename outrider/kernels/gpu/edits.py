@@ -1,4 +1,4 @@
-"""Edits of logits: allowed tokens, logit bias, bad words, min_tokens, penalties and grammars, with each row's greatest
+"""Edits of logits: allowed tokens, logit bias, bad words, min_tokens, penalties and masks, with each row's greatest
 logit.
 
 A row that asks for no edit is not copied: later kernels read its logits where they are. Every product, sum and
@@ -28,7 +28,7 @@ from outrider.kernels.gpu.scans import load_logits
 from outrider.kernels.gpu.token_counts import find_counts
 
 _ALLOWED, _BIAS, _BAD_WORDS = tl.constexpr(flags.ALLOWED), tl.constexpr(flags.BIAS), tl.constexpr(flags.BAD_WORDS)
-_TOP_K, _GRAMMAR = tl.constexpr(flags.TOP_K), tl.constexpr(flags.GRAMMAR)
+_TOP_K, _MASKED = tl.constexpr(flags.TOP_K), tl.constexpr(flags.MASKED)
 _MIN_TOKENS, _PENALTIES = tl.constexpr(flags.MIN_TOKENS), tl.constexpr(flags.PENALTIES)
 _LISTED, _EDITED, _OUTPUTS = tl.constexpr(flags.LISTED), tl.constexpr(flags.EDITED), tl.constexpr(flags.OUTPUTS)
 _LIST = 128  # entries of a list that are read at a time
@@ -54,7 +54,7 @@ class EditRows(NamedTuple):
     arena: torch.Tensor  # [ints] int32; the layouts are those of sample/lists.py
     allowed: torch.Tensor  # [rows, vocabulary / 32] int32: bit t % 32 of word t // 32
     counts: torch.Tensor  # [1]: the address of [rows, vocabulary] int32, 0 while no row has penalties
-    masks: torch.Tensor | None  # [rows, drafts + 1, vocabulary / 32] int32: what grammars allow after each draft
+    masks: torch.Tensor | None  # [rows, drafts + 1, vocabulary / 32] int32: what is allowed after each draft
 
 
 class Text(NamedTuple):
@@ -104,7 +104,7 @@ def _edit(
         logit = tl.where(_is_in(rows.allowed + of * mask_words, token, valid), logit, float("-inf"))
     if (flag & _PENALTIES) != 0:
         logit = _penalise(logit, token, valid, of, num_before, rows, text, counts, draft_stride, count_stride)
-    if (flag & _GRAMMAR) != 0:
+    if (flag & _MASKED) != 0:
         mask = rows.masks + (of * (num_columns + 1) + num_before) * mask_words
         logit = tl.where(_is_in(mask, token, valid), logit, float("-inf"))
     return logit

@@ -104,9 +104,7 @@ class CudaRunner:
                  padding: Padding | None = None) -> None:
         self.device_step = step
         self._limits = limits
-        # With one step in flight, no other is queued before its result is read: grammars may look at the rows then.
-        self._reads_before_next = limits.steps_in_flight == 1
-        step.grammars.guesses_early = not self._reads_before_next
+        step.turns.runs_ahead = limits.steps_in_flight > 1
         self._padding = padding or Padding()
         self._link = step.ranks.link  # rank 0 chooses what is captured and replayed, since steps are sums of all ranks
         self._generations = Generations(step)
@@ -233,9 +231,7 @@ class CudaRunner:
         pending.check = self.device_step.ranks.check
         self.device_step.drafting.check_rows()
         if batch.mode.form is StepForm.SPLIT:
-            grammars = self.device_step.grammars
-            amend = grammars.settle if self._reads_before_next else grammars.explain
-            pending.amend = torch.inference_mode()(partial(amend, batch))
+            pending.amend = torch.inference_mode()(partial(self.device_step.turns.amend, batch))
         return pending
 
     def _run(self, batch: ScheduledBatch) -> PendingStep:

@@ -1,7 +1,7 @@
-"""GrammarMasks: the tokens that grammars allow in the logit rows of a step, a bit for each token of the vocabulary.
+"""RowMasks: the tokens that features allow in the logit rows of a step, a bit for each token of the vocabulary.
 
-The host writes the masks of a row between forward and finish of every step in which the row samples. Their memory,
-rows x tokens of a run x vocabulary bits, is taken when the first request with a grammar comes, and never moves:
+A feature writes the masks of its rows between forward and finish of every step in which they sample (`HostTurn`). Their
+memory, rows x tokens of a run x vocabulary bits, is taken when the first request with masks comes, and never moves:
 captured steps hold its address.
 """
 
@@ -18,7 +18,7 @@ from outrider.kernels.buffers import buffer, send, to_device
 log = logging.getLogger("outrider")
 
 
-class GrammarMasks:
+class RowMasks:
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self._limits, self._device = limits, device
         self.words: torch.Tensor | None = None  # [rows, run, mask words] int32; None: no request has asked yet
@@ -29,14 +29,14 @@ class GrammarMasks:
         return self._limits.extent(Axis.MASK_WORDS)
 
     def admit(self, admissions: list[Admission]) -> None:
-        if self.words is None and any(a.params.structured_outputs is not None for a in admissions):
+        if self.words is None and any(a.request.is_masked for a in admissions):
             axes = Axis.ROWS, Axis.RUN, Axis.MASK_WORDS
             with torch.inference_mode(False):  # like all row state, which is made before any step
                 self.words = buffer(self._limits, *axes, dtype=torch.int32, device=self._device)
-            log.info("structured output: masks of all rows take %.0f MiB", self.words.nbytes / 2**20)
+            log.info("masks of allowed tokens take %.0f MiB for all rows", self.words.nbytes / 2**20)
 
     def write(self, cells: list[int], words: np.ndarray) -> None:
         """Masks words [cells, mask words] of cells, where cell j of row r is r * run + j."""
-        assert self.words is not None, "a row with a grammar was not admitted"
+        assert self.words is not None, "a row with masks was not admitted"
         flat = self.words.view(-1, self.words.shape[2])
         flat.index_copy_(0, to_device(cells, torch.int64, self._device), send(torch.from_numpy(words), self._device))
