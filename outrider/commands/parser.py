@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
+from outrider.benchmarks.golden_acceptance import golden_rates
 from outrider.commands.flag_values import CONVERTERS, whole_number
 from outrider.commands.help import HelpAction, help_text
 from outrider.commands.server_help import SERVER_HELP
@@ -257,19 +258,35 @@ def add_server_flags(parser: argparse.ArgumentParser, names: Sequence[str] | Non
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
     settings = {name: getattr(args, name) for name in (*ENGINE_FIELDS, *OTHER_SETTINGS) if hasattr(args, name)}
-    for name in ("synthetic_rates", "synthetic_request_rates"):
+    for name in ("synthetic_rates", "synthetic_request_rates", "acceptance"):
         given, flag = getattr(args, name, None), f"--{name.replace('_', '-')}"
-        if given is not None:
-            if not isinstance(settings.get("speculative_config"), dict):
-                raise UsageError(f"{flag} goes with --speculative-config")
-            try:
-                rates = [float(rate) for rate in given.split(",")]
-            except ValueError:
-                raise UsageError(f"{flag}: {given!r} is not a list of numbers, as 1,0.5,0") from None
-            settings["speculative_config"] = settings["speculative_config"] | {name: rates}
+        if given is None:
+            continue
+        drafts = settings.get("speculative_config")
+        if not isinstance(drafts, dict):
+            raise UsageError(f"{flag} goes with --speculative-config")
+        settings["speculative_config"] = drafts | (
+            _golden(given, drafts) if name == "acceptance" else {name: _rates(flag, given)})
     if getattr(args, "lora", None) is not None:
         settings["enable_lora"] = True  # the engine must have room for the adapter
     return settings
+
+
+def _rates(flag: str, given: str) -> list[float]:
+    try:
+        return [float(rate) for rate in given.split(",")]
+    except ValueError:
+        raise UsageError(f"{flag}: {given!r} is not a list of numbers, as 1,0.5,0") from None
+
+
+def _golden(given: str, drafts: dict[str, Any]) -> dict[str, list[float]]:
+    number = drafts.get("num_speculative_tokens")
+    if not isinstance(number, int):
+        raise UsageError("--acceptance goes with a --speculative-config that gives num_speculative_tokens")
+    try:
+        return {"synthetic_rates": golden_rates(given, number)}
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
 def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
