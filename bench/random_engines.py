@@ -34,8 +34,10 @@ SEEDS_APART = 100_000  # between the first seeds of two campaigns
 BATCH = 24  # seeds of one process
 LIMIT = 150.0  # seconds that one engine may take
 # Before torch is imported.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM":
-               "false", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1", "OUTRIDER_CHECK": "1"}
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error", "TQDM_DISABLE": "1", "OUTRIDER_CHECK": "1",
+}
 
 
 def run_seeds(seeds: Sequence[int], seconds: float, limit: float) -> None:
