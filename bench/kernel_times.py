@@ -37,11 +37,11 @@ from kernel_harness import (
 
 from outrider.kernels import gpu as kernels
 from outrider.kernels import reference
-from outrider.kernels.gpu.attention import decode_attention
-from outrider.kernels.gpu.attention_splits import DecodeConfig, decode_config
-from outrider.kernels.gpu.matvec import matvec, matvec_config
-from outrider.kernels.gpu.prefill import PrefillConfig, prefill_config
-from outrider.kernels.gpu.thin_linear import ThinConfig, is_small, thin_config, thin_linear
+from outrider.kernels.gpu.attention.decode import decode_attention
+from outrider.kernels.gpu.attention.prefill import PrefillConfig, prefill_config
+from outrider.kernels.gpu.attention.splits import DecodeConfig, decode_config
+from outrider.kernels.gpu.linear.matvec import matvec, matvec_config
+from outrider.kernels.gpu.linear.thin import ThinConfig, is_small, thin_config, thin_linear
 
 VECTOR_CONFIGS = [
     ThinConfig(*c)

@@ -26,13 +26,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from kernel_harness import graph_us
 
 from outrider.kernels import reference
-from outrider.kernels.gpu.hopper import CONFIGS, HopperConfig
-from outrider.kernels.gpu.prefill import (
+from outrider.kernels.gpu.attention.prefill import (
     device_query_tiles,
     prefill_attention,
     prefill_config,
     query_tiles,
 )
+from outrider.kernels.gpu.hopper.prefill import CONFIGS, HopperConfig
 
 NAN = float("nan")
 DIMS = (128, 512, 256, 64)

@@ -22,17 +22,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from kernel_harness import DTYPE, Bench, compile_all, graph_us, randn, sets
 
-from outrider.kernels.gpu.gated_delta import ChunkConfig, delta_config, delta_steps
-from outrider.kernels.gpu.gated_delta_prepare import PrepareConfig
-from outrider.kernels.gpu.mamba2 import mamba2_config, mamba2_steps
-from outrider.kernels.gpu.recurrent_inputs import ConvParams, GateKind, GateParams, recurrent_inputs
-from outrider.kernels.gpu.recurrent_step import (
+from outrider.kernels.gpu.gated_delta.prepare import PrepareConfig
+from outrider.kernels.gpu.gated_delta.steps import ChunkConfig, delta_config, delta_steps
+from outrider.kernels.gpu.recurrent.inputs import ConvParams, GateKind, GateParams, recurrent_inputs
+from outrider.kernels.gpu.recurrent.mamba2 import mamba2_config, mamba2_steps
+from outrider.kernels.gpu.recurrent.save_tails import save_tails
+from outrider.kernels.gpu.recurrent.step_tensors import (
     LayerTensors,
     StepConfig,
     StepInputs,
     StepTensors,
 )
-from outrider.kernels.gpu.save_tails import save_tails
 from outrider.kernels.recurrent import CheckpointTargets
 
 CONV_WIDTH = 4

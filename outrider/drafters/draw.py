@@ -38,6 +38,6 @@ def _levels(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
 
 draw_drafts = Operation(
-    _draw_drafts, triton_kernel("outrider.kernels.gpu.draft:draw_drafts", FLOAT32), name="draw_drafts",
+    _draw_drafts, triton_kernel("outrider.kernels.gpu.drafts.passes:draw_drafts", FLOAT32), name="draw_drafts",
     exact=Exactness.DRAFTS,
 )

@@ -53,6 +53,6 @@ def _accept_at_rates(sampled: torch.Tensor, verdicts: DraftVerdicts, seed: torch
 
 
 accept_at_rates = Operation(
-    _accept_at_rates, triton_kernel("outrider.kernels.gpu.synthetic:accept_at_rates"), name="accept_at_rates",
+    _accept_at_rates, triton_kernel("outrider.kernels.gpu.drafts.synthetic:accept_at_rates"), name="accept_at_rates",
     exact=NotExact("synthetic acceptance changes the text on purpose"),
 )

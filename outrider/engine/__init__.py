@@ -46,7 +46,7 @@ fail every token that may see it, and no other token, even if the bad token was 
 
 - Attention: the cache write gives the bad token keys of NaN and values of 0 (`contain_non_finite` in
   `kernels/reference.py`); the codec of another cache type has a mark of its own. The Triton kernels that write keys
-  and values do the same, head by head (`kernels/gpu/cache_write.py`).
+  and values do the same, head by head (`kernels/gpu/pages/cache_write.py`).
 - Recurrent layers: a scan gives NaN to the bad token, to the tokens after it and to the state, and to no token before
   it, as computing token by token would (`kernels/recurrent.py`). The Triton kernels compute a chunk that has a bad
   token again, token by token.

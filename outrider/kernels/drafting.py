@@ -2,7 +2,7 @@
 
 A position is a place in the text, a slot the place in a group's pages where that position's token is cached. Positions,
 slots, lengths and noise keys do not depend on what is drafted, so all passes are planned at once, before the first.
-Plain torch, any device, the specification: `kernels.gpu.draft` and, on a CPU, `kernels.cpu.draft_plan` do the
+Plain torch, any device, the specification: `kernels.gpu.drafts` and, on a CPU, `kernels.cpu.draft_plan` do the
 same in one call, integer for integer, and take and return the types declared here. What the passes compute is not known
 here.
 """

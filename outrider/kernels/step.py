@@ -1,7 +1,7 @@
 """A step's bookkeeping: `prepare_step` before the forward, `commit_step` after the sampler, `store_drafts` at the end;
 `share_drafts` before all others, in a captured step that has to share its token rows out.
 
-Plain torch, any device, the specification: `kernels.gpu.step`, `draft_entry` and `share_drafts` do the same in one
+Plain torch, any device, the specification: `kernels.gpu.step`, `drafts.entry` and `drafts.share` do the same in one
 launch each, integer for integer, and take and return the types declared here. Nothing here knows models or caches.
 """
 

@@ -4,8 +4,8 @@ Start-up:
 
 1. Steps of dead tokens run through a model with one layer of each kind, to tell which kernels may be needed. Their
    launches are only collected, and forked processes start to compile each kernel as soon as it is collected
-   (`kernels/gpu/precompile.py`). The largest of these steps shows, before any kernel runs, how much memory a step
-   takes; the pool gets the rest.
+   (`kernels/gpu/launch/precompile.py`). The largest of these steps shows, before any kernel runs, how much memory a
+   step takes; the pool gets the rest.
 2. The weights are read while forks compile: the formats of the layers, which are declared from the files' headers,
    decide which kernels there are, so the model is blank until then (`Worker.load`). With a drafter from outside, which
    may look at the target's weights, the files are read first.

@@ -23,7 +23,7 @@ def _choose_scaled(scaled: torch.Tensor, row: torch.Tensor, position: torch.Tens
 
 
 choose_scaled = Operation(
-    _choose_scaled, triton_kernel("outrider.kernels.gpu.sampling:choose_scaled", FLOAT32), name="choose_scaled",
+    _choose_scaled, triton_kernel("outrider.kernels.gpu.sampling.draw:choose_scaled", FLOAT32), name="choose_scaled",
     exact=Exactness.ROW_BY_ROW,
 )
 
@@ -40,6 +40,6 @@ def _draw_tokens(logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor
 draw_tokens = Operation(
     _draw_tokens,
     native_kernel("outrider.kernels.cpu:draw_tokens", FLOAT32, "outrider.kernels.cpu.checks:takes_draw"),
-    triton_kernel("outrider.kernels.gpu.sampling:draw_tokens", FLOAT32),
+    triton_kernel("outrider.kernels.gpu.sampling.draw:draw_tokens", FLOAT32),
     name="draw_tokens", exact=Exactness.ROW_BY_ROW,
 )

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.gpu.edits import EditRows, Text, edit_logits
-from outrider.kernels.gpu.filtered_draw import FilterRows, draw_filtered
-from outrider.kernels.gpu.logprobs import LogprobLogits, token_logprobs
-from outrider.kernels.gpu.sampling import plan_spans
+from outrider.kernels.gpu.sampling.draw import plan_spans
+from outrider.kernels.gpu.sampling.edits import EditRows, Text, edit_logits
+from outrider.kernels.gpu.sampling.filtered_draw import FilterRows, draw_filtered
+from outrider.kernels.gpu.sampling.logprobs import LogprobLogits, token_logprobs
 from outrider.sample.logprobs import LogprobRows
 from outrider.sample.sampler import Asked, Sampled
 from outrider.sample.sampling_rows import SamplingRows

@@ -95,7 +95,7 @@ def _report_tokens(logits: torch.Tensor, tokens: torch.Tensor, num: int) -> Repo
 report_tokens = Operation(
     _report_tokens,
     native_kernel("outrider.kernels.cpu:report_tokens", FLOAT32, "outrider.kernels.cpu.checks:takes_report"),
-    triton_kernel("outrider.kernels.gpu.logprobs:report_tokens", FLOAT32),
+    triton_kernel("outrider.kernels.gpu.sampling.logprobs:report_tokens", FLOAT32),
     name="report_tokens", exact=Exactness.ROW_BY_ROW,
 )
 

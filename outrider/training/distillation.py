@@ -32,7 +32,7 @@ def _distill_rows(logits: torch.Tensor, target_logits: torch.Tensor, places: tor
 
 
 distill_rows = Operation(
-    _distill_rows, triton_kernel("outrider.kernels.gpu.distillation:distill_rows", UP_TO_FLOAT32),
+    _distill_rows, triton_kernel("outrider.kernels.gpu.drafts.distillation:distill_rows", UP_TO_FLOAT32),
     name="distill_rows", exact=Exactness.DRAFTS,
 )
 

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import ops, scaled
-from outrider.kernels.gpu.attention_merge import prepare_counters
-from outrider.kernels.gpu.hopper.coded_rows import arrange, coded_rows, make_plan, tile_rows
+from outrider.kernels.gpu.attention.merge import prepare_counters
+from outrider.kernels.gpu.hopper.coded.rows import arrange, coded_rows, make_plan, tile_rows
 from outrider.kernels.gpu.hopper.prefill import is_hopper
-from outrider.kernels.gpu.rounding import round_rows
+from outrider.kernels.gpu.linear.rounding import round_rows
 from outrider.kernels.scaled import Scaled
 
 FORMS = ("fp8", "steps", "blocks", "int4", "int4 with zeros", "Q4_K", "Q2_K", "Q6_K", "Q8_0")

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels.gpu.attention_merge import prepare_counters
-from outrider.kernels.gpu.hopper.coded_tiles import SHAPES, coded_tiles, make_plan
+from outrider.kernels.gpu.attention.merge import prepare_counters
+from outrider.kernels.gpu.hopper.coded.tiles import SHAPES, coded_tiles, make_plan
 from outrider.kernels.gpu.hopper.prefill import is_hopper
 from tests.gpu.test_coded_rows import make
 

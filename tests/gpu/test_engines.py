@@ -152,7 +152,7 @@ def test_eager_steps_and_the_torch_backend_agree() -> None:
 def test_many_requests_by_lists_of_splits(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a model of many layers with long contexts: attention lists the splits there are."""
     pytest.importorskip("triton", reason="needs the triton package")
-    from outrider.kernels.gpu import attention_splits
+    from outrider.kernels.gpu.attention import splits as attention_splits
     from outrider.mixers.paged import triton_backend
 
     folder = folder_of("llama")

@@ -11,9 +11,9 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.core.outputs import RequestOutput
-from outrider.kernels.gpu.exact_linear import HOPPER_ROWS, chain_columns, exact_linear
 from outrider.kernels.gpu.hopper.prefill import is_hopper
 from outrider.kernels.gpu.hopper.products import HOPPER_TILES, launch_product
+from outrider.kernels.gpu.linear.exact_linear import HOPPER_ROWS, chain_columns, exact_linear
 from tests.engine.harness import Ask
 from tests.gpu.rig import GpuRig, asks, loaded
 from tests.gpu.test_engines import DRAFTERS, folder_of

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import ops, reference
-from outrider.kernels.gpu.attention_merge import prepare_counters
+from outrider.kernels.gpu.attention.merge import prepare_counters
 from outrider.kernels.gpu.hopper.few_rows import (
     LARGE_RING_BYTES,
     RING_BYTES,

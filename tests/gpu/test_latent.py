@@ -11,7 +11,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import latent, ops
 from outrider.kernels.fp8_cache import to_fp8
-from outrider.kernels.gpu.exact_latent import exact_dense_latent_attention
+from outrider.kernels.gpu.latent.exact_latent import exact_dense_latent_attention
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
 
 TOP_K, PAGE = 2048, 16

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 import triton.language as tl
 from triton.runtime.jit import JITFunction
 
-from outrider.kernels.gpu.launch import kernel
+from outrider.kernels.gpu.launch.triton_kernel import kernel
 
 LENGTH = 1024
 

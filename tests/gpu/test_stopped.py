@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not HAS_CARD, reason="needs a card")
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import reference
-from outrider.kernels.gpu.prefill import choose_prefill, device_query_tiles, prefill_attention
+from outrider.kernels.gpu.attention.prefill import choose_prefill, device_query_tiles, prefill_attention
 from tests.kernels.test_triton_attention import assert_close, make_batch
 
 NUM_OTHERS, SECONDS, MOST_SECONDS = 3, 4.0, 120.0

@@ -30,7 +30,7 @@ def compiling(ptx: list[str] | None = None) -> Iterator[list[str]]:
     gets their PTX. A kernel whose matrix instructions read memory that is not its program's fails."""
     from triton.runtime import driver
 
-    from outrider.kernels.gpu import launch
+    from outrider.kernels.gpu.launch import triton_kernel as launch
     from tests.kernels.descriptors import stray_descriptors
     from tests.kernels.test_sampler_compiles import Card
 

@@ -19,7 +19,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from outrider.kernels.gpu.launch import TritonKernel
+from outrider.kernels.gpu.launch.triton_kernel import TritonKernel
 
 PATIENCE = 20.0  # seconds for which a warp waits at a barrier
 _here = threading.local()  # program: its numbers; grid: how many there are

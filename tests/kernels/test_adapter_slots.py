@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import ops
 from outrider.kernels.delta_tables import NO_SLOT, RowSlots
-from outrider.kernels.gpu import adapter_slots
+from outrider.kernels.gpu.adapters import slots as adapter_slots
 
 
 @pytest.mark.parametrize("count", [1, 2, 31, 64, 65, 512])

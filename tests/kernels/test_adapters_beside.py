@@ -17,10 +17,10 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels.delta_tables import DeltaTables, RowSlots
-from outrider.kernels.gpu.adapter_slots import sort_slots
-from outrider.kernels.gpu.adapters import reduce_adapters
+from outrider.kernels.gpu.adapters.linear import reduce_adapters
+from outrider.kernels.gpu.adapters.slots import sort_slots
 from outrider.kernels.gpu.hopper import few_rows
-from outrider.kernels.gpu.launch import collecting, note_product
+from outrider.kernels.gpu.launch.triton_kernel import collecting, note_product
 from tests.kernels.test_triton_adapters import make_tables
 
 SHARED_BYTES = 233472  # of a multiprocessor of a Hopper card, of which each program takes 1024 more than it asks for

@@ -20,7 +20,8 @@ from outrider.core import StepForm, Uncaptured
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.kernels import ops
-from outrider.kernels.gpu import attention_sharing, attention_splits
+from outrider.kernels.gpu.attention import sharing as attention_sharing
+from outrider.kernels.gpu.attention import splits as attention_splits
 from outrider.mixers.paged import triton_backend
 from outrider.mixers.paged.triton_backend import TritonBackend
 from outrider.mixers.recurrent.triton_backend import TritonRecurrent

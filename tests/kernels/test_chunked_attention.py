@@ -15,8 +15,8 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import cpu as native
 from outrider.kernels import ops, reference
-from outrider.kernels.gpu.attention_splits import list_splits
-from outrider.kernels.gpu.exact_attention import exact_attention
+from outrider.kernels.gpu.attention.exact_attention import exact_attention
+from outrider.kernels.gpu.attention.splits import list_splits
 from tests.kernels.compiled import compiling, found_without_interpreter
 from tests.kernels.test_exact_attention import SMALL, as_tiles
 from tests.kernels.test_triton_attention import Batch, assert_close, decode, listed, make_batch, prefill
@@ -96,8 +96,8 @@ def test_the_compiler_takes_chunks() -> None:
 
 
 def compiled() -> list[str]:
-    from outrider.kernels.gpu.attention import decode_attention
-    from outrider.kernels.gpu.prefill import device_query_tiles, prefill_attention
+    from outrider.kernels.gpu.attention.decode import decode_attention
+    from outrider.kernels.gpu.attention.prefill import device_query_tiles, prefill_attention
 
     count, cache = 16, torch.zeros(8, 16, 8, 128, dtype=torch.bfloat16)
     ints = [torch.zeros(n, dtype=torch.int32) for n in (count + 1, count, count)]

@@ -16,10 +16,10 @@ pytest.importorskip("triton", reason="needs the triton package")
 from outrider.kernels import moe
 from outrider.kernels.activations import CLAMPED, limited_silu
 from outrider.kernels.code_kinds import CODES
-from outrider.kernels.gpu import coded_expert_rows as module
-from outrider.kernels.gpu import scaled_experts as experts
-from outrider.kernels.gpu.coded_expert_rows import CodedRowsTile
-from outrider.kernels.gpu.launch import collecting
+from outrider.kernels.gpu.experts import coded_rows as module
+from outrider.kernels.gpu.experts import scaled as experts
+from outrider.kernels.gpu.experts.coded_rows import CodedRowsTile
+from outrider.kernels.gpu.launch.triton_kernel import collecting
 from outrider.kernels.moe import ExpertBiases
 from outrider.kernels.scaled import Scaled
 from tests.kernels.compiled import found_without_interpreter

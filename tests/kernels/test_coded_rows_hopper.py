@@ -17,16 +17,16 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from outrider.kernels import ops, scaled
 from outrider.kernels.code_kinds import CODES
-from outrider.kernels.gpu.hopper import coded_rows
-from outrider.kernels.gpu.hopper.coded_kernel import (
+from outrider.kernels.gpu.hopper.coded import rows as coded_rows
+from outrider.kernels.gpu.hopper.coded.rows_kernel import (
     OF_BLOCKS,
     OF_GROUPS,
     OF_OUTPUTS,
     OF_STEPS,
     coded_rows_kernel,
 )
-from outrider.kernels.gpu.launch import collecting
-from outrider.kernels.gpu.scaled_linear import scaled_linear
+from outrider.kernels.gpu.launch.triton_kernel import collecting
+from outrider.kernels.gpu.linear.scaled import scaled_linear
 from outrider.kernels.scaled import Scaled
 from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 

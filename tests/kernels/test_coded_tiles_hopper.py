@@ -20,11 +20,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from outrider.kernels import ops, scaled
 from outrider.kernels.code_kinds import CODES
-from outrider.kernels.gpu.hopper import coded_rows, coded_tiles
-from outrider.kernels.gpu.hopper.coded_tile_kernel import coded_tiles_kernel
-from outrider.kernels.gpu.hopper.coded_tiles import SHAPES, TilePlan, TileShape, make_plan
-from outrider.kernels.gpu.launch import collecting
-from outrider.kernels.gpu.scaled_linear import scaled_linear
+from outrider.kernels.gpu.hopper.coded import rows as coded_rows
+from outrider.kernels.gpu.hopper.coded import tiles as coded_tiles
+from outrider.kernels.gpu.hopper.coded.tiles import SHAPES, TilePlan, TileShape, make_plan
+from outrider.kernels.gpu.hopper.coded.tiles_kernel import coded_tiles_kernel
+from outrider.kernels.gpu.launch.triton_kernel import collecting
+from outrider.kernels.gpu.linear.scaled import scaled_linear
 from outrider.kernels.scaled import Scaled
 from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 from tests.kernels.descriptors import stray_descriptors
@@ -133,7 +134,7 @@ def test_is_chosen_between_few_and_many_token_rows(monkeypatch: pytest.MonkeyPat
         assert not coded_tiles.takes(other, weight)
     assert not coded_tiles.takes(x, make("Q4_K", 384, 512)[0].tiled(False))
     first = {operation.name: operation.kernels[0].function for operation in (ops.scaled_linear, ops.scaled_gated)}
-    assert all(str(function).startswith("outrider.kernels.gpu.hopper.coded_tiles:") for function in first.values())
+    assert all(str(function).startswith("outrider.kernels.gpu.hopper.coded.tiles:") for function in first.values())
     found: list[str] = []
     with collecting(lambda function, args, options: found.append(function.__name__)):
         scaled_linear(x[:16], weight)

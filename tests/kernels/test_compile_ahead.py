@@ -34,9 +34,10 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from outrider.kernels.fork_pool import ForkPool
-from outrider.kernels.gpu import collected_launch, precompile
-from outrider.kernels.gpu.launch import OPTIONS, TritonKernel, collecting
-from outrider.kernels.gpu.launch import kernel as launched_kernel
+from outrider.kernels.gpu.launch import collected as collected_launch
+from outrider.kernels.gpu.launch import precompile
+from outrider.kernels.gpu.launch.triton_kernel import OPTIONS, TritonKernel, collecting
+from outrider.kernels.gpu.launch.triton_kernel import kernel as launched_kernel
 
 NUM_FORKS = 2
 PATIENT = 200.0

@@ -22,7 +22,9 @@ def test_the_compiler_takes_every_kernel() -> None:
 
 def compile_kernels() -> list[str]:
     from outrider.kernels.drafting import AdmittedRows, CommittedRequests, DrafterCacheState, DraftingRows
-    from outrider.kernels.gpu import draft, draft_blocks, first_slots
+    from outrider.kernels.gpu.drafts import blocks as draft_blocks
+    from outrider.kernels.gpu.drafts import first_slots
+    from outrider.kernels.gpu.drafts import passes as draft
 
     def ints(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype)

@@ -10,13 +10,13 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import reference
-from outrider.kernels.gpu.exact_attention import (
+from outrider.kernels.gpu.attention.exact_attention import (
     ExactConfig,
     exact_attention,
     exact_config,
     exact_tiles_config,
 )
-from outrider.kernels.gpu.prefill import PrefillConfig, QueryTiles, device_query_tiles, query_tiles
+from outrider.kernels.gpu.attention.prefill import PrefillConfig, QueryTiles, device_query_tiles, query_tiles
 from tests.kernels.test_triton_attention import Batch, make_batch
 
 SMALL = ExactConfig(16, 16, 4, 2)

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import latent
-from outrider.kernels.gpu import exact_latent, head_products
+from outrider.kernels.gpu.latent import exact_latent, head_products
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
 from tests.kernels.test_triton_latent import (
     LENS,

@@ -8,7 +8,9 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import moe, reference
-from outrider.kernels.gpu.exact_linear import (
+from outrider.kernels.gpu.experts.moe import exact_experts
+from outrider.kernels.gpu.launch.triton_kernel import collecting
+from outrider.kernels.gpu.linear.exact_linear import (
     ExactTile,
     chain_columns,
     exact_gated_linear,
@@ -16,8 +18,6 @@ from outrider.kernels.gpu.exact_linear import (
     exact_linear_wide,
     exact_tile,
 )
-from outrider.kernels.gpu.launch import collecting
-from outrider.kernels.gpu.moe import exact_experts
 
 TILES = [ExactTile(16, 32, 32, 4, 2), ExactTile(16, 64, 16, 4, 2, weight_first=True), ExactTile(32, 16, 64, 4, 2)]
 

@@ -11,9 +11,9 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import moe, reference
 from outrider.kernels.activations import CLAMPED, limited_silu
-from outrider.kernels.gpu.expert_biases import clamped_swiglu
-from outrider.kernels.gpu.moe import exact_experts, experts
-from outrider.kernels.gpu.scaled_experts import exact_scaled_experts, scaled_experts
+from outrider.kernels.gpu.experts.biases import clamped_swiglu
+from outrider.kernels.gpu.experts.moe import exact_experts, experts
+from outrider.kernels.gpu.experts.scaled import exact_scaled_experts, scaled_experts
 from outrider.kernels.moe import ExpertBiases
 from tests.kernels.test_triton_scaled_experts import draw, make
 

@@ -24,7 +24,7 @@ from outrider.kernels.gpu.hopper.few_rows import (
     make_plan,
     plan_few_rows,
 )
-from outrider.kernels.gpu.launch import collecting
+from outrider.kernels.gpu.launch.triton_kernel import collecting
 from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 
 SHARED_BYTES = 233472  # of a multiprocessor of a Hopper card, of which each program takes 1024 more than it asks for

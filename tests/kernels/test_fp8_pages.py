@@ -14,15 +14,15 @@ triton = pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import latent, latent_inputs, reference
 from outrider.kernels.fp8_cache import FP8, HeadScales, from_fp8, to_fp8
-from outrider.kernels.gpu import latent_attention
-from outrider.kernels.gpu import latent_inputs as inputs_kernel
-from outrider.kernels.gpu.cache_write import cache_write
-from outrider.kernels.gpu.exact_attention import ExactConfig, exact_attention
-from outrider.kernels.gpu.exact_latent import exact_dense_latent_attention, exact_latent_attention
-from outrider.kernels.gpu.fp8_pages import PAIRS_BELOW
-from outrider.kernels.gpu.latent_attention import LatentConfig
-from outrider.kernels.gpu.prefill import PrefillConfig
-from outrider.kernels.gpu.rope_cache import rope_cache_write
+from outrider.kernels.gpu.attention.exact_attention import ExactConfig, exact_attention
+from outrider.kernels.gpu.attention.prefill import PrefillConfig
+from outrider.kernels.gpu.latent import attention as latent_attention
+from outrider.kernels.gpu.latent import inputs as inputs_kernel
+from outrider.kernels.gpu.latent.attention import LatentConfig
+from outrider.kernels.gpu.latent.exact_latent import exact_dense_latent_attention, exact_latent_attention
+from outrider.kernels.gpu.pages.cache_write import cache_write
+from outrider.kernels.gpu.pages.fp8 import PAIRS_BELOW
+from outrider.kernels.gpu.pages.rope_cache import rope_cache_write
 from outrider.kernels.latent_inputs import RopeRows
 from tests.kernels import test_shared_attention as sharing
 from tests.kernels.conftest import HAS_CARD

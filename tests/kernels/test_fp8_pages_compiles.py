@@ -44,7 +44,7 @@ def test_the_compiler_takes_latents(heads: int, latent: int, rope: int) -> None:
 
 
 def prompts(dim: int) -> list[str]:
-    from outrider.kernels.gpu.prefill import prefill_attention, query_tiles
+    from outrider.kernels.gpu.attention.prefill import prefill_attention, query_tiles
 
     args, scales = make_batch(dim)
     with compiling() as found:
@@ -54,13 +54,13 @@ def prompts(dim: int) -> list[str]:
 
 
 def heads(dim: int) -> list[str]:
-    from outrider.kernels.gpu.attention import decode_attention
-    from outrider.kernels.gpu.attention_sharing import find_shared
-    from outrider.kernels.gpu.attention_splits import list_splits
-    from outrider.kernels.gpu.cache_write import cache_write
-    from outrider.kernels.gpu.exact_attention import exact_attention, exact_tiles_config
-    from outrider.kernels.gpu.prefill import device_query_tiles, prefill_attention
-    from outrider.kernels.gpu.rope_cache import rope_cache_write
+    from outrider.kernels.gpu.attention.decode import decode_attention
+    from outrider.kernels.gpu.attention.exact_attention import exact_attention, exact_tiles_config
+    from outrider.kernels.gpu.attention.prefill import device_query_tiles, prefill_attention
+    from outrider.kernels.gpu.attention.sharing import find_shared
+    from outrider.kernels.gpu.attention.splits import list_splits
+    from outrider.kernels.gpu.pages.cache_write import cache_write
+    from outrider.kernels.gpu.pages.rope_cache import rope_cache_write
 
     args, scales = make_batch(dim)
     _, *caches, table, starts, lengths, live = args
@@ -85,9 +85,9 @@ def heads(dim: int) -> list[str]:
 
 def latents(num_heads: int, size: int, rope: int) -> list[str]:
     from outrider.kernels.fp8_cache import FP8
-    from outrider.kernels.gpu.exact_latent import exact_dense_latent_attention, exact_latent_attention
-    from outrider.kernels.gpu.latent_attention import dense_latent_attention, latent_attention
-    from outrider.kernels.gpu.latent_inputs import write_latents
+    from outrider.kernels.gpu.latent.attention import dense_latent_attention, latent_attention
+    from outrider.kernels.gpu.latent.exact_latent import exact_dense_latent_attention, exact_latent_attention
+    from outrider.kernels.gpu.latent.inputs import write_latents
     from outrider.kernels.latent import TokenContexts
     from outrider.kernels.latent_inputs import RopeRows
 

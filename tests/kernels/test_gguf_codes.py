@@ -18,7 +18,7 @@ from outrider.formats.scaled import ScaledExperts, ScaledLinear
 from outrider.formats.stacked import StackedLinear
 from outrider.kernels.gguf_codes import FORMS, to_codes
 from outrider.kernels.gguf_kinds import KINDS
-from outrider.kernels.gpu.scaled_linear import exact_scaled_linear, scaled_linear
+from outrider.kernels.gpu.linear.scaled import exact_scaled_linear, scaled_linear
 from outrider.layers.base import find_modules
 from outrider.layers.linear import Linear
 from outrider.layers.moe import Experts

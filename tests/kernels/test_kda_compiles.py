@@ -37,7 +37,7 @@ def test_states_are_loaded_before_the_inputs_are_there_and_21_programs_fit_a_mul
 
 def made_tensors() -> dict[str, Any]:
     """Arguments at the sizes of Kimi-Linear."""
-    from outrider.kernels.gpu.recurrent_step import LayerTensors, StepTensors
+    from outrider.kernels.gpu.recurrent.step_tensors import LayerTensors, StepTensors
     from outrider.kernels.recurrent import CheckpointTargets
 
     size, dtype = HEADS * DIM, torch.bfloat16
@@ -59,8 +59,9 @@ def compile_decode_kernel() -> dict[str, int]:
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime import driver
 
-    from outrider.kernels.gpu import gated_delta, launch
-    from outrider.kernels.gpu.recurrent_step import StepInputs
+    from outrider.kernels.gpu.gated_delta import steps as gated_delta
+    from outrider.kernels.gpu.launch import triton_kernel as launch
+    from outrider.kernels.gpu.recurrent.step_tensors import StepInputs
     from tests.kernels.test_sampler_compiles import Card
 
     driver.set_active(Card())  # type: ignore[arg-type]
@@ -82,9 +83,9 @@ def compile_decode_kernel() -> dict[str, int]:
 
 def compile_kernels() -> list[str]:
     from outrider.kernels.gpu import gated_norm
-    from outrider.kernels.gpu.gated_delta import delta_steps
-    from outrider.kernels.gpu.recurrent_inputs import ConvParams, GateParams, recurrent_inputs
-    from outrider.kernels.gpu.short_conv import conv_steps
+    from outrider.kernels.gpu.gated_delta.steps import delta_steps
+    from outrider.kernels.gpu.recurrent.inputs import ConvParams, GateParams, recurrent_inputs
+    from outrider.kernels.gpu.recurrent.short_conv import conv_steps
 
     made, size = made_tensors(), HEADS * DIM
     step, layer, conv_in, gates, y = (made[name] for name in ("step", "layer", "conv_in", "gates", "y"))

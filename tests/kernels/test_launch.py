@@ -25,8 +25,8 @@ from triton.compiler import make_backend
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from outrider.kernels.gpu import launch
-from outrider.kernels.gpu.launch import TritonKernel, argument_class
+from outrider.kernels.gpu.launch import triton_kernel as launch
+from outrider.kernels.gpu.launch.triton_kernel import TritonKernel, argument_class
 
 BACKEND = make_backend(GPUTarget("cuda", 90, 32))
 STREAM = 77

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels.gpu.scaled_codes import E2M1_TO_SCALED_BF16
+from outrider.kernels.gpu.linear.scaled_codes import E2M1_TO_SCALED_BF16
 from outrider.kernels.scaled import E2M1
 
 

@@ -19,11 +19,12 @@ from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from outrider.kernels.gpu import attention, collected_launch
-from outrider.kernels.gpu.hopper import CONFIGS, HopperConfig, takes_cache
+from outrider.kernels.gpu.attention import decode as attention
+from outrider.kernels.gpu.attention.prefill import PrefillConfig, choose_prefill
+from outrider.kernels.gpu.attention.windows import CHUNKED, NO_WINDOW, SLIDING
 from outrider.kernels.gpu.hopper import prefill as hopper
-from outrider.kernels.gpu.prefill import PrefillConfig, choose_prefill
-from outrider.kernels.gpu.windows import CHUNKED, NO_WINDOW, SLIDING
+from outrider.kernels.gpu.hopper.prefill import CONFIGS, HopperConfig, takes_cache
+from outrider.kernels.gpu.launch import collected as collected_launch
 from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 
 SHARED_BYTES = 232448  # that a program may have on a Hopper card

@@ -17,10 +17,10 @@ import triton.experimental.gluon.language as gl
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from outrider.kernels.gpu import exact_linear as products
 from outrider.kernels.gpu.hopper import products as hopper
 from outrider.kernels.gpu.hopper.products import NARROW, WIDE, HopperTile
-from outrider.kernels.gpu.launch import collecting
+from outrider.kernels.gpu.launch.triton_kernel import collecting
+from outrider.kernels.gpu.linear import exact_linear as products
 from tests.kernels.compiled import found_without_interpreter, overwritten_barriers
 
 SHARED_BYTES = 232448  # that a program may have on a Hopper card

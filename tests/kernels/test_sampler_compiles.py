@@ -57,7 +57,8 @@ def compile_sampler() -> dict[str, int]:
     from outrider.core import Limits
     from outrider.core.params import SamplingParams
     from outrider.kernels import ops
-    from outrider.kernels.gpu import filtered_draw, launch
+    from outrider.kernels.gpu.launch import triton_kernel as launch
+    from outrider.kernels.gpu.sampling import filtered_draw
     from outrider.sample import StepNeeds, sampler
     from tests.unit.test_sample_reference import Case, make_batch
 

@@ -14,7 +14,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.formats.scaled import ScaledExperts
 from outrider.kernels import ops
-from outrider.kernels.gpu.scaled_experts import scaled_experts
+from outrider.kernels.gpu.experts.scaled import scaled_experts
 from outrider.layers.base import find_modules
 from outrider.layers.moe import Experts
 from outrider.models.base import Model

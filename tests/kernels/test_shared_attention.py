@@ -14,10 +14,10 @@ import torch
 
 triton = pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels.gpu import attention_splits
-from outrider.kernels.gpu.attention_merge import MIN_COUNTERS, counters_for
-from outrider.kernels.gpu.attention_sharing import SharedPages, find_shared
-from outrider.kernels.gpu.attention_splits import MOST_SPLITS, DecodeConfig, SplitList, list_splits
+from outrider.kernels.gpu.attention import splits as attention_splits
+from outrider.kernels.gpu.attention.merge import MIN_COUNTERS, counters_for
+from outrider.kernels.gpu.attention.sharing import SharedPages, find_shared
+from outrider.kernels.gpu.attention.splits import MOST_SPLITS, DecodeConfig, SplitList, list_splits
 from tests.kernels.test_triton_attention import Batch, assert_close, decode, expected, make_batch
 
 SMALL = DecodeConfig(block_n=16, max_rows=16)

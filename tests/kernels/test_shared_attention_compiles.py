@@ -20,9 +20,9 @@ def test_the_compiler_takes_every_kernel() -> None:
 
 
 def compile_kernels() -> list[str]:
-    from outrider.kernels.gpu.attention import decode_attention
-    from outrider.kernels.gpu.attention_sharing import find_shared
-    from outrider.kernels.gpu.attention_splits import list_splits
+    from outrider.kernels.gpu.attention.decode import decode_attention
+    from outrider.kernels.gpu.attention.sharing import find_shared
+    from outrider.kernels.gpu.attention.splits import list_splits
 
     count, bounds = 16, {"max_query": 1, "max_length": 1024}
     pool = torch.zeros(4, 2, 16, 2, 128, dtype=torch.bfloat16)

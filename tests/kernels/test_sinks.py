@@ -13,9 +13,9 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import cpu as native
 from outrider.kernels import ops, reference
-from outrider.kernels.gpu.attention import decode_attention
-from outrider.kernels.gpu.exact_attention import exact_attention
-from outrider.kernels.gpu.prefill import prefill_attention, prefill_config, query_tiles
+from outrider.kernels.gpu.attention.decode import decode_attention
+from outrider.kernels.gpu.attention.exact_attention import exact_attention
+from outrider.kernels.gpu.attention.prefill import prefill_attention, prefill_config, query_tiles
 from tests.kernels.compiled import compiling, found_without_interpreter
 from tests.kernels.test_exact_attention import SMALL as EXACT
 from tests.kernels.test_exact_attention import SPLIT, as_tiles

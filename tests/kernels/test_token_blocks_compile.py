@@ -25,9 +25,9 @@ def test_the_compiler_takes_every_kernel() -> None:
 
 
 def compile_kernels() -> list[str]:
-    from outrider.kernels.gpu.hyper_streams import read_streams, write_streams
-    from outrider.kernels.gpu.streams import join_streams, mix_streams, stream_gates
-    from outrider.kernels.gpu.token_blocks import block_attention, write_block_keys
+    from outrider.kernels.gpu.elements.hyper_streams import read_streams, write_streams
+    from outrider.kernels.gpu.elements.streams import join_streams, mix_streams, stream_gates
+    from outrider.kernels.gpu.index.token_blocks import block_attention, write_block_keys
     from outrider.kernels.latent import TokenContexts
     from outrider.kernels.latent_inputs import RopeRows
     from outrider.kernels.streams import StreamRule

@@ -211,7 +211,7 @@ def test_experts_are_changed_as_torch_changes_them(device: torch.device, kind: s
 
 
 def test_wrappers_refuse_rows_of_another_batch(device: torch.device) -> None:
-    from outrider.kernels.gpu.adapters import add_adapters, add_adapters_gated, reduce_adapters
+    from outrider.kernels.gpu.adapters.linear import add_adapters, add_adapters_gated, reduce_adapters
 
     x, out, tables = torch.zeros(3, NUM_INPUTS, device=device), torch.zeros(3, 100, device=device), make_tables(device)
     two, three = (RowSlots.from_slots(torch.zeros(rows, dtype=torch.int64, device=device)) for rows in (2, 3))
@@ -248,7 +248,7 @@ def test_segments_are_whole_runs_of_a_slot(runs: list[int]) -> None:
 
 def test_programs_go_through_several_pieces_of_work(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """Launches of three programs and of one write what a launch with one for each piece writes, to the bit."""
-    from outrider.kernels.gpu import adapters
+    from outrider.kernels.gpu.adapters import linear as adapters
 
     slots = [0, NO_SLOT, 1, 0, 2, 1, *[0] * 20]
     wanted = added(device, "triton", slots, num_inputs=300)
@@ -277,7 +277,7 @@ def test_factors_and_rows_are_loaded_in_whole_vectors() -> None:
 
 def narrow_loads() -> dict[str, int]:
     """How many loads of single numbers the kernels for two products of usual sizes have."""
-    from outrider.kernels.gpu.adapters import add_adapters, add_adapters_gated, reduce_adapters
+    from outrider.kernels.gpu.adapters.linear import add_adapters, add_adapters_gated, reduce_adapters
     from tests.kernels.compiled import compiling
 
     ptx: list[str] = []
@@ -297,9 +297,9 @@ def narrow_loads() -> dict[str, int]:
 
 
 def compile_kernels() -> list[str]:
-    from outrider.kernels.gpu.adapters import add_adapters, add_adapters_gated, reduce_adapters
-    from outrider.kernels.gpu.expert_adapters import mix_adapted_experts
-    from outrider.kernels.gpu.head_adapters import add_head_adapters
+    from outrider.kernels.gpu.adapters.experts import mix_adapted_experts
+    from outrider.kernels.gpu.adapters.heads import add_head_adapters
+    from outrider.kernels.gpu.adapters.linear import add_adapters, add_adapters_gated, reduce_adapters
     from tests.kernels.compiled import compiling
 
     with compiling() as found:

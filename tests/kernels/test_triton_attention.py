@@ -15,17 +15,9 @@ triton = pytest.importorskip("triton", reason="needs the triton package")
 import triton.language as tl
 
 from outrider.kernels import reference
-from outrider.kernels.gpu import attention_splits
-from outrider.kernels.gpu.attention import decode_attention
-from outrider.kernels.gpu.attention_splits import (
-    MOST_SPLITS,
-    DecodeConfig,
-    list_splits,
-    pays_split_list,
-    plan_launch,
-    split_geometry,
-)
-from outrider.kernels.gpu.prefill import (
+from outrider.kernels.gpu.attention import splits as attention_splits
+from outrider.kernels.gpu.attention.decode import decode_attention
+from outrider.kernels.gpu.attention.prefill import (
     CountedTiles,
     PrefillChoice,
     PrefillConfig,
@@ -34,7 +26,15 @@ from outrider.kernels.gpu.prefill import (
     prefill_attention,
     query_tiles,
 )
-from outrider.kernels.gpu.windows import window_kind
+from outrider.kernels.gpu.attention.splits import (
+    MOST_SPLITS,
+    DecodeConfig,
+    list_splits,
+    pays_split_list,
+    plan_launch,
+    split_geometry,
+)
+from outrider.kernels.gpu.attention.windows import window_kind
 from outrider.mixers.paged.backend import AttentionLayer, KeyValueCache
 from outrider.mixers.paged.triton_backend import TritonBackend
 

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels.gpu import distillation
+from outrider.kernels.gpu.drafts import distillation
 from outrider.training.distillation import distill_rows
 from tests.kernels.compiled import compiling, found_without_interpreter
 

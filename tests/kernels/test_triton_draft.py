@@ -39,7 +39,7 @@ from outrider.kernels.drafting import (
     DraftPass,
     DraftPasses,
 )
-from outrider.kernels.gpu import draft as kernels
+from outrider.kernels.gpu.drafts import passes as kernels
 from outrider.mixers.batch import AllKeys, BatchView, ExactQueries, ForwardBatch, KeysFrom, LengthBound
 from outrider.mixers.paged.triton_backend import TritonBackend
 from tests.drafters.checkpoints import make_drafter

@@ -17,9 +17,9 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.cache.kinds import RecurrentKind
 from outrider.kernels import recurrent
-from outrider.kernels.gpu.gated_delta import ChunkConfig, delta_steps
-from outrider.kernels.gpu.gated_delta_prepare import PrepareConfig
-from outrider.kernels.gpu.recurrent_step import (
+from outrider.kernels.gpu.gated_delta.prepare import PrepareConfig
+from outrider.kernels.gpu.gated_delta.steps import ChunkConfig, delta_steps
+from outrider.kernels.gpu.recurrent.step_tensors import (
     LayerTensors,
     StepConfig,
     StepInputs,

@@ -10,7 +10,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import streams as twins
-from outrider.kernels.gpu import hyper_streams as kernels
+from outrider.kernels.gpu.elements import hyper_streams as kernels
 from outrider.kernels.streams import StreamRule
 
 MIXING = StreamRule(4, 1e-5, 1e-6, post_factor=2.0, num_rounds=20)

@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import latent
-from outrider.kernels.gpu import index_prefill
+from outrider.kernels.gpu.index import prefill as index_prefill
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
 
 TOP_K = 7

@@ -12,11 +12,14 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import latent, latent_inputs
-from outrider.kernels.gpu import enter_latents, index_choice, latent_attention, latent_values
-from outrider.kernels.gpu import head_products as products_kernel
-from outrider.kernels.gpu import latent_inputs as inputs_kernel
-from outrider.kernels.gpu.index_scores import ScoreConfig
-from outrider.kernels.gpu.latent_attention import LatentConfig
+from outrider.kernels.gpu.index import choice as index_choice
+from outrider.kernels.gpu.index.scores import ScoreConfig
+from outrider.kernels.gpu.latent import attention as latent_attention
+from outrider.kernels.gpu.latent import enter_latents
+from outrider.kernels.gpu.latent import head_products as products_kernel
+from outrider.kernels.gpu.latent import inputs as inputs_kernel
+from outrider.kernels.gpu.latent import values as latent_values
+from outrider.kernels.gpu.latent.attention import LatentConfig
 from outrider.kernels.latent import NOT_CHOSEN, TokenContexts
 from outrider.kernels.latent_inputs import IndexInputs, RopeRows
 from tests.kernels.conftest import HAS_CARD

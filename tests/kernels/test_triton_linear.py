@@ -12,9 +12,9 @@ import torch.nn.functional as F
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import reference
-from outrider.kernels.gpu.matvec import matvec, matvec_config
-from outrider.kernels.gpu.split_linear import split_linear
-from outrider.kernels.gpu.thin_linear import ThinConfig, gated_linear, thin_config, thin_linear
+from outrider.kernels.gpu.linear.matvec import matvec, matvec_config
+from outrider.kernels.gpu.linear.split import split_linear
+from outrider.kernels.gpu.linear.thin import ThinConfig, gated_linear, thin_config, thin_linear
 
 SMALL = ThinConfig(16, 64, 4, 2)
 FEW_COLUMNS = ThinConfig(2, 64, 2, 1)

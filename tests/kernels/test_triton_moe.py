@@ -13,8 +13,9 @@ from outrider.kernels.moe import RouteRule
 
 pytest.importorskip("triton", reason="needs the triton package")
 
-from outrider.kernels.gpu import moe, router, shared_expert
-from outrider.kernels.gpu.launch import collecting
+from outrider.kernels.gpu.experts import moe, router
+from outrider.kernels.gpu.experts import shared as shared_expert
+from outrider.kernels.gpu.launch.triton_kernel import collecting
 
 SMALL = moe.TileConfig(16, 32, 32, 4, 2)
 ACTIVATIONS = ["silu", "gelu_pytorch_tanh", "relu2", limited_silu(0.3)]

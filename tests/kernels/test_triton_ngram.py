@@ -9,7 +9,7 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import cpu as native
 from outrider.kernels import reference
-from outrider.kernels.gpu import ngram
+from outrider.kernels.gpu.drafts import ngram
 
 FAR = 1 << 40  # in cells that nobody knows
 

@@ -252,7 +252,7 @@ def test_wide_sums_are_the_same_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_kernels_that_the_host_launches_are_declared_as_such() -> None:
     """Otherwise their launches could not be collected, and they would be compiled while requests wait."""
     folder = Path(ops.__file__).parents[1] / "gpu"
-    trees = {path.name: ast.parse(path.read_text()) for path in folder.glob("*.py")}
+    trees = {path: ast.parse(path.read_text()) for path in folder.rglob("*.py")}
     jitted = {node.name for tree in trees.values() for node in tree.body if isinstance(node, ast.FunctionDef)
               and any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list)}
     launched = {node.value.id for tree in trees.values() for node in ast.walk(tree)

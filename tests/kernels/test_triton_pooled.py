@@ -12,9 +12,10 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import latent, latent_inputs
 from outrider.kernels import pooled_keys as twins
-from outrider.kernels.gpu import index_choice, latent_attention
-from outrider.kernels.gpu import latent_inputs as inputs_kernel
-from outrider.kernels.gpu import pooled_keys as kernels
+from outrider.kernels.gpu.index import choice as index_choice
+from outrider.kernels.gpu.index import pooled_keys as kernels
+from outrider.kernels.gpu.latent import attention as latent_attention
+from outrider.kernels.gpu.latent import inputs as inputs_kernel
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import RopeRows
 from outrider.kernels.pooled_keys import PoolCells, PoolWeights
@@ -149,7 +150,7 @@ def test_the_compiler_takes_every_kernel() -> None:
 
 
 def compile_kernels() -> list[str]:
-    from outrider.kernels.gpu.activation import limited_silu_mul
+    from outrider.kernels.gpu.elements.activation import limited_silu_mul
 
     tokens, dim, heads, page = 8, 128, 32, 64
     ints = torch.zeros(tokens, dtype=torch.int64)

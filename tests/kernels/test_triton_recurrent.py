@@ -18,8 +18,9 @@ from outrider.cache.groups import LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec
 from outrider.core import NULL_ROW, CheckpointWrite, Limits, ScheduledBatch
 from outrider.core.step_messages import CacheOrders
-from outrider.kernels.gpu import mamba2, recurrent_inputs
-from outrider.kernels.gpu.mamba2_scan import LongRuns
+from outrider.kernels.gpu.recurrent import inputs as recurrent_inputs
+from outrider.kernels.gpu.recurrent import mamba2
+from outrider.kernels.gpu.recurrent.mamba2_scan import LongRuns
 from outrider.layers.gated_delta import GatedDeltaMixer, GatedDeltaShape
 from outrider.layers.kda import KDAMixer, KDANames, KDAShape
 from outrider.layers.mamba2 import Mamba2Mixer, Mamba2Shape

@@ -21,7 +21,8 @@ from outrider.core import Limits
 from outrider.core.params import SamplingParams
 from outrider.core.structured import StructuredOutputsParams
 from outrider.kernels import ops, reference
-from outrider.kernels.gpu import edits, filtered_draw, logprobs, masses, sampling, token_counts
+from outrider.kernels.gpu.sampling import draw as sampling
+from outrider.kernels.gpu.sampling import edits, filtered_draw, logprobs, masses, token_counts
 from outrider.kernels.sampling_keys import CountTable
 from outrider.sample import Sampled, SamplingRows, StepExtras, StepNeeds, fused, sampler
 from outrider.sample.draw import choose_scaled, draw_tokens

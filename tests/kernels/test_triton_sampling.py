@@ -20,8 +20,9 @@ from outrider.drafters import synthetic as acceptance
 from outrider.drafters.synthetic import SyntheticAcceptance
 from outrider.kernels import ops
 from outrider.kernels.drafting import DraftVerdicts
-from outrider.kernels.gpu import choose_scaled, draw_tokens, sample_logits, sampling
-from outrider.kernels.gpu.synthetic import accept_at_rates
+from outrider.kernels.gpu import choose_scaled, draw_tokens, sample_logits
+from outrider.kernels.gpu.drafts.synthetic import accept_at_rates
+from outrider.kernels.gpu.sampling import draw as sampling
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.sample import (
     History,

@@ -16,14 +16,12 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import scaled
 from outrider.kernels.code_kinds import CODES
-from outrider.kernels.gpu import scaled_linear as module
-from outrider.kernels.gpu.activation import gelu_tanh_mul, silu_mul
-from outrider.kernels.gpu.launch import collecting
-from outrider.kernels.gpu.norm import add_rms_norm, rms_norm
-from outrider.kernels.gpu.rounding import round_rows, rounded_rows
-from outrider.kernels.gpu.scaled_codes import _expand_kernel as expand_kernel
-from outrider.kernels.gpu.scaled_codes import expand, scaled_rows
-from outrider.kernels.gpu.scaled_linear import (
+from outrider.kernels.gpu.elements.activation import gelu_tanh_mul, silu_mul
+from outrider.kernels.gpu.elements.norm import add_rms_norm, rms_norm
+from outrider.kernels.gpu.launch.triton_kernel import collecting
+from outrider.kernels.gpu.linear import scaled as module
+from outrider.kernels.gpu.linear.rounding import round_rows, rounded_rows
+from outrider.kernels.gpu.linear.scaled import (
     ScaledTile,
     chain_columns,
     exact_scaled_linear,
@@ -32,7 +30,9 @@ from outrider.kernels.gpu.scaled_linear import (
     scaled_tile,
     scaled_wide,
 )
-from outrider.kernels.gpu.scaled_linear import _scaled_kernel as scaled_kernel
+from outrider.kernels.gpu.linear.scaled import _scaled_kernel as scaled_kernel
+from outrider.kernels.gpu.linear.scaled_codes import _expand_kernel as expand_kernel
+from outrider.kernels.gpu.linear.scaled_codes import expand, scaled_rows
 from outrider.kernels.scaled import Scaled
 from tests.kernels.compiled import found_without_interpreter
 

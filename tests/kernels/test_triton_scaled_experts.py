@@ -15,11 +15,11 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import moe, scaled
 from outrider.kernels.code_kinds import CODES
-from outrider.kernels.gpu import scaled_experts as module
-from outrider.kernels.gpu.launch import collecting
-from outrider.kernels.gpu.scaled_codes import expand
-from outrider.kernels.gpu.scaled_experts import scaled_experts
-from outrider.kernels.gpu.scaled_linear import ScaledTile
+from outrider.kernels.gpu.experts import scaled as module
+from outrider.kernels.gpu.experts.scaled import scaled_experts
+from outrider.kernels.gpu.launch.triton_kernel import collecting
+from outrider.kernels.gpu.linear.scaled import ScaledTile
+from outrider.kernels.gpu.linear.scaled_codes import expand
 from outrider.kernels.scaled import Scaled
 from tests.kernels.compiled import found_without_interpreter
 

@@ -18,7 +18,7 @@ from outrider.core import ScheduledBatch
 from outrider.core.draft_confidence import CHANCE_BITS, MOST_CHANCE, NUM_LEVELS, WEIGHT_BITS, DraftSharing, levels_of
 from outrider.core.step_messages import DraftOrders
 from outrider.kernels import ops
-from outrider.kernels.gpu.share_drafts import share_drafts
+from outrider.kernels.gpu.drafts.share import share_drafts
 from outrider.kernels.packet import StepPacket, unpack
 from outrider.runner.batch import CapturedShape, pack_captured
 from tests.kernels.compiled import compiling, found_without_interpreter
@@ -159,7 +159,8 @@ def test_the_compiler_takes_the_kernels() -> None:
 def compile_kernels() -> list[str]:
     """This file runs as a program, in which Triton does not interpret."""
     from outrider.kernels.drafting import DraftSamplingKeys
-    from outrider.kernels.gpu import draft, store_drafts
+    from outrider.kernels.gpu import store_drafts
+    from outrider.kernels.gpu.drafts import passes as draft
     from outrider.kernels.step import NUM_COUNTS, Proposal
 
     device = torch.device("cpu")

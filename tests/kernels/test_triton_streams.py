@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import streams as twins
-from outrider.kernels.gpu import streams as kernels
+from outrider.kernels.gpu.elements import streams as kernels
 
 EPS = 1e-6
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3e-2}

@@ -10,9 +10,9 @@ pytest.importorskip("triton", reason="needs the triton package")
 
 from outrider.kernels import latent
 from outrider.kernels import token_blocks as twins
-from outrider.kernels.gpu import index_choice
-from outrider.kernels.gpu import token_blocks as kernels
-from outrider.kernels.gpu.cache_write import cache_write
+from outrider.kernels.gpu.index import choice as index_choice
+from outrider.kernels.gpu.index import token_blocks as kernels
+from outrider.kernels.gpu.pages.cache_write import cache_write
 from outrider.kernels.latent_inputs import RopeRows
 from outrider.kernels.token_blocks import TokenBlocks
 from tests.kernels.test_triton_latent import TOLERANCE, make_cache, make_contexts, spread

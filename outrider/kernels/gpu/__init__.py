@@ -3,27 +3,10 @@
 Callers see tensors and host bounds, never a launch grid. Importing this needs the triton package.
 """
 
-from outrider.kernels.gpu.activation import gelu_tanh_mul, limited_silu_mul, relu2, silu_mul
-from outrider.kernels.gpu.attention import decode_attention
-from outrider.kernels.gpu.attention_merge import prepare_counters
-from outrider.kernels.gpu.attention_splits import SplitList, can_pack, list_splits, pays_split_list
-from outrider.kernels.gpu.cache_write import cache_write
-from outrider.kernels.gpu.draft_entry import store_drafts
-from outrider.kernels.gpu.exact_attention import exact_attention, exact_tiles_config
-from outrider.kernels.gpu.gated_delta import delta_config, delta_steps
-from outrider.kernels.gpu.gated_norm import gated_norm
-from outrider.kernels.gpu.join import join_embedding, take_rows
-from outrider.kernels.gpu.matvec import matvec
-from outrider.kernels.gpu.ngram import find_ngram
-from outrider.kernels.gpu.norm import add_rms_norm, norm_add_norm, rms_norm
-from outrider.kernels.gpu.precompile import (
-    compiling_ahead,
-    finish_compiling,
-    has_postponed,
-    is_compiling,
-    postponing,
-)
-from outrider.kernels.gpu.prefill import (
+from outrider.kernels.gpu.attention.decode import decode_attention
+from outrider.kernels.gpu.attention.exact_attention import exact_attention, exact_tiles_config
+from outrider.kernels.gpu.attention.merge import prepare_counters
+from outrider.kernels.gpu.attention.prefill import (
     PrefillChoice,
     QueryTiles,
     choose_prefill,
@@ -31,11 +14,28 @@ from outrider.kernels.gpu.prefill import (
     prefill_attention,
     query_tiles,
 )
-from outrider.kernels.gpu.rope_cache import rope_cache_write
-from outrider.kernels.gpu.sampling import choose_scaled, draw_tokens, sample_logits
-from outrider.kernels.gpu.split_linear import split_linear
+from outrider.kernels.gpu.attention.splits import SplitList, can_pack, list_splits, pays_split_list
+from outrider.kernels.gpu.drafts.entry import store_drafts
+from outrider.kernels.gpu.drafts.join import join_embedding, take_rows
+from outrider.kernels.gpu.drafts.ngram import find_ngram
+from outrider.kernels.gpu.elements.activation import gelu_tanh_mul, limited_silu_mul, relu2, silu_mul
+from outrider.kernels.gpu.elements.gated_norm import gated_norm
+from outrider.kernels.gpu.elements.norm import add_rms_norm, norm_add_norm, rms_norm
+from outrider.kernels.gpu.gated_delta.steps import delta_config, delta_steps
+from outrider.kernels.gpu.launch.precompile import (
+    compiling_ahead,
+    finish_compiling,
+    has_postponed,
+    is_compiling,
+    postponing,
+)
+from outrider.kernels.gpu.linear.matvec import matvec
+from outrider.kernels.gpu.linear.split import split_linear
+from outrider.kernels.gpu.linear.thin import gated_linear, thin_linear
+from outrider.kernels.gpu.pages.cache_write import cache_write
+from outrider.kernels.gpu.pages.rope_cache import rope_cache_write
+from outrider.kernels.gpu.sampling.draw import choose_scaled, draw_tokens, sample_logits
 from outrider.kernels.gpu.step import commit_step, prepare_step
-from outrider.kernels.gpu.thin_linear import gated_linear, thin_linear
 
 __all__ = [
     "PrefillChoice",

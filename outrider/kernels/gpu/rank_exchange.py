@@ -32,7 +32,7 @@ from outrider.kernels.gpu.common import (
     uses_pdl,
     wait_for_inputs,
 )
-from outrider.kernels.gpu.launch import kernel
+from outrider.kernels.gpu.launch.triton_kernel import kernel
 
 MAX_RANKS = 16
 PROGRAMS = 32  # at most; fewer than a GPU has processors, even where two ranks share it for a test

@@ -15,7 +15,7 @@ import triton.language as tl
 from outrider.core import NULL_ROW, Axis, Finish
 from outrider.kernels.accept import Accepted
 from outrider.kernels.gpu.common import cdiv, next_power_of_two, require, require_tensor
-from outrider.kernels.gpu.launch import kernel
+from outrider.kernels.gpu.launch.triton_kernel import kernel
 from outrider.kernels.packet import StepPacket, packet_axes
 from outrider.kernels.step import NUM_COUNTS, CommittedStep, PreparedStep, RowFields, VerifiedStep
 

@@ -16,26 +16,26 @@ packages declare.
 Products with a weight (`linear`, `gated_linear`, ...) have several kernels, each of which says for which numbers of
 token rows and which weights it is the fastest:
 
-- 1 (small weights: up to 4): `matvec.py`
+- 1 (small weights: up to 4): `linear/matvec.py`
 - 2 to 64 on Hopper cards: `hopper/few_rows.py` (`plan_few_rows` is the table of what was measured)
-- few, elsewhere: `thin_linear.py`, `split_linear.py`
+- few, elsewhere: `linear/thin.py`, `linear/split.py`
 - more: the library (`kernels/vendor_products.py`)
 - float32, 2 to 1024: the library, in pieces of 128 inputs (`kernels/float32_products.py`)
-- codes with scales, 1 to 64 on Hopper cards: `hopper/coded_rows.py`: fp8 that meets rounded token rows, int4 in
+- codes with scales, 1 to 64 on Hopper cards: `hopper/coded/rows.py`: fp8 that meets rounded token rows, int4 in
   groups of 16 to 128, int8 in groups of 16 to 64 (`choose` is the table of what was measured)
-- int4 and int8 of these, 65 to 512 on Hopper cards: `hopper/coded_tiles.py`: codes become bf16 numbers in the
+- int4 and int8 of these, 65 to 512 on Hopper cards: `hopper/coded/tiles.py`: codes become bf16 numbers in the
   registers of the warps that multiply, once for each tile of token rows
-- codes with scales, 1 to 64, others: `scaled_linear.py`
+- codes with scales, 1 to 64, others: `linear/scaled.py`
 - codes with scales, more: the library: fp8 with a scale for each output or each block of 128 x 128 as it is, other
-  codes as bf16 numbers that `scaled_codes.py` writes to at most 128 MiB of scratch memory
-- codes with scales, of chosen experts: `scaled_experts.py`; 4-bit codes with up to 8 pairs of a token row and an
-  expert on the vector units, each pair by itself (`coded_expert_rows.py`); with many token rows for each expert,
+  codes as bf16 numbers that `linear/scaled_codes.py` writes to at most 128 MiB of scratch memory
+- codes with scales, of chosen experts: `experts/scaled.py`; 4-bit codes with up to 8 pairs of a token row and an
+  expert on the vector units, each pair by itself (`experts/coded_rows.py`); with many token rows for each expert,
   4-bit codes as numbers of some experts at a time in scratch memory
 
 `choose_prefill` picks the attention kernel of prompts by the card and the cache: `kernels/gpu/hopper/` on Hopper
-(some warps fetch pages, groups of warps attend), `kernels/gpu/prefill.py` elsewhere. Small kernels start while the
-kernel before them drains (programmatic dependent launch) and wait before they touch data that another kernel writes or
-reads.
+(some warps fetch pages, groups of warps attend), `kernels/gpu/attention/prefill.py` elsewhere. Small kernels start
+while the kernel before them drains (programmatic dependent launch) and wait before they touch data that another kernel
+writes or reads.
 
 **Exact mode.** In exact mode a token row has the same bits alone as among any other token rows. Every operation of the
 table says in its column `exact` how this is reached:
@@ -53,23 +53,23 @@ attention backends have an entry of their own (`make_exact`). Where there is no 
 token rows, so that a library always gets the same shape. On CUDA:
 
 - products: one chain of additions over the inner dimension, 16 columns at a time, in a tile of any size
-  (`exact_linear.py`, `hopper/products.py` for many token rows)
+  (`linear/exact_linear.py`, `hopper/products.py` for many token rows)
 - products with codes and scales: the ordinary kernel for more than a few token rows, with one order of additions for
-  every number of them (`scaled_linear.py`, `scaled_experts.py`)
+  every number of them (`linear/scaled.py`, `experts/scaled.py`)
 - attention: one kernel for prompts and decoding; splits over the keys have a fixed size, begin at multiples of it and
-  are merged in order (`exact_attention.py`)
-- latent attention: its ordinary kernels, in one tile for any number of token rows (`exact_latent.py`)
+  are merged in order (`attention/exact_attention.py`)
+- latent attention: its ordinary kernels, in one tile for any number of token rows (`latent/exact_latent.py`)
 - chosen blocks: the ordinary kernel with a fixed number of splits; short contexts take the same kernel
-  (`token_blocks.py`)
+  (`index/token_blocks.py`)
 
 `tests/kernels/test_exact_operations.py` walks the table and demands a proof for every row that claims to be exact;
 `tests/engine/test_exact_mode.py` compares whole engines bit for bit.
 
 **Native code and launches.** The structures that the C code takes are declared in `kernels/cpu/structures.py` and
 compared with C's own layout when the library is loaded. Kernels that the host launches are declared with `@kernel`
-(`kernels/gpu/launch.py`), so that start-up can collect launches and compile them (`precompile.py`), and so that a
-launch like an earlier one goes to its compiled kernel without Triton's search for it (`TritonKernel._launch`;
-`argument_class` says which launches are alike).
+(`kernels/gpu/launch/triton_kernel.py`), so that start-up can collect launches and compile them
+(`launch/precompile.py`), and so that a launch like an earlier one goes to its compiled kernel without Triton's search
+for it (`TritonKernel._launch`; `argument_class` says which launches are alike).
 """
 
 from __future__ import annotations

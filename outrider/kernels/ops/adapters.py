@@ -16,8 +16,8 @@ from outrider.kernels.ops.operation import (
 sort_slots = Operation(
     adapter_products.sort_slots,
     native_kernel("outrider.kernels.cpu.adapters:sort_slots", takes="outrider.kernels.cpu.adapters:takes_sort"),
-    triton_kernel("outrider.kernels.gpu.adapter_slots:sort_slots",
-                  takes="outrider.kernels.gpu.adapter_slots:takes_few"),
+    triton_kernel("outrider.kernels.gpu.adapters.slots:sort_slots",
+                  takes="outrider.kernels.gpu.adapters.slots:takes_few"),
     exact=Exactness.NO_ARITHMETIC,
 )
 reduce_adapters = Operation(
@@ -25,7 +25,7 @@ reduce_adapters = Operation(
     native_kernel("outrider.kernels.cpu.adapters:reduce_adapters", FLOAT32,
                   "outrider.kernels.cpu.adapters:takes_reduce"),
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:reduce_adapters"),
-    triton_kernel("outrider.kernels.gpu.adapters:reduce_adapters", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.adapters.linear:reduce_adapters", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 add_adapters = Operation(
@@ -33,31 +33,31 @@ add_adapters = Operation(
     native_kernel("outrider.kernels.cpu.adapters:add_adapters", FLOAT32,
                   "outrider.kernels.cpu.adapters:takes_add"),
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_adapters"),
-    triton_kernel("outrider.kernels.gpu.adapters:add_adapters", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.adapters.linear:add_adapters", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 add_adapters_gated = Operation(
     adapter_products.add_adapters_gated,
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_adapters_gated"),
-    triton_kernel("outrider.kernels.gpu.adapters:add_adapters_gated", UP_TO_FLOAT32,
-                  "outrider.kernels.gpu.adapters:takes_gated"),
+    triton_kernel("outrider.kernels.gpu.adapters.linear:add_adapters_gated", UP_TO_FLOAT32,
+                  "outrider.kernels.gpu.adapters.linear:takes_gated"),
     exact=Exactness.ROW_BY_ROW,
 )
 add_adapter_embeddings = Operation(
     adapter_products.add_adapter_embeddings,
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_adapter_embeddings"),
-    triton_kernel("outrider.kernels.gpu.adapters:add_adapter_embeddings", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.adapters.linear:add_adapter_embeddings", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 add_head_adapters = Operation(
     adapter_products.add_head_adapters,
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:add_head_adapters"),
-    triton_kernel("outrider.kernels.gpu.head_adapters:add_head_adapters", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.adapters.heads:add_head_adapters", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 mix_adapted_experts = Operation(
     adapter_products.mix_adapted_experts,
     Kernel("host", "cpu", "outrider.kernels.adapters_on_host:mix_adapted_experts"),
-    triton_kernel("outrider.kernels.gpu.expert_adapters:mix_adapted_experts", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.adapters.experts:mix_adapted_experts", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )

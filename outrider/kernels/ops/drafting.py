@@ -33,40 +33,40 @@ def _hidden_of(tokens: torch.Tensor, table: torch.Tensor, hidden: torch.Tensor, 
 
 join_embedding = Operation(
     _join_embedding,
-    triton_kernel("outrider.kernels.gpu.join:join_embedding", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.drafts.join:join_embedding", UP_TO_FLOAT32),
     name="join_embedding", subject=_hidden_of, exact=Exactness.DRAFTS,
 )
 take_rows = Operation(
     reference.take_rows,
-    triton_kernel("outrider.kernels.gpu.join:take_rows", UP_TO_FLOAT32, are_two),
+    triton_kernel("outrider.kernels.gpu.drafts.join:take_rows", UP_TO_FLOAT32, are_two),
     exact=Exactness.NO_ARITHMETIC,
 )
 find_ngram = Operation(
     reference.find_ngram,
     native_kernel("outrider.kernels.cpu:find_ngram", takes=checks.takes_find_ngram),
-    triton_kernel("outrider.kernels.gpu.ngram:find_ngram"),
+    triton_kernel("outrider.kernels.gpu.drafts.ngram:find_ngram"),
     exact=Exactness.NO_ARITHMETIC,
 )
 plan_draft_passes = Operation(
     drafting.plan_draft_passes,
     native_kernel("outrider.kernels.cpu.draft_plan:plan_draft_passes",
                   takes="outrider.kernels.cpu.draft_plan:takes_plan"),
-    triton_kernel("outrider.kernels.gpu.draft:plan_draft_passes"),
+    triton_kernel("outrider.kernels.gpu.drafts.passes:plan_draft_passes"),
     subject=lambda requests, *_, **__: requests.rows, exact=Exactness.NO_ARITHMETIC,
 )
 plan_block_passes = Operation(drafting.plan_block_passes,
-                              triton_kernel("outrider.kernels.gpu.draft_blocks:plan_block_passes"),
+                              triton_kernel("outrider.kernels.gpu.drafts.blocks:plan_block_passes"),
                               subject=lambda requests, *_, **__: requests.rows, exact=Exactness.NO_ARITHMETIC)
 plan_first_slots = Operation(drafting.plan_first_slots,
-                             triton_kernel("outrider.kernels.gpu.first_slots:plan_first_slots"),
+                             triton_kernel("outrider.kernels.gpu.drafts.first_slots:plan_first_slots"),
                              subject=lambda admitted, *_, **__: admitted.rows, exact=Exactness.NO_ARITHMETIC)
 plan_reading_pass = Operation(drafting.plan_reading_pass,
-                              triton_kernel("outrider.kernels.gpu.draft:plan_reading_pass"),
+                              triton_kernel("outrider.kernels.gpu.drafts.passes:plan_reading_pass"),
                               subject=lambda requests, *_, **__: requests.rows, exact=Exactness.NO_ARITHMETIC)
 forget_pages = Operation(
     drafting.forget_pages,
     native_kernel("outrider.kernels.cpu.draft_plan:forget_pages",
                   takes="outrider.kernels.cpu.draft_plan:takes_forget"),
-    triton_kernel("outrider.kernels.gpu.draft:forget_pages"),
+    triton_kernel("outrider.kernels.gpu.drafts.passes:forget_pages"),
     subject=lambda requests, *_, **__: requests.rows, exact=Exactness.NO_ARITHMETIC,
 )

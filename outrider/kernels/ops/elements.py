@@ -12,13 +12,13 @@ from outrider.kernels.ops.operation import FLOAT32, UP_TO_FLOAT32, Exactness, Op
 rms_norm = Operation(
     reference.rms_norm,
     native_kernel("outrider.kernels.cpu:rms_norm", FLOAT32, checks.takes_rms_norm),
-    triton_kernel("outrider.kernels.gpu.norm:rms_norm", UP_TO_FLOAT32, is_matrix),
+    triton_kernel("outrider.kernels.gpu.elements.norm:rms_norm", UP_TO_FLOAT32, is_matrix),
     exact=Exactness.ROW_BY_ROW,
 )
 add_rms_norm = Operation(
     reference.add_rms_norm,
     native_kernel("outrider.kernels.cpu:add_rms_norm", FLOAT32, checks.takes_add_rms_norm),
-    triton_kernel("outrider.kernels.gpu.norm:add_rms_norm", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.elements.norm:add_rms_norm", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 
@@ -33,26 +33,26 @@ def _norm_add_norm(x: torch.Tensor, post_weight: torch.Tensor, residual: torch.T
 
 norm_add_norm = Operation(
     _norm_add_norm,
-    triton_kernel("outrider.kernels.gpu.norm:norm_add_norm", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.elements.norm:norm_add_norm", UP_TO_FLOAT32),
     name="norm_add_norm", exact=Exactness.ROW_BY_ROW,
 )
 gated_norm = Operation(
-    reference.gated_norm, triton_kernel("outrider.kernels.gpu.gated_norm:gated_norm", UP_TO_FLOAT32),
+    reference.gated_norm, triton_kernel("outrider.kernels.gpu.elements.gated_norm:gated_norm", UP_TO_FLOAT32),
     exact="outrider.kernels.ops.exact:gated_norm",
 )
 silu_mul = Operation(
     reference.silu_mul,
     native_kernel("outrider.kernels.cpu:silu_mul", FLOAT32, checks.takes_gated),
-    triton_kernel("outrider.kernels.gpu.activation:silu_mul", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.elements.activation:silu_mul", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
 gelu_tanh_mul = Operation(
     reference.gelu_tanh_mul,
     native_kernel("outrider.kernels.cpu:gelu_tanh_mul", FLOAT32, checks.takes_gated),
-    triton_kernel("outrider.kernels.gpu.activation:gelu_tanh_mul", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.elements.activation:gelu_tanh_mul", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )
-relu2 = Operation(reference.relu2, triton_kernel("outrider.kernels.gpu.activation:relu2", UP_TO_FLOAT32),
+relu2 = Operation(reference.relu2, triton_kernel("outrider.kernels.gpu.elements.activation:relu2", UP_TO_FLOAT32),
                   exact=Exactness.ROW_BY_ROW)
 
 
@@ -64,7 +64,7 @@ def _limited_silu_mul(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
 
 limited_silu_mul = Operation(
     _limited_silu_mul,
-    triton_kernel("outrider.kernels.gpu.activation:limited_silu_mul", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.elements.activation:limited_silu_mul", UP_TO_FLOAT32),
     name="limited_silu_mul", exact=Exactness.ROW_BY_ROW,
 )
 sigmoid_scale = Operation(

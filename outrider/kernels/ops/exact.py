@@ -64,7 +64,7 @@ def _joined(rows: list[Any]) -> Any:
 
 gated_norm = Operation(
     row_by_row(reference.gated_norm, 1),
-    triton_kernel("outrider.kernels.gpu.gated_norm:gated_norm", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.elements.gated_norm:gated_norm", UP_TO_FLOAT32),
     name="exact_gated_norm", exact=ROW_BY_ROW,
 )
 
@@ -73,7 +73,7 @@ gated_norm = Operation(
 linear = Operation(
     row_by_row(reference.linear),
     native_kernel("outrider.kernels.cpu:linear", FLOAT32, checks.takes_linear),
-    triton_kernel("outrider.kernels.gpu.exact_linear:exact_linear", SIXTEEN_BITS),
+    triton_kernel("outrider.kernels.gpu.linear.exact_linear:exact_linear", SIXTEEN_BITS),
     name="exact_linear", exact=ROW_BY_ROW,
 )
 prepare_linear = Operation(
@@ -84,7 +84,7 @@ prepare_linear = Operation(
 linear_wide = Operation(
     row_by_row(reference.linear_wide),
     native_kernel("outrider.kernels.cpu:linear", FLOAT32, checks.takes_linear),
-    triton_kernel("outrider.kernels.gpu.exact_linear:exact_linear_wide", SIXTEEN_BITS),
+    triton_kernel("outrider.kernels.gpu.linear.exact_linear:exact_linear_wide", SIXTEEN_BITS),
     name="exact_linear_wide", exact=ROW_BY_ROW,
 )
 
@@ -95,7 +95,7 @@ def _gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> tor
 
 gated_linear = Operation(
     row_by_row(_gated_linear),
-    triton_kernel("outrider.kernels.gpu.exact_linear:exact_gated_linear", SIXTEEN_BITS),
+    triton_kernel("outrider.kernels.gpu.linear.exact_linear:exact_gated_linear", SIXTEEN_BITS),
     name="exact_gated_linear", exact=ROW_BY_ROW,
 )
 
@@ -106,7 +106,7 @@ def _relu2_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 relu2_linear = Operation(
     _relu2_linear,
-    triton_kernel("outrider.kernels.gpu.exact_linear:exact_relu2_linear", SIXTEEN_BITS),
+    triton_kernel("outrider.kernels.gpu.linear.exact_linear:exact_relu2_linear", SIXTEEN_BITS),
     name="exact_relu2_linear", exact=ROW_BY_ROW,
 )
 
@@ -124,12 +124,12 @@ arrange_codes = Operation(scaled.arrange, name="exact_arrange_codes", subject=la
                           exact=Exactness.NO_ARITHMETIC)
 scaled_linear = Operation(
     row_by_row(scaled.scaled_linear),
-    fp8_kernel("outrider.kernels.gpu.scaled_linear:exact_scaled_linear", BFLOAT16),
+    fp8_kernel("outrider.kernels.gpu.linear.scaled:exact_scaled_linear", BFLOAT16),
     name="exact_scaled_linear", exact=ROW_BY_ROW,
 )
 scaled_wide = Operation(
     row_by_row(scaled.scaled_wide),
-    fp8_kernel("outrider.kernels.gpu.scaled_linear:exact_scaled_wide", BFLOAT16),
+    fp8_kernel("outrider.kernels.gpu.linear.scaled:exact_scaled_wide", BFLOAT16),
     name="exact_scaled_wide", exact=ROW_BY_ROW,
 )
 
@@ -137,19 +137,20 @@ scaled_wide = Operation(
 
 route = Operation(
     row_by_row(moe.route),
-    triton_kernel("outrider.kernels.gpu.router:route", UP_TO_FLOAT32, "outrider.kernels.gpu.router:takes_rule"),
+    triton_kernel("outrider.kernels.gpu.experts.router:route", UP_TO_FLOAT32,
+                  "outrider.kernels.gpu.experts.router:takes_rule"),
     name="exact_route", exact=ROW_BY_ROW,
 )
 experts = Operation(
     row_by_row(moe.experts, 1, 2, 6),
     Kernel("host", "cpu", "outrider.kernels.experts_on_host:exact_experts"),
-    triton_kernel("outrider.kernels.gpu.moe:exact_experts", SIXTEEN_BITS),
+    triton_kernel("outrider.kernels.gpu.experts.moe:exact_experts", SIXTEEN_BITS),
     name="exact_experts", exact=ROW_BY_ROW,
 )
 scaled_experts = Operation(
     row_by_row(moe.scaled_experts, 1, 2, 6),
     Kernel("host", "cpu", "outrider.kernels.experts_on_host:exact_scaled_experts"),
-    fp8_kernel("outrider.kernels.gpu.scaled_experts:exact_scaled_experts", BFLOAT16),
+    fp8_kernel("outrider.kernels.gpu.experts.scaled:exact_scaled_experts", BFLOAT16),
     name="exact_scaled_experts", exact=ROW_BY_ROW,
 )
 
@@ -157,27 +158,27 @@ scaled_experts = Operation(
 
 write_latents = Operation(
     exact_latent.write_latents,
-    triton_kernel("outrider.kernels.gpu.latent_inputs:write_latents", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.latent.inputs:write_latents", UP_TO_FLOAT32),
     name="exact_write_latents", exact=ROW_BY_ROW,
 )
 head_products = Operation(
     exact_latent.head_products,
-    triton_kernel("outrider.kernels.gpu.head_products:exact_head_products", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.latent.head_products:exact_head_products", UP_TO_FLOAT32),
     name="exact_head_products", exact=ROW_BY_ROW,
 )
 choose_positions = Operation(
     exact_latent.choose_positions,
-    triton_kernel("outrider.kernels.gpu.exact_latent:exact_choose_positions", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.latent.exact_latent:exact_choose_positions", UP_TO_FLOAT32),
     name="exact_choose_positions", exact=ROW_BY_ROW,
 )
 latent_attention = Operation(
     exact_latent.latent_attention,
-    triton_kernel("outrider.kernels.gpu.exact_latent:exact_latent_attention", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.latent.exact_latent:exact_latent_attention", UP_TO_FLOAT32),
     name="exact_latent_attention", exact=ROW_BY_ROW,
 )
 dense_latent_attention = Operation(
     exact_latent.dense_latent_attention,
-    triton_kernel("outrider.kernels.gpu.exact_latent:exact_dense_latent_attention", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.latent.exact_latent:exact_dense_latent_attention", UP_TO_FLOAT32),
     name="exact_dense_latent_attention", exact=ROW_BY_ROW,
 )
 
@@ -199,12 +200,12 @@ def _write_pooled_keys(packed: torch.Tensor, weights: PoolWeights, cells: PoolCe
 
 write_pooled_keys = Operation(
     _write_pooled_keys,
-    triton_kernel("outrider.kernels.gpu.pooled_keys:write_pooled_keys", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.index.pooled_keys:write_pooled_keys", UP_TO_FLOAT32),
     name="exact_write_pooled_keys", exact=ROW_BY_ROW,
 )
 block_attention = Operation(
     token_blocks.exact_block_attention,
-    triton_kernel("outrider.kernels.gpu.token_blocks:exact_block_attention", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.index.token_blocks:exact_block_attention", UP_TO_FLOAT32),
     name="exact_block_attention", exact=ROW_BY_ROW,
 )
 
@@ -212,18 +213,18 @@ block_attention = Operation(
 
 stream_gates = Operation(
     row_by_row(streams.stream_gates),
-    triton_kernel("outrider.kernels.gpu.streams:stream_gates", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.elements.streams:stream_gates", UP_TO_FLOAT32),
     name="exact_stream_gates", exact=ROW_BY_ROW,
 )
 mix_streams = Operation(
     row_by_row(streams.mix_streams, 1),
-    triton_kernel("outrider.kernels.gpu.streams:mix_streams", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.elements.streams:mix_streams", UP_TO_FLOAT32),
     name="exact_mix_streams", exact=ROW_BY_ROW,
 )
 gate_values = Operation(row_by_row(streams.gate_values, 1, 2), name="exact_gate_values", exact=ROW_BY_ROW)
 add_silu = Operation(row_by_row(streams.add_silu, 1), name="exact_add_silu", exact=ROW_BY_ROW)
 read_streams = Operation(
     row_by_row(streams.read_streams, 1),
-    triton_kernel("outrider.kernels.gpu.hyper_streams:read_streams", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.elements.hyper_streams:read_streams", UP_TO_FLOAT32),
     name="exact_read_streams", exact=ROW_BY_ROW,
 )

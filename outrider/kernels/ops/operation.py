@@ -3,7 +3,7 @@
     rms_norm = Operation(
         reference.rms_norm,
         native_kernel("outrider.kernels.cpu:rms_norm", dtypes=FLOAT32),
-        triton_kernel("outrider.kernels.gpu.norm:rms_norm", dtypes=UP_TO_FLOAT32),
+        triton_kernel("outrider.kernels.gpu.elements.norm:rms_norm", dtypes=UP_TO_FLOAT32),
     )
     normed = rms_norm(x, weight, eps)     # has the signature of the reference, also for mypy
 

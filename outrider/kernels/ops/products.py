@@ -25,11 +25,12 @@ linear = Operation(
     reference.linear,
     triton_kernel("outrider.kernels.gpu.hopper.few_rows:few_rows_linear", BFLOAT16,
                   "outrider.kernels.gpu.hopper.few_rows:is_fastest"),
-    triton_kernel("outrider.kernels.gpu.matvec:matvec", BFLOAT16, "outrider.kernels.gpu.matvec:is_fastest"),
-    triton_kernel("outrider.kernels.gpu.split_linear:split_linear", BFLOAT16,
-                  "outrider.kernels.gpu.split_linear:is_fastest"),
-    triton_kernel("outrider.kernels.gpu.thin_linear:thin_linear", BFLOAT16,
-                  "outrider.kernels.gpu.thin_linear:is_fastest"),
+    triton_kernel("outrider.kernels.gpu.linear.matvec:matvec", BFLOAT16,
+                  "outrider.kernels.gpu.linear.matvec:is_fastest"),
+    triton_kernel("outrider.kernels.gpu.linear.split:split_linear", BFLOAT16,
+                  "outrider.kernels.gpu.linear.split:is_fastest"),
+    triton_kernel("outrider.kernels.gpu.linear.thin:thin_linear", BFLOAT16,
+                  "outrider.kernels.gpu.linear.thin:is_fastest"),
     Kernel("library", "cuda", float32_products.summed_product, FLOAT32, float32_products.takes_rows),
     exact="outrider.kernels.ops.exact:linear",
 )
@@ -41,7 +42,8 @@ prepare_linear = Operation(
 linear_wide = Operation(
     reference.linear_wide,
     native_kernel("outrider.kernels.cpu:linear", FLOAT32, is_few_rows_for_native),
-    triton_kernel("outrider.kernels.gpu.matvec:matvec_wide", BFLOAT16, "outrider.kernels.gpu.matvec:is_fastest"),
+    triton_kernel("outrider.kernels.gpu.linear.matvec:matvec_wide", BFLOAT16,
+                  "outrider.kernels.gpu.linear.matvec:is_fastest"),
     triton_kernel("outrider.kernels.gpu.hopper.few_rows:few_rows_wide", BFLOAT16,
                   "outrider.kernels.gpu.hopper.few_rows:is_fastest_wide"),
     Kernel("library", "cuda", vendor_products.wide_product, SIXTEEN_BITS),
@@ -56,11 +58,11 @@ def _gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> tor
 
 gated_linear = Operation(
     _gated_linear,
-    triton_kernel("outrider.kernels.gpu.matvec:gated_matvec", BFLOAT16, has_one_row),
+    triton_kernel("outrider.kernels.gpu.linear.matvec:gated_matvec", BFLOAT16, has_one_row),
     triton_kernel("outrider.kernels.gpu.hopper.few_rows:few_rows_gated", BFLOAT16,
                   "outrider.kernels.gpu.hopper.few_rows:is_fastest_gated"),
-    triton_kernel("outrider.kernels.gpu.thin_linear:gated_linear", BFLOAT16,
-                  "outrider.kernels.gpu.thin_linear:is_fastest_gated"),
+    triton_kernel("outrider.kernels.gpu.linear.thin:gated_linear", BFLOAT16,
+                  "outrider.kernels.gpu.linear.thin:is_fastest_gated"),
     name="gated_linear", exact="outrider.kernels.ops.exact:gated_linear",
 )
 
@@ -72,7 +74,7 @@ def _relu2_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 relu2_linear = Operation(
     _relu2_linear,
-    triton_kernel("outrider.kernels.gpu.matvec:relu2_matvec", BFLOAT16, has_one_row),
+    triton_kernel("outrider.kernels.gpu.linear.matvec:relu2_matvec", BFLOAT16, has_one_row),
     name="relu2_linear", exact="outrider.kernels.ops.exact:relu2_linear",
 )
 
@@ -85,7 +87,7 @@ def _linear_add(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
 
 linear_add = Operation(
     _linear_add,
-    triton_kernel("outrider.kernels.gpu.matvec:add_matvec", BFLOAT16, has_one_row),
+    triton_kernel("outrider.kernels.gpu.linear.matvec:add_matvec", BFLOAT16, has_one_row),
     Kernel("library", "cuda", vendor_products.add_product, SIXTEEN_BITS, vendor_products.has_many_rows),
     name="linear_add", exact="outrider.kernels.ops.exact:linear_add",
 )

@@ -9,7 +9,7 @@ from outrider.kernels.ops.operation import Exactness, Operation, native_kernel, 
 count_runs = Operation(
     reference.count_runs,
     native_kernel("outrider.kernels.cpu:count_runs", takes=checks.takes_count_runs),
-    triton_kernel("outrider.kernels.gpu.token_counts:count_runs"),
+    triton_kernel("outrider.kernels.gpu.sampling.token_counts:count_runs"),
     exact=Exactness.NO_ARITHMETIC,
 )
 prepare_step = Operation(
@@ -19,7 +19,7 @@ prepare_step = Operation(
     subject=lambda packet, *_, **__: packet.rows, exact=Exactness.NO_ARITHMETIC,
 )
 share_drafts = Operation(
-    step.share_drafts, triton_kernel("outrider.kernels.gpu.share_drafts:share_drafts"),
+    step.share_drafts, triton_kernel("outrider.kernels.gpu.drafts.share:share_drafts"),
     subject=lambda packet, *_, **__: packet.rows, exact=Exactness.NO_ARITHMETIC,
 )
 commit_step = Operation(
@@ -31,6 +31,6 @@ commit_step = Operation(
 store_drafts = Operation(
     step.store_drafts,
     native_kernel("outrider.kernels.cpu.step:store_drafts", takes="outrider.kernels.cpu.step:takes_store_drafts"),
-    triton_kernel("outrider.kernels.gpu.draft_entry:store_drafts"),
+    triton_kernel("outrider.kernels.gpu.drafts.entry:store_drafts"),
     exact=Exactness.NO_ARITHMETIC,
 )

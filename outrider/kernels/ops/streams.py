@@ -15,28 +15,28 @@ def _streams_of(x: torch.Tensor | None, weights: torch.Tensor | None, streams: t
 
 join_streams = Operation(
     streams.join_streams,
-    triton_kernel("outrider.kernels.gpu.streams:join_streams", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.elements.streams:join_streams", UP_TO_FLOAT32),
     subject=_streams_of, exact=Exactness.ROW_BY_ROW,
 )
 stream_gates = Operation(
     streams.stream_gates,
-    triton_kernel("outrider.kernels.gpu.streams:stream_gates", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.elements.streams:stream_gates", UP_TO_FLOAT32),
     exact="outrider.kernels.ops.exact:stream_gates",
 )
 mix_streams = Operation(
     streams.mix_streams,
-    triton_kernel("outrider.kernels.gpu.streams:mix_streams", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.elements.streams:mix_streams", UP_TO_FLOAT32),
     exact="outrider.kernels.ops.exact:mix_streams",
 )
 gate_values = Operation(streams.gate_values, exact="outrider.kernels.ops.exact:gate_values")
 add_silu = Operation(streams.add_silu, exact="outrider.kernels.ops.exact:add_silu")
 read_streams = Operation(
     streams.read_streams,
-    triton_kernel("outrider.kernels.gpu.hyper_streams:read_streams", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.elements.hyper_streams:read_streams", UP_TO_FLOAT32),
     exact="outrider.kernels.ops.exact:read_streams",
 )
 write_streams = Operation(
     streams.write_streams,
-    triton_kernel("outrider.kernels.gpu.hyper_streams:write_streams", UP_TO_FLOAT32),
+    triton_kernel("outrider.kernels.gpu.elements.hyper_streams:write_streams", UP_TO_FLOAT32),
     exact=Exactness.ROW_BY_ROW,
 )

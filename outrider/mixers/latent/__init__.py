@@ -22,14 +22,14 @@ computed for a chunk of tokens at a time, within a fixed memory budget. All shap
 On a GPU these steps are captured like all others, so kernels read lengths on the device. The table of operations
 chooses among these kernels of `kernels/gpu/` by the step's shape:
 
-- norm, rotate, write: `latent_inputs.py`; `enter_latents.py` also absorbs the queries; `latent_inputs.py`
-- score the keys: `index_scores.py`, on Hopper cards `hopper/index_decode.py`; `hopper/index.py`
-- choose positions, without a sort: `index_choice.py`: candidates by a sample, then the least chosen score among them
-  (`index_search.py`); `index_prefill.py`: one token row's scores in the registers of one program
-- attend: `latent_attention.py`, on Hopper cards `hopper/latent_decode.py`, both split over positions; for one token
-  row `latent_values.py` merges the splits and multiplies with the values' matrices; `hopper/latent.py` gathers the
+- norm, rotate, write: `latent/inputs.py`; `latent/enter_latents.py` also absorbs the queries; `latent/inputs.py`
+- score the keys: `index/scores.py`, on Hopper cards `hopper/index_decode.py`; `hopper/index.py`
+- choose positions, without a sort: `index/choice.py`: candidates by a sample, then the least chosen score among them
+  (`index/search.py`); `index/prefill.py`: one token row's scores in the registers of one program
+- attend: `latent/attention.py`, on Hopper cards `hopper/latent_decode.py`, both split over positions; for one token
+  row `latent/values.py` merges the splits and multiplies with the values' matrices; `hopper/latent.py` gathers the
   chosen entries once, as keys and as values
-- experts: `expert_rows.py`: one or two token rows, with the shared expert; `moe.py`
+- experts: `experts/rows.py`: one or two token rows, with the shared expert; `experts/moe.py`
 
 Other cards use the kernels of few token rows for any number. Token rows whose context is no longer than `index_topk`
 leave the indexer's kernels at once, and decode steps that have only contexts of that length get graphs without these

@@ -6,7 +6,7 @@ other in both directions (`mixers/paged/masks.py`). Kernels written by hand know
 and the `torch` backend computes them plainly. Keys and values of a span depend on the whole span, so one step computes
 it, and no prefix hit ends within it (`core/spans.py`). Steps with spans run uncaptured; masks alone are captured.
 
-In fp8 (`kernels/fp8_cache.py` and `kernels/gpu/fp8_pages.py`) a stored number is divided by the scale of its kv
+In fp8 (`kernels/fp8_cache.py` and `kernels/gpu/pages/fp8.py`) a stored number is divided by the scale of its kv
 head,
 and rounded by the kernel that writes it. Scales come from the model's files (`Model.cache_scales`) or are 1. Reading
 kernels multiply stored numbers as float16 numbers, which are the same, and fold the scales into scores and results.

@@ -320,7 +320,7 @@ def _capped(softcap: float) -> Any:
 
 def _collects_launches() -> bool:
     """Whether launches are only collected, so that kernels of this package can be compiled, and nothing runs."""
-    from outrider.kernels.gpu.launch import is_collecting
+    from outrider.kernels.gpu.launch.triton_kernel import is_collecting
 
     return is_collecting()
 

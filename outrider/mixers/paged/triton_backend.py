@@ -35,8 +35,8 @@ from outrider.kernels.gpu import (
     query_tiles,
     rope_cache_write,
 )
-from outrider.kernels.gpu.attention_sharing import SharedPages, find_shared
-from outrider.kernels.gpu.hopper import HopperConfig
+from outrider.kernels.gpu.attention.sharing import SharedPages, find_shared
+from outrider.kernels.gpu.hopper.prefill import HopperConfig
 from outrider.mixers.batch import BatchView, DecodeQueries, ExactQueries, KeysFrom, MixedQueries, check_rows
 from outrider.mixers.paged.backend import AttentionLayer, Backend, HeadNorms, KeyValueCache, Rope, check_writes
 

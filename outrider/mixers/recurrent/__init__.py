@@ -3,8 +3,8 @@
 A Mamba-2, gated-delta or KDA layer (a gated delta rule in which every key channel decays by itself) keeps one state
 per row, megabytes of float32, which is never a page and never copied; a short convolution (LFM2, the n-gram
 embeddings of Qwen4-Exp) keeps its last inputs alone. A step reads it once and writes it once, for any number of
-drafts (`mixers/recurrent/torch_backend.py` is the specification; `recurrent_inputs`, `mamba2`, `mamba2_scan`,
-`gated_delta`, `gated_delta_prepare`, `gated_delta_scan` and `short_conv` in `kernels/gpu` do the same on a GPU):
+drafts (`mixers/recurrent/torch_backend.py` is the specification; `kernels/gpu/recurrent` and
+`kernels/gpu/gated_delta` do the same on a GPU):
 
     row's state   | accepted drafts of the last step | known tokens | drafts of this step
     covers        | folded from the row's window     | applied      | run, not stored: their inputs are the new window

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from outrider.kernels.gpu.gated_delta import delta_steps
-from outrider.kernels.gpu.mamba2 import mamba2_config, mamba2_steps
-from outrider.kernels.gpu.recurrent_inputs import ConvParams, GateParams, recurrent_inputs
-from outrider.kernels.gpu.recurrent_step import LayerTensors, StepInputs, StepTensors
-from outrider.kernels.gpu.save_tails import save_tails
-from outrider.kernels.gpu.short_conv import conv_steps
+from outrider.kernels.gpu.gated_delta.steps import delta_steps
+from outrider.kernels.gpu.recurrent.inputs import ConvParams, GateParams, recurrent_inputs
+from outrider.kernels.gpu.recurrent.mamba2 import mamba2_config, mamba2_steps
+from outrider.kernels.gpu.recurrent.save_tails import save_tails
+from outrider.kernels.gpu.recurrent.short_conv import conv_steps
+from outrider.kernels.gpu.recurrent.step_tensors import LayerTensors, StepInputs, StepTensors
 from outrider.kernels.recurrent import SHORT_RUN, CheckpointTargets
 from outrider.mixers.recurrent.recurrent_mixer import Gates, MixerParams, RecurrentBackend, RecurrentStep, StepCounts
 

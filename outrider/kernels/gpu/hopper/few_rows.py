@@ -27,13 +27,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from outrider.kernels.gpu.attention_merge import MIN_COUNTERS, counters_for
+from outrider.kernels.gpu.attention.merge import MIN_COUNTERS, counters_for
 from outrider.kernels.gpu.common import cdiv, num_sms, pdl_options, require, require_tensor, uses_pdl
 from outrider.kernels.gpu.hopper.dependent_launch import release_dependents, wait_for_inputs
 from outrider.kernels.gpu.hopper.items import barrier
 from outrider.kernels.gpu.hopper.prefill import is_hopper, make_barriers
-from outrider.kernels.gpu.launch import TritonKernel, is_collecting, note_product
-from outrider.kernels.gpu.thin_linear import SMALL_WEIGHT
+from outrider.kernels.gpu.launch.triton_kernel import TritonKernel, is_collecting, note_product
+from outrider.kernels.gpu.linear.thin import SMALL_WEIGHT
 
 COLUMNS = gl.constexpr(64)  # of the inner dimension, of one tile: 128 bytes, the widest row that is swizzled
 _LAYOUT = gl.NVMMASharedLayout(128, 16, rank=2)  # made once: that takes longer than all else that describes a tile

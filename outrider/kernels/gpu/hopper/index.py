@@ -25,7 +25,7 @@ from outrider.kernels.gpu.common import num_sms
 from outrider.kernels.gpu.hopper.fetch import COLUMNS, copy_tile
 from outrider.kernels.gpu.hopper.items import barrier
 from outrider.kernels.gpu.hopper.prefill import is_hopper, make_barriers
-from outrider.kernels.gpu.launch import TritonKernel
+from outrider.kernels.gpu.launch.triton_kernel import TritonKernel
 from outrider.kernels.latent import TokenContexts
 
 KEYS = gl.constexpr(64)  # of a tile

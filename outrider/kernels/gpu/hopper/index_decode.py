@@ -1,4 +1,4 @@
-"""The Hopper kernel of the indexer's scores for few token rows: `triton.index_scores` with the bulk copy engine.
+"""The Hopper kernel of the indexer's scores for few token rows: `index/scores.py` with the bulk copy engine.
 
 A program serves one token row and every n-th tile of 128 keys. Shared memory holds several tiles that are on their way,
 so that reading keys, which is all that takes time here, never stops.
@@ -25,7 +25,7 @@ from outrider.kernels.gpu.hopper.fetch import COLUMNS
 from outrider.kernels.gpu.hopper.index import can_score
 from outrider.kernels.gpu.hopper.items import barrier
 from outrider.kernels.gpu.hopper.prefill import make_barriers
-from outrider.kernels.gpu.launch import TritonKernel
+from outrider.kernels.gpu.launch.triton_kernel import TritonKernel
 from outrider.kernels.latent import TokenContexts
 
 TILE, STAGES = 128, 3  # keys of a tile, and tiles that shared memory holds

@@ -11,7 +11,7 @@ import triton.experimental.gluon.language as gl
 from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from outrider.kernels.gpu.windows import CHUNKED
+from outrider.kernels.gpu.attention.windows import CHUNKED
 
 barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # the name in Triton 3.6, and since
 
@@ -92,7 +92,7 @@ def _find_tile(index, count, tile_requests, tile_indices, num_requests, SEARCH: 
 
 @gluon.jit
 def first_seen(position, window, WINDOW_KIND: gl.constexpr):
-    """The first key that a query sees, as in `windows.py`, for kernels in Gluon."""
+    """The first key that a query sees, as in `attention/windows.py`, for kernels in Gluon."""
     if WINDOW_KIND == CHUNKED:
         return position - position % window
     else:

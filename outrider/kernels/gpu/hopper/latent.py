@@ -19,8 +19,8 @@ from outrider.kernels.gpu.common import require_tensor
 from outrider.kernels.gpu.hopper.attend import LOG2E
 from outrider.kernels.gpu.hopper.items import barrier
 from outrider.kernels.gpu.hopper.prefill import is_hopper
-from outrider.kernels.gpu.latent_checks import check_latents
-from outrider.kernels.gpu.launch import TritonKernel
+from outrider.kernels.gpu.latent.checks import check_latents
+from outrider.kernels.gpu.launch.triton_kernel import TritonKernel
 from outrider.kernels.latent import TokenContexts
 
 TILE = gl.constexpr(64)  # positions

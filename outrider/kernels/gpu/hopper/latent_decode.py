@@ -1,7 +1,7 @@
-"""The Hopper kernel of attention over the latent cache for few token rows: `hopper.latent` over splits of positions.
+"""The Hopper kernel of attention over the latent cache for few token rows: `latent.py` over splits of positions.
 
 A program serves one split of a token row's positions, and at most 32 of its heads. Splits are merged by
-`triton.latent_attention`.
+`latent/attention.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from triton.experimental import gluon
 from outrider.kernels.gpu.common import cdiv, pdl_options
 from outrider.kernels.gpu.hopper.dependent_launch import release_dependents, wait_for_inputs
 from outrider.kernels.gpu.hopper.latent import HEADS_AT_ONCE, TILE, add_sinks, attend_entries, store_rows
-from outrider.kernels.gpu.launch import TritonKernel
+from outrider.kernels.gpu.launch.triton_kernel import TritonKernel
 from outrider.kernels.latent import TokenContexts
 
 _INTS = ["page_table", "request_of", "first", "stop", "positions", "sinks"]

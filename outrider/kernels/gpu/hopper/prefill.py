@@ -16,13 +16,13 @@ from triton.experimental import gluon
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from outrider.kernels.gpu.attention_core import AttentionShape
+from outrider.kernels.gpu.attention.core import AttentionShape
+from outrider.kernels.gpu.attention.windows import window_kind
 from outrider.kernels.gpu.common import next_power_of_two, num_sms, require
 from outrider.kernels.gpu.hopper.attend import ROWS, attend
 from outrider.kernels.gpu.hopper.fetch import COLUMNS, STRIP, fetch_keys, fetch_values
 from outrider.kernels.gpu.hopper.items import barrier
-from outrider.kernels.gpu.launch import TritonKernel
-from outrider.kernels.gpu.windows import window_kind
+from outrider.kernels.gpu.launch.triton_kernel import TritonKernel
 
 REGISTERS = 168  # of each of the 384 threads, before the kinds of warps share them out
 _VARYING = ["fill_to", "num_requests", "num_tiles", "window", "table_stride"]

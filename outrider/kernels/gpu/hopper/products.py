@@ -2,8 +2,8 @@
 
 A program stays on its multiprocessor and computes every n-th tile of the result. One warp fetches tiles of token rows
 and of the weight with the bulk copy engine into a ring; two groups of four warps multiply, 64 token rows each. An
-output is the chain of additions that `exact_linear` describes, or the sum of several in order: its bits are those of
-every other tile.
+output is the chain of additions that `linear/exact_linear.py` describes, or the sum of several in order: its bits are
+those of every other tile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from outrider.kernels.gpu.common import cdiv, num_sms
 from outrider.kernels.gpu.hopper.items import barrier
 from outrider.kernels.gpu.hopper.prefill import is_hopper, make_barriers
-from outrider.kernels.gpu.launch import TritonKernel
+from outrider.kernels.gpu.launch.triton_kernel import TritonKernel
 
 ROWS = gl.constexpr(64)  # token rows of one group of warps
 COLUMNS = gl.constexpr(64)  # of the inner dimension, of one tile: 128 bytes, the widest row that is swizzled
