@@ -18,12 +18,14 @@ one from outside the package.
 | `engine/engine_feature.py` EngineFeature | an engine, when it is made: its resource and its keeper |
 | `sched/row_resources.py` RowResource | the scheduler, when a request takes or leaves a row |
 | `core/request_keeper.py` RequestKeeper | the engine, when a request comes or ends |
+| `engine/input_reader.py` InputReader | the checks of a request whose prompt has a key of the feature |
+| `core/input_part.py` InputPart | every step that computes a part of this prompt |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from outrider.config import EngineConfig
@@ -41,6 +43,8 @@ class FeatureEntry:
     worker: Half | None = None  # a WorkerFeature, if it has this half
     engine: Half | None = None  # an EngineFeature, if it has this half
     request: Half | None = None  # a HiddenGatherer: outputs of requests for hidden states
+    reader: Half | None = None  # an InputReader: inputs of a prompt beside token ids
+    prompt_keys: Mapping[str, Any] = field(default_factory=dict)  # the reader's keys of a prompt, with their types
     is_on: Callable[[EngineConfig], bool] = lambda config: True
 
 
@@ -54,6 +58,8 @@ FEATURES = (
     FeatureEntry("drafter that learns", worker="outrider.features.learning.on_device:LearningOnDevice",
                  is_on=lambda config: config.adapt_drafter),
     FeatureEntry("pooling", request="outrider.features.pooling.gatherer:PooledVectors"),
+    FeatureEntry("prompt embeddings", reader="outrider.features.embeddings.reader:EmbedsReader",
+                 prompt_keys={"prompt_embeds": Any, "prompt_embeds_positions": list | tuple | None}),
 )
 _registered: dict[str, FeatureEntry] = {}  # from outside the package
 
@@ -91,14 +97,29 @@ def engine_features(config: EngineConfig) -> list[Any]:
 
 def request_half(name: str) -> Any:
     """The class with which a feature makes outputs of a request's hidden states."""
-    half = next((entry.request for entry in (*FEATURES, *_registered.values()) if entry.name == name), None)
+    half = next((entry.request for entry in _all_entries() if entry.name == name), None)
     if half is None:
         raise ValueError(f"no feature with the name {name!r} makes outputs of hidden states: see register_feature")
     return _find(name, half)
 
 
+def prompt_keys() -> dict[str, Any]:
+    """The keys of a prompt that features read, with the types of their values."""
+    return {key: declared for entry in _all_entries() for key, declared in entry.prompt_keys.items()}
+
+
+def input_readers(prompt: Mapping[str, Any]) -> list[Any]:
+    """The InputReader of every feature of which the prompt gives a key."""
+    return [_find(entry.name, entry.reader) for entry in _all_entries() if entry.reader is not None
+            and any(prompt.get(key) is not None for key in entry.prompt_keys)]
+
+
+def _all_entries() -> tuple[FeatureEntry, ...]:
+    return (*FEATURES, *_registered.values())
+
+
 def _asked_for(config: EngineConfig) -> list[FeatureEntry]:
-    return [entry for entry in (*FEATURES, *_registered.values()) if entry.is_on(config)]
+    return [entry for entry in _all_entries() if entry.is_on(config)]
 
 
 def _find(name: str, half: Half) -> Any:

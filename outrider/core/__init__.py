@@ -30,9 +30,9 @@ if TYPE_CHECKING:
         StepMode,
         StepResult,
         TokenLogprobs,
-        Uncaptured,
     )
     from outrider.core.step_part import StepPart
+    from outrider.core.uncaptured import Uncaptured
 else:
     __getattr__ = lazy_exports(__name__)
 

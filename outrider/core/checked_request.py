@@ -8,45 +8,26 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from outrider.core.feature_parts import Part, RequestPart, find_part
 from outrider.core.hidden_params import HiddenParams, HiddenReport, RequestParams
+from outrider.core.input_part import InputPart
 from outrider.core.params import SamplingParams
 from outrider.core.spans import NO_SPANS, PromptSpans
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 # A request for hidden states samples and drafts nothing; its row has parameters all the same.
 NOTHING_SAMPLED = SamplingParams(temperature=0, max_tokens=1, seed=0, detokenize=False, speculative=False)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class PromptEmbeds:
-    """Embeddings in place of a prompt's token ids at some positions, as the model's own embedding would return them."""
-
-    values: NDArray[np.floating]  # [embeddings, hidden size], float32 or float64
-    positions: NDArray[np.int64]  # [embeddings], rising
-    digest: str  # of the bytes of both
-
-    def within(self, start: int, end: int) -> slice:
-        """The embeddings at positions [start, end)."""
-        first, last = self.positions.searchsorted((start, end)).tolist()
-        return slice(first, last)
-
-
 @dataclass(frozen=True, slots=True)
 class CheckedRequest:
-    token_ids: tuple[int, ...]  # zeros if the prompt is embeddings without ids
+    token_ids: tuple[int, ...]  # zeros if the prompt has none
     params: RequestParams  # the request's own copy, with its words as tokens
     text: str | None = None  # the prompt's, if the caller gave any
     priority: int = 0  # within its tenant
     cache_salt: str | None = None
     spans: PromptSpans = NO_SPANS
-    embeds: PromptEmbeds | None = None
-    has_ids: bool = True  # False: the prompt is embeddings without ids
+    has_ids: bool = True  # False: the prompt is input parts without ids
     parts: tuple[RequestPart, ...] = ()  # what it asks of features, at most one of each kind
     tenant: str | None = None  # whose share of rows, pages and steps the request takes; None: that of all without one
 
@@ -79,12 +60,15 @@ class CheckedRequest:
 
     @property
     def cache_keys(self) -> tuple[str, ...]:
-        """Values that must be equal for requests to share pages, in addition to their tokens. Requests with embeddings
-        share pages if all their embeddings are equal, and share no page with a request that has only token ids."""
+        """Values that must be equal for requests to share pages, in addition to their tokens."""
         parts = [part.cache_key for part in self.parts]
-        embeds = None if self.embeds is None else f"embeds={self.embeds.digest}"
         salt = None if self.cache_salt is None else f"salt={self.cache_salt}"
-        return tuple(key for key in (embeds, *parts, salt) if key is not None)
+        return tuple(key for key in (*parts, salt) if key is not None)
+
+    @property
+    def input_parts(self) -> tuple[InputPart, ...]:
+        """What the prompt gives beside its token ids."""
+        return tuple(part for part in self.parts if isinstance(part, InputPart))
 
     @property
     def reads_prefix_cache(self) -> bool:

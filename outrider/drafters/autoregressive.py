@@ -24,13 +24,13 @@ from outrider.cache.groups import LayerCache
 from outrider.cache.kinds import Part
 from outrider.core import Admission, Axis, Limits
 from outrider.drafters.base import Drafter, Drafts, Step, ViewOf
-from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows, first_stand_ins
+from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows, first_given_rows
 from outrider.drafters.draw import draw_drafts
 from outrider.drafters.native_chain import NativeChain
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.drafting import AdmittedRows, DrafterCacheState, DraftPasses, DraftSamplingKeys
-from outrider.layers import LayeredModule, NothingAttends, StandIns, StepContext
+from outrider.layers import GivenRows, LayeredModule, NothingAttends, StepContext
 from outrider.mixers import AttentionLayer, BatchView, CachedLayers, WantedRows
 from outrider.mixers.batch import MixedQueries
 from outrider.models.base import Hidden
@@ -171,7 +171,7 @@ class AutoregressiveDrafter(NetworkDrafter):
             self._has_sought_chain = True
             layer = first.mixer(self.network.attention_layers[0].index)
             self._chain = NativeChain.try_build(self.network, layer, self._tails)
-        context = StepContext(first, view.positions, stand_ins=self._fitting(step.stand_ins))
+        context = StepContext(first, view.positions, given_rows=self._fitting(step.given_rows))
         if isinstance(view.queries, MixedQueries):  # only the caches need the other tokens of prompts
             rows = WantedRows(last, lambda: self._cached.bind_rows(self._batches.last_tokens(view, last)))
             output, feedback = self.network.forward(view.token_ids, hidden, context, rows)
@@ -202,17 +202,17 @@ class AutoregressiveDrafter(NetworkDrafter):
                                        num_chained=self._num_chained, is_filled=not is_cold)
         if not is_cold:
             hidden = self._tails[planned.tail_page] if self._is_head else None
-            stand_ins = self._fitting(first_stand_ins(admitted, self._device))
-            self._run_first_slot(self._batches.first_slots(view, planned), hidden, stand_ins)
+            given_rows = self._fitting(first_given_rows(admitted, self._device))
+            self._run_first_slot(self._batches.first_slots(view, planned), hidden, given_rows)
 
-    def _fitting(self, stand_ins: StandIns | None) -> StandIns | None:
-        """The embeddings that replace token ids, if they have the network's width. Otherwise None, and the network
+    def _fitting(self, given_rows: GivenRows | None) -> GivenRows | None:
+        """The vectors that replace embeddings, if they have the network's width. Otherwise None, and the network
         reads the ids: a draft model has embeddings of another size."""
-        fits = stand_ins is not None and stand_ins.values.shape[1] == self.network.hidden_size
-        return stand_ins if fits else None
+        fits = given_rows is not None and given_rows.values.shape[1] == self.network.hidden_size
+        return given_rows if fits else None
 
-    def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None, stand_ins: StandIns | None) -> None:
+    def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None, given_rows: GivenRows | None) -> None:
         """Run one token row for each row just admitted. hidden: the hidden states that were stored with the pages
         before them."""
-        context = StepContext(self._cached.bind(view), view.positions, stand_ins=stand_ins)
+        context = StepContext(self._cached.bind(view), view.positions, given_rows=given_rows)
         self.network.forward(view.token_ids, hidden, context)

@@ -18,7 +18,7 @@ from outrider.cache.groups import LayerCache
 from outrider.core import Admission, Limits
 from outrider.kernels.accept import Accepted
 from outrider.kernels.sampling_keys import SamplingKeys
-from outrider.layers import LayeredModule, StandIns
+from outrider.layers import GivenRows, LayeredModule
 from outrider.mixers import AttentionLayer, BatchView, CachedLayers, ForwardBatch
 from outrider.models.base import Hidden, Model
 
@@ -76,7 +76,7 @@ class Step:
     any_sampled: bool  # whether some request of the batch has a temperature
     num_wanted: int  # most drafts that a request may get
     first_logit: torch.Tensor  # [requests] logit row of the last known token, if it has one; its drafts follow
-    stand_ins: StandIns | None = None  # embeddings in place of ids, of the position after each token row's own
+    given_rows: GivenRows | None = None  # vectors in place of embeddings, of the position after each token row's own
 
     def last_final(self, token_rows: torch.Tensor) -> torch.Tensor:
         """The final hidden states of the last computed tokens, which have these token rows."""

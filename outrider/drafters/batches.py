@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from outrider.cache.groups import Group
 from outrider.core import Admission, Axis, Limits
 from outrider.drafters.base import Step
-from outrider.kernels.buffers import send, to_device
 from outrider.kernels.drafting import (
     CommittedRequests,
     DraftingRows,
@@ -25,7 +23,7 @@ from outrider.kernels.drafting import (
     ReadingPass,
     Tables,
 )
-from outrider.layers import StandIns
+from outrider.layers import GivenRows
 from outrider.mixers import BatchView, ExactQueries, KeysFrom
 
 
@@ -110,14 +108,11 @@ class SingleTokenView:
                        query_starts_int32=starts_int32, request_of=starts[:-1])
 
 
-def first_stand_ins(admitted: Sequence[Admission], device: torch.device) -> StandIns | None:
-    """Embeddings in place of ids at the first token that each of these rows is to compute."""
-    found = [(index, value) for index, own in enumerate(admitted) if own.request.embeds is not None
-             for value in own.request.embeds.values[own.request.embeds.within(own.computed, own.computed + 1)]]
-    if not found:
-        return None
-    token_rows, values = zip(*found, strict=True)
-    return StandIns(to_device(token_rows, torch.int64, device), send(torch.from_numpy(np.stack(values)), device))
+def first_given_rows(admitted: Sequence[Admission], device: torch.device) -> GivenRows | None:
+    """Vectors in place of embeddings at the first token that each of these rows is to compute."""
+    found = [(vectors, index - own.computed) for index, own in enumerate(admitted) for part in own.request.input_parts
+             if (vectors := part.vectors(own.computed, own.computed + 1)) is not None]
+    return GivenRows.try_build(found, device)
 
 
 def committed_requests(step: Step) -> CommittedRequests:

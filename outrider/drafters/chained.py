@@ -27,7 +27,7 @@ from outrider.drafters.base import Drafts, Step
 from outrider.drafters.batches import committed_requests, drafting_rows
 from outrider.kernels import ops
 from outrider.kernels.drafting import DraftPasses
-from outrider.layers import LayeredModule, StandIns, StepContext
+from outrider.layers import GivenRows, LayeredModule, StepContext
 from outrider.mixers import BatchView, CachedLayers, KeysFrom
 from outrider.models.mtp import MTPHead
 
@@ -82,11 +82,11 @@ class ChainedDrafter(AutoregressiveDrafter):
         index = torch.arange(view.num_tokens, device=self._device)
         is_first = (index == view.query_starts[view.request_of])[:, None]
         carried = self._carried[view.rows]  # [requests, modules - 1, hidden]
-        stand_ins = self._fitting(step.stand_ins)
+        given_rows = self._fitting(step.given_rows)
         for module in range(len(self._modules)):
             # Before the forward, which may write into the hidden states.
             self._tails[:, module].index_put_((passes.tail_page,), hidden)
-            output = self._run(module, view, hidden, stand_ins)
+            output = self._run(module, view, hidden, given_rows)
             latest[module] = output[passes.keys.last]
             if module < self._last:
                 hidden = torch.where(is_first, carried[view.request_of, module], output.roll(1, dims=0))
@@ -95,13 +95,13 @@ class ChainedDrafter(AutoregressiveDrafter):
         self._carried.index_copy_(0, view.rows, torch.where(fills, kept, carried))
         return latest
 
-    def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None, stand_ins: StandIns | None) -> None:
+    def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None, given_rows: GivenRows | None) -> None:
         assert hidden is not None
-        outputs = [self._run(module, view, hidden[:, module], stand_ins) for module in range(len(self._modules))]
+        outputs = [self._run(module, view, hidden[:, module], given_rows) for module in range(len(self._modules))]
         self._carried.index_copy_(0, view.rows, torch.stack(outputs[:-1], dim=1))
 
     def _run(self, module: int, view: BatchView, hidden: torch.Tensor,
-             stand_ins: StandIns | None = None) -> torch.Tensor:
+             given_rows: GivenRows | None = None) -> torch.Tensor:
         """Run one module over the token rows of a view. Keys are visible from the slot on at which all modules are
         valid."""
         assert isinstance(view.visible, KeysFrom)
@@ -109,7 +109,7 @@ class ChainedDrafter(AutoregressiveDrafter):
         attend = self._cached.bind(replace(view, visible=KeysFrom(starts, starts.int())))
         # A module counts positions from its own first slot on.
         positions = (view.positions - module).clamp_min(0)
-        context = StepContext(attend, positions, stand_ins=stand_ins)
+        context = StepContext(attend, positions, given_rows=given_rows)
         return self._modules[module].forward(view.token_ids, hidden, context)[1]
 
     def _note_gaps(self, step: Step) -> None:

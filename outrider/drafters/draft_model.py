@@ -68,7 +68,7 @@ class DraftModelNetwork:
         if rows is not None:
             own = WantedRows(rows.token_rows, lambda: {i - self._first: layer for i, layer in rows.layers.items()})
         shifted = StepContext(_ShiftedLayers(context.attend, self._first), context.positions,
-                              rope_positions=context.rope_positions, stand_ins=context.stand_ins)
+                              rope_positions=context.rope_positions, given_rows=context.given_rows)
         final = self._model.forward(tokens, shifted, rows=own).final
         return final, final
 

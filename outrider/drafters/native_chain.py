@@ -51,7 +51,7 @@ class NativeChain:
         """The drafts of a proposal. Returns None, and has changed nothing, if the native call does not serve the
         step."""
         view, hidden, num_wanted = step.batch.padded, step.hidden, step.num_wanted
-        if view.num_tokens > view.num_requests * (1 + num_wanted) or step.stand_ins is not None:
+        if view.num_tokens > view.num_requests * (1 + num_wanted) or step.given_rows is not None:
             return None
         if hidden.context.deltas is not None:
             return None

@@ -6,8 +6,9 @@ changes nothing, so any thread may ask.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from outrider.core.checked_request import CheckedRequest
@@ -19,8 +20,9 @@ from outrider.core.spans import NO_SPANS, PromptSpans, check_spans
 from outrider.core.structured import FormClient, FormLease
 from outrider.core.token_ids import check_token_ids
 from outrider.engine.grammar import GrammarCompiler
-from outrider.engine.prompt_embeds import place_embeds, read_embeds, refuse_id_readers
+from outrider.engine.input_reader import InputReader
 from outrider.engine.served_model import ServedModel
+from outrider.feature_list import input_readers, prompt_keys
 
 ONLY_TEXT = "only text, token ids and embeddings are served"
 
@@ -85,27 +87,29 @@ class RequestChecks:
         max_len = self.model.limits.max_len - isinstance(params, SamplingParams)
         if isinstance(given.get("prompt_token_ids"), (list, tuple)):  # before millions of ids are looked at
             self._check_length(len(given["prompt_token_ids"]), max_len)
-        for key, declared in PROMPT_KEYS.items():
+        for key, declared in _known_keys().items():
             check_value(key, declared, given.get(key))
         check_value("priority", Priority, priority)
-        text, token_ids, salt, spans, embeds, positions = map(given.get, PROMPT_KEYS)
-        values = None if embeds is None else read_embeds(embeds, self.model.limits.hidden_size)
-        if positions is not None and (values is None or text is token_ids is None):
-            raise ValueError("prompt_embeds_positions are those of prompt_embeds among the tokens of 'prompt' or "
-                             "'prompt_token_ids': give these too")
-        has_ids = True
-        if token_ids is None and values is not None and positions is None:
-            refuse_id_readers(params)
-            token_ids, has_ids = [0] * len(values), False
-        elif token_ids is None:
-            assert isinstance(text, str), "a prompt has a text, token ids or embeddings"
-            token_ids = self.model.need_tokenizer().encode(text)
-        token_ids = tuple(token_ids)
+        text, _, salt, spans = map(given.get, PROMPT_KEYS)
+        readers: list[InputReader] = [read(given, params, self.model) for read in input_readers(given)]
+        find_ids: Callable[[], Sequence[int]] = partial(self._own_ids, given)
+        for reader in readers:
+            find_ids = partial(reader.token_ids, find_ids)
+        token_ids = tuple(find_ids())
         self._check_tokens(token_ids, max_len)
+        inputs = [part for reader in readers for part in reader.make_parts(token_ids)]
         return CheckedRequest(token_ids, params, text, priority, salt,
                               self._check_spans(spans, len(token_ids)) if spans else NO_SPANS,
-                              None if values is None else place_embeds(values, positions, len(token_ids)), has_ids,
-                              parts=() if lease is None else (self.need_grammars().leases.again(lease),))
+                              has_ids=all(reader.has_ids for reader in readers),
+                              parts=(*inputs, *(() if lease is None else (self.need_grammars().leases.again(lease),))))
+
+    def _own_ids(self, prompt: dict[str, Any]) -> Sequence[int]:
+        """The token ids that a prompt gives, or those of its text."""
+        token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
+        if token_ids is None:
+            assert isinstance(text, str), "a prompt has a text, token ids or inputs of a feature"
+            token_ids = self.model.need_tokenizer().encode(text)
+        return token_ids
 
     def need_grammars(self) -> GrammarCompiler:
         if self.grammars is None:
@@ -186,6 +190,11 @@ class RequestChecks:
         return replace(params, bad_words_token_ids=tuple(words))
 
 
+def _known_keys() -> dict[str, Any]:
+    """The keys that a prompt may have, with the types of their values."""
+    return PROMPT_KEYS | prompt_keys()
+
+
 def _as_dict(prompt: Prompt) -> dict[str, Any]:
     """Convert a prompt of any form into the dict form, which has a key for every field."""
     if isinstance(prompt, str):
@@ -195,11 +204,13 @@ def _as_dict(prompt: Prompt) -> dict[str, Any]:
     if not isinstance(prompt, dict):
         raise ValueError(f"a prompt is a text, token ids or a dict, got {shown(prompt)}")
     if all(prompt.get(key) is None for key in NEEDED_KEYS):
-        raise ValueError("a prompt needs 'prompt', 'prompt_token_ids' or 'prompt_embeds', got "
+        *others, last = map(repr, NEEDED_KEYS)
+        raise ValueError(f"a prompt needs {', '.join(others)} or {last}, got "
                          f"{', '.join(map(str, prompt)) or 'nothing'}")
+    known = _known_keys()
     for key in prompt:
-        if key not in PROMPT_KEYS and prompt[key] is not None:
-            hint = did_you_mean(str(key), PROMPT_KEYS) or ":"
+        if key not in known and prompt[key] is not None:
+            hint = did_you_mean(str(key), known) or ":"
             raise ValueError(f"a prompt's {shown(key)} is not supported{hint} {ONLY_TEXT}; known are "
-                             f"{', '.join(PROMPT_KEYS)}")
+                             f"{', '.join(known)}")
     return prompt

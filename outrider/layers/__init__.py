@@ -39,7 +39,6 @@ if TYPE_CHECKING:
         DeltaSource,
         NothingAttends,
         RowDeltas,
-        StandIns,
         StepContext,
         TokenHistory,
     )
@@ -53,6 +52,7 @@ if TYPE_CHECKING:
     )
     from outrider.layers.embedding import Embedding
     from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape
+    from outrider.layers.given_rows import GivenRows
     from outrider.layers.kda import KDA, KDANames, KDAShape
     from outrider.layers.latent_attention import LatentAttention, LatentShape
     from outrider.layers.linear import FusedLinear, Linear, TiedLinear
@@ -86,13 +86,13 @@ else:
 
 __all__ = [
     "ACTIVATIONS", "Angles", "AttentionMLPLayer", "AuxRecord", "CenteredHeadNorm", "CenteredNorm",
-    "CenteredNormAttention", "ShardSize", "DecoderLayer", "Delta", "DeltaSource", "Embedding", "ExpertTally",
-    "Experts", "FREQUENCIES", "FeedForward", "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP", "HeadNorm",
+    "CenteredNormAttention", "ShardSize", "DecoderLayer", "Delta", "DeltaSource", "Embedding", "ExpertTally", "Experts",
+    "FREQUENCIES", "FeedForward", "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP", "GivenRows", "HeadNorm",
     "INNER_KEYS", "Injection", "KDA", "KDANames", "KDAShape", "LateNormAttention", "LatentAttention", "LatentShape",
     "LayerNames", "LayeredModule", "Linear", "Mamba2", "Mamba2Shape", "MoE", "Module", "NO_DELTAS", "NothingAttends",
     "ParallelLayer", "Parameter", "PostNormLayer", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router",
-    "RowDeltas", "ScaledInputMoE", "ScaledLayer", "SelfAttention", "ShortConv", "SpreadRouting", "StandIns",
-    "StepContext", "StillRotary", "StreamEnd", "StreamGate", "StreamLayer", "StreamNorm", "TemperedAttention",
-    "TemperedRotary", "TiedLinear", "TokenHistory", "TokenMixer", "Unnormed", "Unrotated", "UnscaledHeadNorm",
-    "WidthNormAttention", "check_ranks", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
+    "RowDeltas", "ScaledInputMoE", "ScaledLayer", "SelfAttention", "ShortConv", "SpreadRouting", "StepContext",
+    "StillRotary", "StreamEnd", "StreamGate", "StreamLayer", "StreamNorm", "TemperedAttention", "TemperedRotary",
+    "TiedLinear", "TokenHistory", "TokenMixer", "Unnormed", "Unrotated", "UnscaledHeadNorm", "WidthNormAttention",
+    "check_ranks", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
 ]

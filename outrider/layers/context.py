@@ -4,7 +4,7 @@ A model passes one context to every layer, feed-forward and product. The context
 
 - the caches of the layers, bound to the step (`attend`);
 - each token's place in its request (`positions`), and the place that ropes turn by (`rope_positions`);
-- embeddings that replace token ids at some rows (`stand_ins`);
+- vectors that replace the embeddings of token ids at some rows (`given_rows`);
 - changes to the products of some rows (`deltas`).
 
 A part that computes only some of the rows passes on the context of these rows (`of_rows`), so a product always knows
@@ -27,23 +27,11 @@ from outrider.core import StepPart
 from outrider.core.step_messages import DeltaReach
 from outrider.formats import activate
 from outrider.kernels.delta_tables import DeltaTables, RowSlots, TargetRange
+from outrider.layers.given_rows import GivenRows
 from outrider.mixers import Attend, WantedRows
 
 if TYPE_CHECKING:
     from outrider.kernels.moe import Routed
-
-
-@dataclass(frozen=True)
-class StandIns:
-    """Embeddings that replace token ids at some token rows. `values` have the model's scale and dtype, as if the
-    embedding had returned them."""
-
-    token_rows: torch.Tensor  # [n] int64
-    values: torch.Tensor  # [n, hidden]
-
-    def put_into(self, embedded: torch.Tensor) -> torch.Tensor:
-        """Replace some of a step's embeddings [tokens, hidden] by these."""
-        return embedded.index_copy(0, self.token_rows, self.values.to(embedded.dtype))
 
 
 @dataclass(frozen=True)
@@ -228,13 +216,13 @@ class StepContext:
     ids before each token, for models that read them."""
 
     def __init__(self, attend: Attend, positions: torch.Tensor, *, rope_positions: torch.Tensor | None = None,
-                 stand_ins: StandIns | None = None, deltas: RowDeltas | None = None,
+                 given_rows: GivenRows | None = None, deltas: RowDeltas | None = None,
                  history: TokenHistory | None = None) -> None:
         self.aux_record: AuxRecord | None = None  # of a model whose layers may record them
         self.attend = attend
         self.positions = positions
         self.rope_positions = positions if rope_positions is None else rope_positions
-        self.stand_ins = stand_ins
+        self.given_rows = given_rows
         self.deltas = deltas
         self.history = history
 
@@ -251,7 +239,7 @@ class _RowsContext(StepContext):
     def __init__(self, whole: StepContext, rows: WantedRows) -> None:
         self._whole, self._rows = whole, rows.token_rows
         self.attend = rows
-        self.stand_ins = self.history = None  # embeddings lie before every choice of rows
+        self.given_rows = self.history = None  # embeddings lie before every choice of rows
         self.aux_record = None  # an auxiliary state has all token rows
         self.deltas = None if whole.deltas is None else whole.deltas.of_rows(rows.token_rows)
 

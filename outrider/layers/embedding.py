@@ -41,7 +41,7 @@ class Embedding(FormatModule[EmbeddingFormat]):
     def __call__(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:
         """tokens: [tokens] int64. Returns [tokens, hidden]."""
         x = self.changed(tokens, context)
-        return x if context.stand_ins is None else context.stand_ins.put_into(x)
+        return x if context.given_rows is None else context.given_rows.put_into(x)
 
     def changed(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The embedding of token ids, with the deltas of their token rows."""

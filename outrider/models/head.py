@@ -73,13 +73,13 @@ class DraftHead(LayeredModule):
     def _table(self, tokens: torch.Tensor, scale: float | None,
                context: StepContext) -> tuple[torch.Tensor, torch.Tensor, float | None]:
         """The rows to look up, the table that contains them, and its scale. By default the table is the embedding's. If
-        embeddings replace ids, or the embedding's format keeps no numbers, a table is made for this pass."""
+        vectors replace embeddings, or the embedding's format keeps no numbers, a table is made for this pass."""
         table = self.embedding.format.table
-        if context.stand_ins is None and table is not None:
+        if context.given_rows is None and table is not None:
             return tokens, table, scale
         found = self.embedding.format.look_up(tokens)
         found = found if scale is None else found * scale
-        found = found if context.stand_ins is None else context.stand_ins.put_into(found)
+        found = found if context.given_rows is None else context.given_rows.put_into(found)
         return torch.arange(len(tokens), device=tokens.device), found, None
 
     def module(self) -> DraftHead:

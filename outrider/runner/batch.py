@@ -13,20 +13,16 @@ from functools import cached_property
 from itertools import accumulate, chain, repeat
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from outrider.cache.groups import Group
 from outrider.core import Admission, ScheduledBatch
-from outrider.core.checked_request import PromptEmbeds
 from outrider.core.draft_confidence import DraftSharing
 from outrider.core.spans import MarkedSpans
 from outrider.kernels import ops
-from outrider.kernels.buffers import send, to_device
+from outrider.kernels.buffers import to_device
 from outrider.kernels.packet import StepExtents, StepPacket, pack, unpack
 from outrider.kernels.step import PreparedStep
-from outrider.layers import StandIns
 from outrider.mixers.batch import (
     BatchView,
     DecodeQueries,
@@ -158,25 +154,6 @@ def token_spans(scheduled: ScheduledBatch, marked: MarkedSpans, shape: EagerShap
         starts[row : row + end - start] = [start] * (end - start)
         ends[row : row + end - start] = [end] * (end - start)
     return TokenSpans(to_device(starts, torch.int64, device), to_device(ends, torch.int64, device))
-
-
-def find_stand_ins(scheduled: ScheduledBatch, shape: EagerShape, embeds: dict[int, PromptEmbeds],
-                   device: torch.device, *, ahead: int) -> StandIns | None:
-    """The embeddings that replace token ids in this step. embeds: the prompt's embeddings for each row that has a
-    prompt of embeddings. ahead: how many positions the token rows are ahead of the step's token rows."""
-    first_row = [0, *accumulate(shape.queries.lens)]
-    token_rows: list[int] = []
-    values: list[NDArray[np.floating]] = []
-    for request, row in enumerate(scheduled.rows):
-        if row in embeds:
-            known = scheduled.num_known[request]  # a step with a part of a prompt has no drafts of it
-            start = scheduled.bounds[request] - known + ahead
-            own = embeds[row].within(start, start + known)
-            values.append(embeds[row].values[own])
-            token_rows += (embeds[row].positions[own] + (first_row[request] - start)).tolist()
-    if not token_rows:
-        return None
-    return StandIns(to_device(token_rows, torch.int64, device), send(torch.from_numpy(np.concatenate(values)), device))
 
 
 def pack_captured(scheduled: ScheduledBatch, shape: CapturedShape) -> list[int]:

@@ -12,21 +12,22 @@ from typing import NamedTuple
 from outrider.core import SamplingParams, ScheduledBatch
 from outrider.core.spans import MarkedSpans
 from outrider.core.step_messages import DeltaReach
-from outrider.layers import StandIns
+from outrider.layers import GivenRows
 from outrider.mixers.batch import NO_SPANS, Spans
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows
-from outrider.runner.batch import EagerShape, find_stand_ins, token_spans
+from outrider.runner.batch import EagerShape, token_spans
 from outrider.runner.logits_part import LogitsPart
+from outrider.runner.row_inputs import find_given_rows
 from outrider.runner.row_state import RowState
 from outrider.sample import StepExtras, StepNeeds
 from outrider.sample.sampler import kernels_serve
 
 
 class RowAdditions(NamedTuple):
-    """Inputs of a step's requests beside their token ids: embeddings in place of ids, and row deltas."""
+    """Inputs of a step's requests beside their token ids: vectors in place of embeddings, and row deltas."""
 
-    stand_ins: StandIns | None = None  # embeddings in place of ids, at the step's token rows
-    drafter_stand_ins: StandIns | None = None  # in a drafter's first pass: of the position after each token row's own
+    given_rows: GivenRows | None = None  # vectors in place of embeddings, at the step's token rows
+    drafter_given_rows: GivenRows | None = None  # in a drafter's first pass: of the position after each token row's own
     deltas: DeltaReach = DeltaReach.NOTHING  # what the rows' deltas may change
 
 
@@ -115,10 +116,9 @@ class StepPlanner:
                         self._additions(scheduled, shape))
 
     def _additions(self, scheduled: ScheduledBatch, shape: EagerShape) -> RowAdditions:
-        params, device = self._state.params, self._state.device
-        embeds = params.take_embeds(scheduled)
+        chunks = self._state.params.inputs.take(scheduled)
         reach = self._reach_of_deltas(scheduled.rows)
-        if not embeds:
+        if not chunks:
             return RowAdditions(deltas=reach) if reach else IDS_ALONE
-        own, ahead = (find_stand_ins(scheduled, shape, embeds, device, ahead=ahead) for ahead in (0, 1))
+        own, ahead = (find_given_rows(chunks, shape.queries.lens, self._state.device, ahead=ahead) for ahead in (0, 1))
         return RowAdditions(own, ahead, reach)

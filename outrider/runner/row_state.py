@@ -20,14 +20,14 @@ from outrider.core import (
     PageWrite,
     ScheduledBatch,
 )
-from outrider.core.checked_request import PromptEmbeds
 from outrider.core.params import SamplingParams
 from outrider.kernels.buffers import buffer, send, to_device
+from outrider.runner.row_inputs import RowInputs
 from outrider.sample.sampling_rows import SamplingRows
 
 
 class RowParams:
-    """The host's copy of what each row's request asked for at its last admission: sampling parameters, embeddings and
+    """The host's copy of what each row's request asked for at its last admission: sampling parameters, inputs and
     reports. Steps are planned by it. A row that was released keeps its entries until it is taken again; no batch names
     it before."""
 
@@ -37,7 +37,7 @@ class RowParams:
         self._masked: set[int] = set()
         self._num_logprobs: dict[int, int] = {}  # by row that reports any
         self._prompt_lens: dict[int, int] = {}  # by row that reports log-probabilities of its prompt
-        self._embeds: dict[int, PromptEmbeds] = {}  # by row whose prompt has any left to compute
+        self.inputs = RowInputs()
         self._hidden: dict[int, tuple[HiddenReport, int]] = {}  # by row that reports hidden states: report, length
 
     def admit(self, admissions: list[Admission]) -> None:
@@ -53,10 +53,7 @@ class RowParams:
             self._prompt_lens.pop(row, None)
             if params.prompt_logprobs is not None:
                 self._prompt_lens[row] = admission.prompt_len
-            self._embeds.pop(row, None)
-            embeds = admission.request.embeds
-            if embeds is not None and embeds.positions[-1] >= admission.computed:
-                self._embeds[row] = embeds
+            self.inputs.admit(admission)
             self._hidden.pop(row, None)
             if not admission.request.generates:
                 self._hidden[row] = (admission.request.hidden, admission.max_len)
@@ -89,24 +86,6 @@ class RowParams:
         one."""
         found = self._hidden
         return {} if found.keys().isdisjoint(rows) else {row: found[row] for row in rows if row in found}
-
-    def embeds_of(self, batch: ScheduledBatch) -> dict[int, PromptEmbeds]:
-        """The prompts' embeddings by row, for each row in which the step computes some of them, or the token before
-        one, which a drafter reads with it. Until a prompt is computed its bounds are exact."""
-        if not self._embeds:
-            return {}
-        parts = zip(batch.rows, batch.bounds, batch.num_known, batch.num_drafts, strict=True)
-        found = {row: self._embeds[row].within(bound - known - drafts, bound + 1) for row, bound, known, drafts in parts
-                 if row in self._embeds}
-        return {row: self._embeds[row] for row, own in found.items() if own.start < own.stop}
-
-    def take_embeds(self, batch: ScheduledBatch) -> dict[int, PromptEmbeds]:
-        """The result of `embeds_of`, for a step that runs now. Embeddings that no later step needs are dropped."""
-        taken = self.embeds_of(batch)
-        for row, bound in zip(batch.rows, batch.bounds, strict=True) if taken else ():
-            if row in taken and bound > taken[row].positions[-1]:
-                del self._embeds[row]
-        return taken
 
     def report_prompts(self, batch: ScheduledBatch) -> bool:
         """Whether the step computes tokens of a prompt whose log-probabilities are reported. Until a prompt is computed

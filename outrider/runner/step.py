@@ -267,7 +267,7 @@ class DeviceStep:
                 rows: WantedRows | None = None) -> Hidden:
         """Run the model. rows: the token rows that are wanted; all of them by default."""
         bound = self.cached.bind(view, recurrent.bind())
-        context = StepContext(bound, view.positions, stand_ins=plan.additions.stand_ins,
+        context = StepContext(bound, view.positions, given_rows=plan.additions.given_rows,
                               deltas=self._deltas_of(view, plan.additions.deltas),
                               history=self._history_of(view) if self.model.reads_history else None)
         return self.model.forward(view.token_ids, context, self.drafting.aux_layers_for(plan.num_wanted), rows)
@@ -307,7 +307,7 @@ class DeviceStep:
         tokens, known, *keys = map(self.drafting.lend, (state.tokens, state.known, *state.sampling.keys))
         step = Step(inputs.batch, hidden, committed.accepted, inputs.computed_before, committed.num_computed,
                     committed.goes_on, tokens, known, SamplingKeys(*keys), plan.any_sampled, plan.num_wanted,
-                    inputs.first_logit, plan.additions.drafter_stand_ins)
+                    inputs.first_logit, plan.additions.drafter_given_rows)
         if plan.num_wanted == 0:
             self.drafting.skip(step)
             return

@@ -381,7 +381,7 @@ class Scheduler:
         self._preempt(request)
 
     def _make_room(self, request: Request, bound: int, batch: BatchBuilder) -> bool:
-        """Get pages for the request up to the length `bound`. If pages are short, waits for outstanding results, then
+        """Get pages for the request up to the length `bound`. If pages are short, waits for results in flight, then
         preempts the least important request, perhaps this one. The request with tenure is not preempted: it waits for
         the next step, in which another request gives way."""
         target, holder = Bound(bound), self._tenure.holder

@@ -65,7 +65,7 @@ def test_tokens_are_those_of_the_ids(family: str) -> None:
         assert tokens_of(again) == expected
         assert rig.scheduler.stats.num_preemptions > 0
         assert again[0].metrics.num_cached_tokens >= 32, "equal embeddings share pages"
-        assert not rig.step.state.params._embeds, "nothing is kept of prompts that are computed"
+        assert not rig.step.state.params.inputs._by_row, "nothing is kept of prompts that are computed"
 
 
 def with_some_embeds(asks: list[Ask], model: Model) -> list[Ask]:
@@ -88,7 +88,7 @@ def test_embeddings_at_some_positions_stand_among_ids() -> None:
         assert tokens_of(rig.run(asks)) == expected
         again = rig.run(asks, after_step=rig.preempt)
         assert tokens_of(again) == expected and again[0].metrics.num_cached_tokens >= 32
-        assert not rig.step.state.params._embeds, "nothing is kept of embeddings that are computed"
+        assert not rig.step.state.params.inputs._by_row, "nothing is kept of embeddings that are computed"
         moved = replace(asks[2], prompt=[1, *asks[2].prompt], embeds_at=[1])
         assert rig.run([moved])[0].outputs[0].token_ids != expected[2][0]
 

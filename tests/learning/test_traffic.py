@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +14,9 @@ from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.core.spans import PromptSpans
+from outrider.core.structured import FormLease
 from outrider.drafters.base import Step
+from outrider.features.embeddings.part import PromptEmbeds
 from outrider.features.learning import learner as learner_module
 from outrider.features.learning.traffic import RingSegment, ServedText, TrafficRing
 from outrider.lora_request import LoadedAdapter
@@ -146,7 +149,8 @@ def test_nothing_is_kept_of_aborted_requests_and_of_those_with_a_salt(is_preempt
 
 
 @pytest.mark.parametrize("fields", [
-    {"parts": (LoadedAdapter(1),)}, {"cache_salt": "tenant"}, {"spans": PromptSpans(((0, 2),))}, {"embeds": object()},
+    {"parts": (LoadedAdapter(1),)}, {"cache_salt": "tenant"}, {"spans": PromptSpans(((0, 2),))},
+    {"parts": (PromptEmbeds(np.zeros((1, 4)), np.arange(1), ""),)},
     {"is_pooled": True}, {}], ids=lambda fields: next(iter(fields), "plain"))
 def test_what_is_not_the_models_own_answer_is_never_recorded(fields: dict[str, Any],
                                                              monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +161,16 @@ def test_what_is_not_the_models_own_answer_is_never_recorded(fields: dict[str, A
         ring = learner_of(rig).ring
         ring.admit([Admission(3, CheckedRequest((5, 6, 7), params, **fields), 0, 20)])
         assert (3 in ring._open) == is_own == bool(ring._start_of[3] >= 0)
+
+
+def test_a_part_that_changes_no_keys_and_no_values_keeps_no_text_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text of a request with a grammar is the model's own: its tokens are allowed ones that the model chose."""
+    without_thread(monkeypatch)
+    with learning_rig() as rig:
+        ring = learner_of(rig).ring
+        request = CheckedRequest((5, 6, 7), SamplingParams(seed=1), parts=(FormLease(0, b"", None),))
+        ring.admit([Admission(3, request, 0, 20)])
+        assert 3 in ring._open
 
 
 def test_nothing_is_kept_of_a_request_whose_answer_was_never_computed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from outrider import LLM, AsyncLLM, PoolingParams, SamplingParams, StructuredOutputsParams
-from outrider.core.checked_request import PromptEmbeds
 from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.request_checks import RequestChecks
+from outrider.features.embeddings.part import PromptEmbeds
 from tests.counted import count_calls
 from tests.engine.harness import Rig, byte_tokenizer, greedy, tiny_model
 from tests.unit.made_requests import made_request
@@ -108,9 +108,10 @@ def test_a_worker_elsewhere_gets_a_request_whole() -> None:
 
 def test_embeddings_reach_a_worker_and_tell_pages_apart() -> None:
     embeds = PromptEmbeds(np.ones((2, 4), dtype=np.float32), np.arange(2), "abc")
-    request = made_request([0, 0], cache_salt="s", embeds=embeds)
+    request = made_request([0, 0], cache_salt="s", parts=(embeds,))
     sent = pickle.loads(pickle.dumps(request))
-    assert np.array_equal(sent.embeds.values, embeds.values) and sent.embeds.digest == "abc"
+    (own,) = sent.input_parts
+    assert np.array_equal(own.values, embeds.values) and own.digest == "abc"
     assert request.cache_keys == ("embeds=abc", "salt=s")
     salted = made_request([0, 0], cache_salt="x\x00embeds=abc\x00salt=s")
     assert "\x00".join(salted.cache_keys) != "\x00".join(request.cache_keys), "no salt reads like embeddings"

@@ -26,7 +26,7 @@ NONE_TESTS = {
 NAMED = {
     "adapters": (r"adapter|lora", 9),
     "cache events": (r"kv_?event", 5),
-    "prompt embeddings": (r"prompt_?embeds|stand_?in", 17),
+    "prompt embeddings": (r"prompt_?embeds|stand_?in", 2),
     "spans": (r"\bspans?\b", 28),
     "learning": (r"adapt_drafter|adaptation|\blearner", 3),
     "grammars": (r"grammar|structured", 17),

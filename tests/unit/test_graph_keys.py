@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from outrider.core import Admission, CheckpointWrite, Limits, ScheduledBatch, StepForm, Uncaptured
-from outrider.core.checked_request import CheckedRequest, PromptEmbeds
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.decode_sizes import size_for, unequal_sizes
 from outrider.core.params import SamplingParams
 from outrider.core.step_messages import CacheOrders, DraftOrders, StepMode
+from outrider.features.embeddings.part import PromptEmbeds
 from outrider.kernels.packet import StepPacket, empty_packet, unpack
 from outrider.kernels.step import NUM_COUNTS
 from outrider.mixers import EveryPosition, LatentLayer
@@ -53,8 +54,8 @@ def rows_of(*, prompt_len: int = 1, is_placed: bool = True, pooling: PoolingPara
     made = RowParams()
     for asked in (SamplingParams(temperature=0), pooling or SamplingParams(temperature=0, **params)):
         values = np.zeros((num_embeds, 4), dtype=np.float32)
-        embeds = PromptEmbeds(values, np.arange(num_embeds), "") if num_embeds else None
-        request = CheckedRequest((1,) * prompt_len, asked, embeds=embeds)
+        parts = (PromptEmbeds(values, np.arange(num_embeds), ""),) if num_embeds else ()
+        request = CheckedRequest((1,) * prompt_len, asked, parts=parts)
         made.admit([Admission(row, request, computed=0, max_len=9) for row in range(1, 70)])
     return SimpleNamespace(params=made, sampling=SimpleNamespace(lists=SimpleNamespace(
         are_placed=lambda rows: is_placed)))

@@ -240,7 +240,7 @@ def test_a_feature_imports_no_other_feature() -> None:
 
 def test_the_halves_of_every_feature_are_there() -> None:
     for entry in FEATURES:
-        halves = [half for half in (entry.worker, entry.engine, entry.request) if half is not None]
+        halves = [half for half in (entry.worker, entry.engine, entry.request, entry.reader) if half is not None]
         assert halves
         for half in halves:
             assert isinstance(half, str)

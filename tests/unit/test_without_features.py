@@ -22,18 +22,22 @@ FOLDERS = {  # of FEATURES, by their names
     "logits processors": "processors",
     "drafter that learns": "learning",
     "pooling": "pooling",
+    "prompt embeddings": "embeddings",
 }
-ASKS: dict[str, dict[str, Any]] = {
+SETTINGS: dict[str, dict[str, Any]] = {  # that ask for a feature
     "adapters": {"enable_lora": True},
     "drafter that learns": {"speculative_config": {"method": "eagle3", "model": "tiny", "num_speculative_tokens": 2},
                             "adapt_drafter": True},
-    "pooling": {},
     "logits processors": {"logits_processors": ["outrider.logits_processors:LogitsProcessor"]},
+}
+REQUESTS = {  # that ask for the other features
+    "pooling": "llm.encode('The sea is', PoolingParams())",
+    "prompt embeddings": "llm.generate({'prompt_embeds': numpy.zeros((2, 576))})",
 }
 
 PROGRAM = """
 import importlib, json, pkgutil, sys
-import outrider
+import numpy, outrider
 for module in pkgutil.walk_packages(outrider.__path__, "outrider."):
     if not module.name.endswith("__main__") and ".compat.modules" not in module.name:
         try:
@@ -43,22 +47,20 @@ for module in pkgutil.walk_packages(outrider.__path__, "outrider."):
 from outrider import LLM, PoolingParams, SamplingParams
 from outrider.config import EngineConfig
 from outrider.feature_list import worker_features
-asked, refusal = json.loads(sys.argv[1]), ""
+settings, request = json.loads(sys.argv[1])
+refusal = ""
 try:
-    worker_features(EngineConfig("tiny", **asked))
+    worker_features(EngineConfig("tiny", **settings))
 except ValueError as error:
     refusal = str(error)
 with LLM("smollm2", max_model_len=256) as llm:
-    if not asked:
-        try:
-            llm.encode("The sea is", PoolingParams())
-        except ValueError as error:
-            refusal = str(error)
+    try:
+        exec(request)
+    except ValueError as error:
+        refusal = str(error)
     (output,) = llm.generate("The sea is", SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
 print(json.dumps([outrider.__file__, refusal, output.outputs[0].token_ids]))
 """
-
-
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +80,8 @@ def test_the_core_serves_without_the_folder_of_a_feature(feature: str, wanted: l
 
     shutil.copytree(PACKAGE, tmp_path / "outrider", ignore=leaves_out)
     assert not (tmp_path / "outrider" / "features" / FOLDERS[feature]).exists()
-    done = subprocess.run([sys.executable, "-c", PROGRAM, json.dumps(ASKS[feature])], cwd=tmp_path,
+    asked = json.dumps([SETTINGS.get(feature, {}), REQUESTS.get(feature, "")])
+    done = subprocess.run([sys.executable, "-c", PROGRAM, asked], cwd=tmp_path,
                           env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     place, refusal, tokens = json.loads(done.stdout.splitlines()[-1])

@@ -224,5 +224,5 @@ class TrafficRing:
 
 def _may_record(admission: Admission) -> bool:
     asked = admission.request
-    return (asked.generates and asked.cache_salt is None and asked.embeds is None and not asked.parts
-            and not asked.spans)
+    return (asked.generates and asked.cache_salt is None and not asked.input_parts and not asked.spans
+            and all(part.cache_key is None for part in asked.parts))

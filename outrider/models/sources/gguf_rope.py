@@ -16,7 +16,7 @@ from outrider.models.sources.gguf_tensors import dequantised, raw_bytes
 from outrider.models.sources.model_source import SourceError
 
 ROPE_FACTORS = "rope_freqs.weight"  # not a weight: divisors of the rope's frequencies
-STANDING = 1e20  # divisors above it make a pair of dimensions stand still
+UNTURNED = 1e20  # divisors above it make a pair of dimensions stand still
 YARN_KEYS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor",
              "attn_factor": "attention_factor"}
 
@@ -57,7 +57,7 @@ def turning_share(header: Header, head_dim: int) -> float:
     if ROPE_FACTORS not in header.tensors:
         return 1.0
     stored = _factors(header)
-    turning = int((stored < STANDING).sum())
+    turning = int((stored < UNTURNED).sum())
     if stored.shape != (head_dim // 2,) or not turning or not np.allclose(stored[:turning], 1):
         raise SourceError(f"{header.path}: the rope factors in {ROPE_FACTORS} are not those of a rope on a part of a "
                           f"head of {head_dim} dimensions")

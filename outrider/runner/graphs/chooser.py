@@ -54,7 +54,7 @@ class Replay(NamedTuple):
 StepChoice = Replay | Launch | RunEagerly
 
 
-class _StandIn(NamedTuple):
+class _Substitute(NamedTuple):
     """The way in which a step runs while its key has no graph."""
 
     choice: StepChoice
@@ -72,7 +72,7 @@ class CaptureChooser:
         self._num_at_start = 0
         self._goes_ahead = True
         self._usual: list[GraphKey] = []  # captured while the engine is idle, before any batch needs them
-        self._ways: dict[GraphKey, Replay | _StandIn] = {}  # how steps of a key run, until the next capture
+        self._ways: dict[GraphKey, Replay | _Substitute] = {}  # how steps of a key run, until the next capture
 
     def choose(self, batch: ScheduledBatch, state: RowState) -> StepChoice:
         """Choose how the batch runs. Called after the batch's admissions. Reads only the host's data about rows."""
@@ -148,7 +148,7 @@ class CaptureChooser:
     def _is_full(self) -> bool:
         return len(self._captured) - self._num_at_start >= MOST_LATER
 
-    def _find_way(self, key: GraphKey) -> Replay | _StandIn:
+    def _find_way(self, key: GraphKey) -> Replay | _Substitute:
         if key in self._captured:
             return Replay(key)
         times = self.losses.times
@@ -156,8 +156,8 @@ class CaptureChooser:
         padding = math.inf if wider is None else times.of_padding(key, wider)
         may_capture = key not in self._refused and not self._is_full
         if wider is not None and not (key.has_prompts and launches < padding):
-            return _StandIn(Replay(wider), padding, may_capture)
+            return _Substitute(Replay(wider), padding, may_capture)
         if may_capture and not key.has_prompts:
-            return _StandIn(Replay(key, before=CaptureOrder(key)), launches, may_capture=False)
+            return _Substitute(Replay(key, before=CaptureOrder(key)), launches, may_capture=False)
         reason = Uncaptured.TOO_MANY_CAPTURES if self._is_full else Uncaptured.NEW_SIZE
-        return _StandIn(Launch(key, Uncaptured.NO_MEMORY if key in self._refused else reason), launches, may_capture)
+        return _Substitute(Launch(key, Uncaptured.NO_MEMORY if key in self._refused else reason), launches, may_capture)

@@ -99,8 +99,8 @@ class GraphKeys:
         deltas = DeltaReach.NOTHING
         if self._deltas.serves(batch.rows) and not (deltas := self._reach_of_deltas()):
             return Uncaptured.DELTAS
-        if state.params.embeds_of(batch):
-            return Uncaptured.PROMPT_EMBEDS
+        if (reason := state.params.inputs.why_uncaptured(batch)) is not None:
+            return reason
         if len(rows) < len(batch.cache.checkpoints):
             return Uncaptured.SEVERAL_CHECKPOINTS
         if batch.num_requests > self.limits.max_requests:

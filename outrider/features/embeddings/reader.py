@@ -1,18 +1,41 @@
-"""Embeddings that a caller gives in place of a prompt's token ids. Reads torch's tensors without importing torch."""
+"""EmbedsReader: reads the embeddings that a prompt gives in place of token ids. Reads torch's tensors without importing
+torch."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.core.checked_request import PromptEmbeds
 from outrider.core.fields import shown
 from outrider.core.hidden_params import RequestParams
 from outrider.core.params import SamplingParams
+from outrider.engine.input_reader import InputReader
+from outrider.engine.served_model import ServedModel
+from outrider.features.embeddings.part import PromptEmbeds
+
+
+class EmbedsReader(InputReader):
+    def __init__(self, prompt: Mapping[str, Any], params: RequestParams, model: ServedModel) -> None:
+        embeds, self._positions = prompt.get("prompt_embeds"), prompt.get("prompt_embeds_positions")
+        has_text, has_own_ids = (prompt.get(key) is not None for key in ("prompt", "prompt_token_ids"))
+        if embeds is not None:
+            self._values = read_embeds(embeds, model.limits.hidden_size)
+        if self._positions is not None and (embeds is None or not (has_text or has_own_ids)):
+            raise ValueError("prompt_embeds_positions are those of prompt_embeds among the tokens of 'prompt' or "
+                             "'prompt_token_ids': give these too")
+        self.has_ids = has_own_ids or self._positions is not None
+        if not self.has_ids:
+            refuse_id_readers(params)
+
+    def token_ids(self, own: Callable[[], Sequence[int]]) -> Sequence[int]:
+        return own() if self.has_ids else [0] * len(self._values)
+
+    def make_parts(self, token_ids: Sequence[int]) -> list[PromptEmbeds]:
+        return [place_embeds(self._values, self._positions, len(token_ids))]
 
 
 def read_embeds(given: Any, hidden_size: int) -> NDArray[np.floating]:

@@ -1,0 +1,28 @@
+"""InputReader: how a feature reads what a prompt gives beside text and token ids. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from outrider.core.hidden_params import RequestParams
+from outrider.core.input_part import InputPart
+from outrider.engine.served_model import ServedModel
+
+
+class InputReader:
+    """Reads one prompt that has a key of the feature (`FeatureEntry.prompt_keys`). Every method may raise a ValueError
+    that says what to change."""
+
+    has_ids = True  # False: the prompt has no token ids; zeros hold the places of its inputs
+
+    def __init__(self, prompt: Mapping[str, Any], params: RequestParams, model: ServedModel) -> None:
+        """The types of the prompt's values have been checked."""
+
+    def token_ids(self, own: Callable[[], Sequence[int]]) -> Sequence[int]:
+        """The token ids of the prompt. own: finds those that the prompt gives, or tokenizes its text."""
+        return own()
+
+    def make_parts(self, token_ids: Sequence[int]) -> Sequence[InputPart]:
+        """What the prompt gives in addition to these token ids, which have been checked."""
+        raise NotImplementedError

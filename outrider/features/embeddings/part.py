@@ -1,0 +1,41 @@
+"""PromptEmbeds: the embeddings that a request gives in place of token ids. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core.input_part import InputPart, InputVectors
+from outrider.core.uncaptured import Uncaptured
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptEmbeds(InputPart):
+    """Embeddings in place of a prompt's token ids at some positions, as the model's own embedding would return them."""
+
+    values: NDArray[np.floating]  # [embeddings, hidden size], float32 or float64
+    positions: NDArray[np.int64]  # [embeddings], rising
+    digest: str  # of the bytes of both
+
+    @property
+    def cache_key(self) -> str:
+        """Requests with embeddings share pages if all their embeddings are equal, and share no page with a request that
+        has only token ids."""
+        return f"embeds={self.digest}"
+
+    def vectors(self, start: int, end: int) -> InputVectors | None:
+        own = self._within(start, end)
+        return InputVectors(self.positions[own], self.values[own]) if own.start < own.stop else None
+
+    def why_uncaptured(self, start: int, end: int) -> Uncaptured | None:
+        """Steps are not captured while they compute an embedding, or the token before one: a drafter reads the
+        embedding with that token."""
+        own = self._within(start, end + 1)
+        return Uncaptured.PROMPT_EMBEDS if own.start < own.stop else None
+
+    def _within(self, start: int, end: int) -> slice:
+        """The embeddings at positions [start, end)."""
+        first, last = self.positions.searchsorted((start, end)).tolist()
+        return slice(first, last)

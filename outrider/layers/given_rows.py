@@ -1,0 +1,35 @@
+"""GivenRows: inputs of a step that are given as vectors and not looked up by token ids."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from outrider.core.input_part import InputVectors
+from outrider.kernels.buffers import send, to_device
+
+
+@dataclass(frozen=True)
+class GivenRows:
+    """Vectors that replace the embeddings of some token rows. `values` have the model's scale and dtype, as if the
+    embedding had returned them."""
+
+    token_rows: torch.Tensor  # [n] int64
+    values: torch.Tensor  # [n, hidden]
+
+    @classmethod
+    def try_build(cls, found: Sequence[tuple[InputVectors, int]], device: torch.device) -> GivenRows | None:
+        """Join vectors of several prompts; None if there are none. Each comes with the distance from the positions of
+        its prompt to token rows."""
+        if not found:
+            return None
+        token_rows = [row for vectors, distance in found for row in (vectors.positions + distance).tolist()]
+        values = torch.from_numpy(np.concatenate([vectors.values for vectors, _ in found]))
+        return cls(to_device(token_rows, torch.int64, device), send(values, device))
+
+    def put_into(self, embedded: torch.Tensor) -> torch.Tensor:
+        """Replace some of a step's embeddings [tokens, hidden] by these."""
+        return embedded.index_copy(0, self.token_rows, self.values.to(embedded.dtype))
