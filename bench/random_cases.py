@@ -181,7 +181,7 @@ def draw_params(random: Random, vocab: int) -> SamplingParams:
         fields |= {"temperature": random.choice([0.3, 0.8, 1.0, 2.0]), "seed": random.randrange(1 << 40),
                    "n": random.choice([1, 1, 1, 2, 3])}
         rare |= {"top_k": random.choice([1, 5, 50]), "top_p": random.choice([0.5, 0.9]), "min_p": 0.05}
-    fields |= {name: value for name, value in rare.items() if random.random() < 0.06}
+    fields |= {name: value for name, value in rare.items() if random.random() < 0.04}
     if "structured_outputs" in fields:
         for name in ("allowed_token_ids", "logit_bias", "bad_words"):
             fields.pop(name, None)

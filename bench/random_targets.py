@@ -31,6 +31,7 @@ from tests.models import gemma4, oracle
 from tests.models.bridged import BRIDGED, make_bridged, model_class_of
 from tests.models.prediction_modules import add_modules, has_modules
 from tests.models.quantized_files import FORMS as WEIGHT_FORMS
+from tests.models.quantized_files import GROUP
 from tests.ranks import families as own
 
 METHODS = ("ngram", "suffix", "draft_model", "eagle", "eagle3", "block")
@@ -156,13 +157,14 @@ def store_in_form(target: Target, form: str) -> None:
     target.form = form
     if form in ("fp8", "int4"):
         return
-    tensors, coded = {}, WEIGHT_FORMS[form]
-    for name, tensor in load_file(target.folder / "model.safetensors").items():
-        if "_proj." in name and tensor.ndim == 2:
-            parts, _ = coded.write(tensor)
-            tensors |= {name.removesuffix(".weight") + end: part.clone() for end, part in parts.items()}
-        else:
-            tensors[name] = tensor
+    tensors, coded = load_file(target.folder / "model.safetensors"), WEIGHT_FORMS[form]
+    matrices = [name for name, tensor in tensors.items() if "_proj." in name and tensor.ndim == 2]
+    if any(tensors[name].shape[1] % GROUP for name in matrices):  # no group of weights divides the inputs
+        target.form = "fp8"
+        return
+    for name in matrices:
+        parts, _ = coded.write(tensors.pop(name))
+        tensors |= {name.removesuffix(".weight") + end: part.clone() for end, part in parts.items()}
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target.folder / "model.safetensors",
               {"format": "pt"})
     config = json.loads((target.folder / "config.json").read_text())
