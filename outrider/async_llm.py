@@ -11,13 +11,13 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from itertools import count
 from threading import Event
-from typing import Any, Never, cast
+from typing import TYPE_CHECKING, Any, Never, cast
 
 from outrider.adapter_loading import load, need_adapters, with_adapter
 from outrider.compat.misplaced_arguments import refuse_misplaced, refuse_sampling_field
 from outrider.core import Output, RequestParams, empty_output
 from outrider.core.checked_request import CheckedRequest
-from outrider.core.fields import Text, check_value, shown
+from outrider.core.fields import Text, check_value
 from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import OutputIncrement, RequestOutput
 from outrider.core.params import SamplingParams, need_sampling_params
@@ -32,10 +32,14 @@ from outrider.front import Front
 from outrider.lora_request import LoadedAdapter, LoRARequest, one_for_each
 from outrider.pooling_outputs import PoolingRequestOutput
 from outrider.pooling_params import PoolingParams
-from outrider.runner.commands import SleepReport, UpdateReport, WakeReport, WeightsChecksum, WeightsIncomplete
+from outrider.runner.commands import SleepReport, UpdateReport, WakeReport, WeightsIncomplete
+
+if TYPE_CHECKING:
+    from outrider.runner.commands import WeightsChecksum
 
 __all__ = ["LONG_TEXT", "AsyncLLM", "EngineError", "ParamsError", "RequestError", "WeightsIncomplete"]
 
+PAUSE_SECONDS = 0.01  # between two looks at requests that must end before a pause
 LONG_TEXT = 20_000  # characters from which tokenizing leaves the event loop
 
 
@@ -128,8 +132,7 @@ class AsyncLLM(Front):
                 return await asyncio.wrap_future(checks.grammars.start_check(check, client))
             finally:
                 is_gone.set()  # nobody waits for a check that is cancelled
-        has_receipt = isinstance(params, SamplingParams) and params.receipt  # the first one hashes the model's files
-        return await asyncio.to_thread(check) if has_receipt or _take_long(prompts) else check()
+        return await asyncio.to_thread(check) if _take_long(prompts) else check()
 
     async def increments(self, request: CheckedRequest,
                          request_id: str | None = None) -> AsyncGenerator[list[OutputIncrement], None]:
@@ -158,6 +161,8 @@ class AsyncLLM(Front):
     @asynccontextmanager
     async def _opened(self, stream: Stream, request: CheckedRequest) -> AsyncGenerator[None, None]:
         """Run the stream's request while the block runs; a request that has not ended by then is aborted."""
+        while self.engine.pause.is_coming:
+            await asyncio.sleep(PAUSE_SECONDS)
         async with self.holding_adapter(request) as kept:
             self._owner.open(stream, kept)
         try:
@@ -223,16 +228,19 @@ class AsyncLLM(Front):
             reset_running_requests=reset_running_requests)))
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Run no step until `resume_generation`; requests that arrive meanwhile wait. `mode`: "keep" freezes running
-        requests, "abort" ends them. `clear_cache`: forget cached pages of requests that have ended."""
-        if mode not in ("keep", "abort"):
-            raise ValueError(f"pause_generation: mode must be 'keep' or 'abort', got {shown(mode)}; to wait for "
-                             "running requests, read them to their ends first")
-        await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.pause(aborts=mode == "abort")))
-        if clear_cache and mode == "abort":
-            await self.reset_prefix_cache()
+        """Run no step until `resume_generation`; requests that arrive meanwhile wait. See `LLM.pause_generation`."""
+        maintenance = self._maintenance
+        if mode == "wait":
+            await asyncio.wrap_future(self._owner.call(maintenance.pause_when_done))
+            try:
+                while not await asyncio.wrap_future(self._owner.call(maintenance.is_done)):
+                    await asyncio.sleep(PAUSE_SECONDS)
+            except BaseException:
+                self._owner.call(maintenance.resume)
+                raise
+        await asyncio.wrap_future(self._owner.call(lambda: maintenance.pause(mode, clears_cache=clear_cache)))
         # Until readers have got what the last steps added.
-        while self._maintenance.is_paused and await asyncio.wrap_future(self._owner.call(lambda: self.engine.has_work)):
+        while maintenance.is_paused and await asyncio.wrap_future(self._owner.call(lambda: self.engine.has_work)):
             pass
 
     async def resume_generation(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from outrider import compat
@@ -11,7 +12,6 @@ from outrider.compat.engine_args import config_for
 from outrider.config import EngineConfig
 from outrider.core.lazy_exports import LateModule
 from outrider.engine.engine import Engine
-from outrider.engine.maintenance import Maintenance
 from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
 from outrider.pooling_outputs import PoolingRequestOutput
@@ -20,8 +20,11 @@ if TYPE_CHECKING:
     from outrider.compat import vllm_config as vllm_configs
     from outrider.compat.engine_args import EngineArgs
     from outrider.compat.vllm_config import ModelConfig, VllmConfig
+    from outrider.engine import maintenance
+    from outrider.engine.maintenance import Maintenance
     from outrider.features.pooling import tensors as pooled_tensors
 else:
+    maintenance = LateModule("outrider.engine.maintenance")
     pooled_tensors = LateModule("outrider.features.pooling.tensors")  # with torch, which the engine has imported
     vllm_configs = LateModule("outrider.compat.vllm_config")
 
@@ -48,7 +51,11 @@ class Front:
         return self
 
     def _start(self, engine: Engine) -> None:
-        self.engine, self._maintenance = engine, Maintenance(engine)
+        self.engine = engine
+
+    @cached_property
+    def _maintenance(self) -> Maintenance:
+        return maintenance.Maintenance(self.engine)
 
     @property
     def weights_version(self) -> int:

@@ -31,7 +31,7 @@ from outrider.pooling_outputs import (
     raise_failed,
 )
 from outrider.pooling_params import TASKS, PoolingParams
-from outrider.runner.commands import SleepReport, UpdateReport, WakeReport, WeightsChecksum
+from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
 
 if TYPE_CHECKING:
     from outrider import adapter_loading, llm_engine
@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from outrider.engine.named_weights import Weights
     from outrider.llm_engine import LLMEngine
     from outrider.lora_request import AdapterChoice, LoRARequest
+    from outrider.runner.commands import WeightsChecksum
 else:
     adapter_loading = LateModule("outrider.adapter_loading")
     beams = LateModule("outrider.beam_search")
@@ -285,6 +286,27 @@ class LLM(Front):
         """End the update that `start_weight_update` began. If weights are missing, raises WeightsIncomplete with their
         names."""
         return self._loop.run(self._maintenance.finish_weight_update)
+
+    def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Run no step until `resume_generation`; requests that arrive meanwhile wait. `mode`: "abort" ends running
+        requests with what they have, "wait" runs them to their ends first, and "keep" stops them where they are. If
+        weights change meanwhile, kept requests are computed again under the new weights, or with `clear_cache=False`
+        go on with what they have computed. `clear_cache` also forgets cached pages of requests that have ended."""
+        if mode == "wait":
+            self._loop.run(self._maintenance.pause_when_done)
+            try:
+                self._loop.step_until(self._maintenance.is_done)
+            except BaseException:
+                self._loop.run(self._maintenance.resume)
+                raise
+        self._loop.run(lambda: self._maintenance.pause(mode, clears_cache=clear_cache))
+
+    def resume_generation(self) -> None:
+        """Go on after `pause_generation`."""
+        self._loop.run(self._maintenance.resume)
+
+    def is_paused(self) -> bool:
+        return self._maintenance.is_paused
 
     def weights_checksum(self) -> WeightsChecksum:
         """The SHA-256 of each weight under its name in the checkpoint, and of all together. Equal bits have equal

@@ -32,6 +32,7 @@ class RequestPages:
     first: list[int]  # per group, first column held
     published: list[int]  # per group, columns published
     promised: int  # tokens up to which full pages are published, promised or another request's
+    is_mixed: bool = False  # the weights have changed since the first page: none of the pages is for others
     is_sharer: bool = False  # began from pages that another request held, for hundreds of tokens
 
 
@@ -180,6 +181,7 @@ class CacheManager:
         """Returns pages for the checkpoints that a step may write, in the order of its requests. Called last before
         the batch is made, so that running requests have their pages and checkpoints get the rest."""
         grant = self.checkpoints.grant
+        progress = {each: own for each, own in progress.items() if not self._requests[each].is_mixed}
         writes = [write for request_id, own in progress.items() for write in grant(step, request_id, own)]
         for request_id, own in progress.items() if writes else ():
             digest_at, promised = self.lookup.digest_at(request_id, ()), self._requests[request_id].promised
@@ -192,6 +194,8 @@ class CacheManager:
         """Promise the pages that a batch's part of a request fills with known tokens, of which `end` are computed
         then."""
         pages = self._requests[request_id]
+        if pages.is_mixed:
+            return
         if not self.enable_prefix_caching or end // self._smallest_page == pages.promised // self._smallest_page:
             return
         for group in self.groups:
@@ -217,7 +221,7 @@ class CacheManager:
         """Publish pages that are full by the settled length and drop pages that no query can see. Returns the settled
         length at which the next call has something to do."""
         pages = self._requests[request_id]
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and not pages.is_mixed:
             for group in self.groups:
                 self._publish(request_id, pages, group, settled.at_least, token_ids)
         for group in self._dropping:
@@ -258,9 +262,12 @@ class CacheManager:
         assert emptied, "a page is known by its content, and nothing should hold one"
 
     def use_weights(self, version: int) -> None:
-        """Know pages by this version of the weights from now on, so that none of an older version can be found. No
-        request has a row."""
-        assert not self._requests
+        """Know pages by this version of the weights from now on, so that none of an older version can be found. No step
+        is in flight. Running requests go on with the pages that they hold, and publish none any more."""
+        self.checkpoints.drop_open()
+        self.pool.forget_all()
+        for pages in self._requests.values():
+            pages.is_mixed = True
         self.lookup.use_weights(version)
 
     def forget_cached(self) -> bool:
@@ -270,7 +277,7 @@ class CacheManager:
     def retire(self, request_id: int, token_ids: Sequence[int], settled: Settled, folded: int, *,
                is_exact: bool) -> None:
         """Publish the checkpoints that other requests can begin from. Called before `free`."""
-        if self.takes_checkpoints:
+        if self.takes_checkpoints and not self._requests[request_id].is_mixed:
             digest_at = self.lookup.digest_at(request_id, token_ids)
             self.checkpoints.retire(request_id, digest_at, len(token_ids), settled.at_least, folded, is_exact=is_exact)
 

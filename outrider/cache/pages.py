@@ -117,6 +117,13 @@ class PagePool:
             self.events.remove_pages(forgotten, is_empty=not self._page_of)
         return not self._page_of
 
+    def forget_all(self) -> None:
+        """Forget the content of every page. Requests keep the pages that they hold."""
+        if self._page_of:
+            for page in [page for page in self._page_of.values() if self._holders[page]]:
+                self._forget(page)
+            self.forget_cached()
+
     def take_changes(self) -> PageChanges:
         """Returns the changes of bytes since the last call, which the device makes before the next step."""
         changes, self._changes = self._changes, PageChanges()

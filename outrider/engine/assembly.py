@@ -55,7 +55,7 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
                               features=features)
 
     model = ServedModel(config.model, info.limits, info.eos_ids, tokenizer, info.classes, info.takes_spans,
-                        info.device_name, config)
+                        info.device_name)
     line = WorkerLine(worker)
     keepers = [grammars, *(feature.make_keeper(info, line.order) for feature in features)]
     requests = LiveRequests(model, RequestKeepers([keeper for keeper in keepers if keeper is not None]), config.seed)

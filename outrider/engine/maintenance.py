@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.core.fields import shown
 from outrider.core.lazy_exports import LateModule
-from outrider.core.weights_checksum import WeightsChecksum
 from outrider.engine.engine import Engine
-from outrider.engine.pause import Pause
+from outrider.engine.pause import Pause, PauseMode
 from outrider.runner.commands import (
     PARTS,
     WEIGHTS,
@@ -37,6 +36,7 @@ from outrider.runner.commands import (
 from outrider.runner.interface import WorkerDied
 
 if TYPE_CHECKING:
+    from outrider.core.weights_checksum import WeightsChecksum
     from outrider.engine import named_weights
     from outrider.runner import profiling
 else:
@@ -74,6 +74,8 @@ class Maintenance:
         self._asleep: frozenset[str] = frozenset()  # parts of the worker's memory
         self._are_dropped = False  # the weights are asleep at level 2
         self._is_paused = False  # by `pause`
+        self._will_pause = False  # when no request is left
+        self._keeps_pages = False  # running requests keep their rows while weights change
         self._lacks_weights = ""  # why, if an update has failed half-way
         self._stream: _Stream | None = None  # an update whose tensors come one by one
         self._loads: weakref.WeakSet[_Load] = weakref.WeakSet()  # an interrupt may cut off their ends
@@ -139,7 +141,7 @@ class Maintenance:
         with suppress(WeightsIncomplete):  # the weights of this update may be all
             self._end_stream()
         before = self._lacks_weights
-        self._engine.rest()
+        self._rest()
         self._lacks_weights = UPDATING
         self._pause()
         try:
@@ -161,7 +163,7 @@ class Maintenance:
         if self._stream is not None and self._stream.is_session:
             raise ValueError("an update of weights has begun already: finish_weight_update() ends it")
         self._end_stream()
-        self._engine.rest()
+        self._rest()
         self._open_stream(is_session=True)
 
     def load_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]],
@@ -184,7 +186,7 @@ class Maintenance:
         """Replace one weight. The update ends with `finish_weight_update`, or if none has been started, before whatever
         comes next. If the weight does not fit and is the first, nothing has changed."""
         if self._stream is None:
-            self._engine.rest()
+            self._rest()
             self._open_stream(is_session=False)
         stream = self._stream
         assert stream is not None
@@ -284,17 +286,41 @@ class Maintenance:
     def is_paused(self) -> bool:
         return self._is_paused
 
-    def pause(self, *, aborts: bool) -> None:
-        """Run no step until `resume`. Running requests keep their pages, or are aborted."""
-        self._engine.settle()
-        self._is_paused = True
+    def pause_when_done(self) -> None:
+        """Begin to wait for the ends of all requests. Until `pause` nobody adds one."""
+        if self._engine.pause.is_on:
+            raise ValueError(f"pause_generation: with mode='wait' requests must run, but {self._engine.pause.reason}")
+        self._will_pause = True
         self._pause()
-        if aborts:
+
+    def is_done(self) -> bool:
+        """Whether all requests have ended since `pause_when_done`."""
+        if self._engine.pause.is_on:
+            raise ValueError(f"pause_generation: requests run no longer: {self._engine.pause.reason}")
+        return not self._engine.has_requests
+
+    def pause(self, mode: str, *, clears_cache: bool) -> None:
+        """Run no step until `resume`. clears_cache: forget the cached pages of requests that have ended."""
+        running = PauseMode.from_names(mode, clears_cache)
+        self._engine.settle()
+        self._is_paused, self._will_pause = True, False
+        self._keeps_pages = running is PauseMode.IN_PLACE
+        self._pause()
+        if running is PauseMode.ABORT:
             self._engine.abort_all()
+        if clears_cache:
+            self._engine.forget_cached()
 
     def resume(self) -> None:
-        self._is_paused = False
+        self._is_paused = self._will_pause = self._keeps_pages = False
         self._pause()
+
+    def _rest(self) -> None:
+        """Called before weights change. By default no request keeps its row."""
+        if self._keeps_pages:
+            self._engine.settle()
+        else:
+            self._engine.rest()
 
     def start_profile(self, prefix: str | None = None) -> None:
         self._engine.command(profiling.StartProfile(prefix))
@@ -307,4 +333,4 @@ class Maintenance:
         asked = PAUSED if self._is_paused else ""
         sleep_level = (2 if self._are_dropped else 1) if self._asleep else 0
         self._engine.pause = Pause(self._lacks_weights or (ASLEEP if self._asleep else asked), sleep_level,
-                                   self._admit_requests if self._refuses else None)
+                                   self._admit_requests if self._refuses else None, self._will_pause)

@@ -1,9 +1,33 @@
-"""Pause: why an engine runs no steps for now. `engine.maintenance` sets it."""
+"""Pause: why an engine runs no steps for now, and what becomes of running requests. `engine.maintenance` sets it."""
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from outrider.core.fields import shown
+
+
+class PauseMode(enum.Enum):
+    """What `pause_generation` does with the requests that run."""
+
+    ABORT = "they end with the tokens that they have"
+    WAIT = "they run to their ends first"
+    RECOMPUTE = "they stay; after an update of weights their tokens are computed again"
+    IN_PLACE = "they stay, and go on with their pages and states after an update of weights too"
+
+    @classmethod
+    def from_names(cls, mode: str, clear_cache: bool) -> PauseMode:
+        """The mode by the names that vLLM has for it."""
+        match mode:
+            case "abort":
+                return cls.ABORT
+            case "wait":
+                return cls.WAIT
+            case "keep":
+                return cls.RECOMPUTE if clear_cache else cls.IN_PLACE
+        raise ValueError(f"mode must be 'abort', 'wait' or 'keep', got {shown(mode)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,6 +35,7 @@ class Pause:
     reason: str = ""  # for those who wait; empty while steps run
     sleep_level: int = 0  # 0 while awake
     before_requests: Callable[[], None] | None = None  # ends the pause, or refuses the requests that are added
+    is_coming: bool = False  # steps run until no request is left; who adds a request waits until then
 
     def admit_requests(self) -> None:
         """Called before requests are added."""

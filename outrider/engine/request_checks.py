@@ -139,8 +139,6 @@ class RequestChecks:
         params = self._with_bad_word_ids(params)
         check_token_ids(params, self.model.eos_ids, limits)
         self._check_by_features(params)
-        if params.receipt:
-            self.model.receipts.check(params)
         return params
 
     def _check_by_features(self, params: SamplingParams) -> None:

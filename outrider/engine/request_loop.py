@@ -77,6 +77,8 @@ class RequestLoop:
 
     def add(self, caller: Caller, requests: Sequence[CheckedRequest]) -> list[str]:
         """Ids of the requests. One that the engine refuses raises ValueError before any is started."""
+        while self._engine.pause.is_coming:
+            time.sleep(PAUSE_SECONDS)
         with self._lock:
             self._is_at_work = True
             ids = self._add(caller, requests)
@@ -147,6 +149,18 @@ class RequestLoop:
                        if request_id in caller.left]
             self._is_at_work = False
         return changed
+
+    def step_until(self, is_done: Callable[[], bool]) -> None:
+        """Make steps, whose outputs are kept for their callers. Between two steps others may use the engine."""
+        while True:
+            with self._lock:
+                self._is_at_work = True
+                ends = is_done()
+                if not ends:
+                    self._step()
+                self._is_at_work = False
+            if ends:
+                return
 
     def run(self, action: Callable[[], Made]) -> Made:
         """Do something with the engine between two steps. It may raise an error, but must leave the engine in a state

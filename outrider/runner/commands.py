@@ -26,11 +26,12 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from outrider.core.weights_checksum import WeightsChecksum as WeightsChecksum
+if TYPE_CHECKING:
+    from outrider.core.weights_checksum import WeightsChecksum as WeightsChecksum
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
 PARTS = (WEIGHTS, KV_CACHE)  # parts of a worker's memory that sleep and wake by themselves
@@ -194,7 +195,7 @@ class FinishStream(Command[UpdateReport]):
 
 
 @dataclass(frozen=True)
-class ChecksumWeights(Command[WeightsChecksum]):
+class ChecksumWeights(Command["WeightsChecksum"]):
     """Compute the checksums of all weights, without changing the weights."""
 
     def carry_out(self, worker: Any) -> WeightsChecksum:

@@ -20,7 +20,6 @@ import torch
 from outrider import drafters
 from outrider.config import AUTO_METHOD, METHODS, EngineConfig
 from outrider.core.lazy_exports import LateModule
-from outrider.core.weights_checksum import WeightsChecksum
 from outrider.layers import LayeredModule, Linear, find_modules
 from outrider.layers.fuse import restore_order
 from outrider.models.head import DraftHead
@@ -47,6 +46,7 @@ from outrider.runner.storages import FreedMemory, collect_replaced, find_storage
 from outrider.runner.target import fill_target
 
 if TYPE_CHECKING:
+    from outrider.core.weights_checksum import WeightsChecksum
     from outrider.runner import weight_digests, weight_update
     from outrider.runner.graphs.cuda_runner import CudaRunner
 else:
@@ -283,6 +283,8 @@ class Residence:
 
     def _begin_update(self) -> None:
         """Called before the first weight changes."""
+        if self.can_run:  # requests may keep their rows, with drafts that the old weights have accepted
+            self._step.recurrent.fold_pending()
         self._was_incomplete, self._are_incomplete, self._are_unread = self._are_incomplete, True, False
         self._drop_captures()
         self._release()

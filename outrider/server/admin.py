@@ -15,7 +15,7 @@ from fastapi.responses import PlainTextResponse
 from pydantic import Field
 
 from outrider.core.fields import shown
-from outrider.server.body_errors import check_query
+from outrider.server.body_errors import check_query, truth
 from outrider.server.errors import ApiError
 from outrider.server.protocol import Body
 from outrider.server.service import Service
@@ -25,7 +25,6 @@ from outrider.server.work import carried_out
 LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 PATHS = ("/sleep", "/wake_up", "/is_sleeping", "/reset_prefix_cache", LOAD_ADAPTER, UNLOAD_ADAPTER, *TRAINER_PATHS)
 NEEDS_FLAG = "it changes the server for all clients, and is there on a server that was started with --admin"
-TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 
 
 class UnloadAdapterRequest(Body):
@@ -78,10 +77,7 @@ def admin_routes(service: Service) -> APIRouter:
         """Forget cached pages. Pages of running requests stay, unless `reset_running_requests` preempts the requests.
         `success` says whether all pages are forgotten."""
         check_query(request.query_params, ("reset_running_requests",))
-        preempts = TRUTHS.get(reset_running_requests.lower())
-        if preempts is None:
-            raise ApiError(400, f"reset_running_requests must be true or false, got {shown(reset_running_requests)}",
-                           param="reset_running_requests")
+        preempts = truth("reset_running_requests", reset_running_requests)
         return {"success": await carried_out(service.host.llm.reset_prefix_cache(preempts))}
 
     @routes.post(LOAD_ADAPTER)

@@ -11,6 +11,7 @@ from outrider.server.errors import ApiError
 Problem = Mapping[str, Any]  # as pydantic tells it
 FIRST = ("refused", "extra_forbidden")  # kinds of problems that say more than others, which often follow from them
 MAX_NAME = 100  # characters of a name that an error repeats
+TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 MAX_PROBLEMS = 1000  # problems that are looked at: a long list may have one for each of its items
 
 
@@ -45,6 +46,14 @@ def check_query(given: Iterable[str], known: Sequence[str]) -> None:
         if name not in known:
             raise ApiError(400, f"there is no parameter {shown(name)}{did_you_mean(name, known)}",
                            param=name[:MAX_NAME])
+
+
+def truth(name: str, given: str) -> bool:
+    """The value of a parameter of a query that is true or false."""
+    value = TRUTHS.get(given.lower())
+    if value is None:
+        raise ApiError(400, f"{name} must be true or false, got {shown(given)}", param=name)
+    return value
 
 
 def _place(problem: Problem, body: Any) -> list[str]:

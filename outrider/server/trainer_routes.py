@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
 from outrider.core.weights_checksum import WeightsChecksum
+from outrider.server.body_errors import check_query, truth
 from outrider.server.errors import ApiError
 from outrider.server.protocol import Body
 from outrider.server.service import Service
 from outrider.server.work import carried_out
 
-TRAINER_PATHS = ("/weight_checker", "/weights_checker")
+TRAINER_PATHS = ("/pause", "/resume", "/is_paused", "/weight_checker", "/weights_checker")
 
 
 class WeightCheckerRequest(Body):
@@ -50,6 +51,26 @@ class WeightChecker:
 
 def trainer_routes(service: Service) -> APIRouter:
     routes, checker = APIRouter(), WeightChecker()
+
+    @routes.post("/pause")
+    async def pause(request: Request, mode: Annotated[str, Query()] = "abort",
+                    clear_cache: Annotated[str, Query()] = "true") -> dict[str, str]:
+        """Run no step until /resume. Running requests end (`abort`), run to their ends first (`wait`), or stay (`keep`)
+        and are computed again after an update of weights, unless `clear_cache` is false."""
+        check_query(request.query_params, ("mode", "clear_cache"))
+        clears = truth("clear_cache", clear_cache)
+        await carried_out(service.host.llm.pause_generation(mode=mode, clear_cache=clears))
+        return {"status": "paused"}
+
+    @routes.post("/resume")
+    async def resume() -> dict[str, str]:
+        """Go on after /pause."""
+        await carried_out(service.host.llm.resume_generation())
+        return {"status": "resumed"}
+
+    @routes.get("/is_paused")
+    async def is_paused() -> dict[str, bool]:
+        return {"is_paused": await service.host.llm.is_paused()}
 
     @routes.post("/weight_checker")
     @routes.post("/weights_checker", include_in_schema=False)  # SGLang's name

@@ -150,7 +150,7 @@ async def carried_out(action: Awaitable[Made]) -> Made:
     try:
         return await action
     except ValueError as error:
-        raise bad_value(error, ("level", "tags")) from None
+        raise bad_value(error, ("level", "tags", "mode")) from None
     except Exception as error:
         raise api_error(error) from error
 

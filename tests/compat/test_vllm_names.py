@@ -96,11 +96,12 @@ RUNS = {
         engine.add_request("a", "Hello", params)
         while not engine.step():
             pass
-        llm._loop.run(lambda: llm._maintenance.pause(aborts=False))
+        llm.pause_generation("keep")
         while engine.step():  # what the steps in flight added
             pass
         assert engine.step() == [] and engine.has_unfinished_requests() and not llm.engine.has_work
-        llm._loop.run(llm._maintenance.resume)
+        assert llm.is_paused()
+        llm.resume_generation()
         while engine.has_unfinished_requests():
             outputs = engine.step()
         assert outputs[0].outputs[0] == whole
@@ -318,10 +319,18 @@ async def main():
         assert (await waiting).outputs[0].finish_reason == "abort"
         await llm.resume_generation()
         assert (await read()).outputs[0] == whole and not await llm.is_paused()
+        running = await begin()
+        await llm.pause_generation(mode="wait")
+        assert (await running).outputs[0] == whole
+        waiting = await begin()
+        await llm.resume_generation()
+        assert (await waiting).outputs[0] == whole
         try:
-            await llm.pause_generation(mode="wait")
+            await llm.pause_generation(mode="drain")
         except ValueError as error:
-            assert "mode must be 'keep' or 'abort', got 'wait'" in str(error)
+            assert "mode must be 'abort', 'wait' or 'keep', got 'drain'" in str(error)
+        else:
+            raise AssertionError("no such mode")
 
 asyncio.run(main())
 """

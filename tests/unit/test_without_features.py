@@ -23,7 +23,6 @@ FOLDERS = {  # of FEATURES, by their names
     "drafter that learns": "learning",
     "pooling": "pooling",
     "prompt embeddings": "embeddings",
-    "receipts": "receipts",
 }
 SETTINGS: dict[str, dict[str, Any]] = {  # that ask for a feature
     "adapters": {"enable_lora": True},
@@ -33,7 +32,6 @@ SETTINGS: dict[str, dict[str, Any]] = {  # that ask for a feature
 }
 REQUESTS = {  # that ask for the other features
     "pooling": "llm.encode('The sea is', PoolingParams())",
-    "receipts": "llm.generate('The sea is', SamplingParams(receipt=True))",
     "prompt embeddings": "llm.generate({'prompt_embeds': numpy.zeros((2, 576))})",
 }
 

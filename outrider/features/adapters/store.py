@@ -59,8 +59,7 @@ class AdapterStore(DeltaSource):
         if not load.done():
             return None
         try:
-            held = load.result()
-            return AdapterRead(held.size, digest=held.digest)
+            return AdapterRead(load.result().size)
         except AdapterError as error:
             return AdapterRead(error=str(error))
         except Exception as error:  # no memory, say: nothing but this adapter suffers from it

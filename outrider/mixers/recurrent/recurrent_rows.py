@@ -20,7 +20,7 @@ from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.recurrent import CheckpointTargets, ScanTarget
 from outrider.mixers.batch import BatchView, DecodeQueries, ExactQueries, Queries
 from outrider.mixers.pool import DevicePool
-from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages, state_dtype
+from outrider.mixers.recurrent.checkpoint_pages import CheckpointPages, RecurrentState, state_dtype
 from outrider.mixers.recurrent.recurrent_mixer import (
     LayerRows,
     NoRecurrentStep,
@@ -29,7 +29,7 @@ from outrider.mixers.recurrent.recurrent_mixer import (
     RecurrentStep,
     StepCounts,
 )
-from outrider.mixers.recurrent.torch_backend import TorchRecurrent
+from outrider.mixers.recurrent.torch_backend import TorchRecurrent, Walk
 
 if TYPE_CHECKING:
     from outrider.mixers.recurrent import triton_backend
@@ -92,6 +92,22 @@ class RecurrentRows:
         computed, pending = computed[rows], self.pending[rows]
         self.backend.fold_ended(rows, computed, pending, targets)
         return (targets.boundary > computed - pending) & (targets.boundary <= computed)
+
+    def fold_pending(self) -> None:
+        """Fold the pending drafts of all rows into their states, because the layers' weights are about to change. Done
+        by the torch backend on any device, as it is rare."""
+        rows = self.pending.nonzero()[:, 0]
+        if not (self.layers and len(rows)):
+            return
+        pending = self.pending[rows]
+        for layer, mixer in self.backend.mixers.items():
+            own = self.layers[layer]
+            walk = Walk(mixer, RecurrentState(own.state[rows], own.tail[rows]), pending, None, exact=self.backend.exact)
+            for j in range(own.conv_in.shape[1]):
+                walk.step(own.conv_in[rows, j], tuple(gate[rows, j] for gate in own.gates), j < pending)
+            own.state.index_copy_(0, rows, walk.state)
+            own.tail.index_copy_(0, rows, walk.tail)
+        self.pending.zero_()
 
     def admit(self, admissions: list[Admission]) -> None:
         """Set the states of admitted rows: to zero, or to a checkpoint's."""
