@@ -30,7 +30,7 @@ class Memory(NamedTuple):
 QUICK = Memory(0.9, 2.0, 2.0)
 # A request that stops drafting cannot easily begin again if the drafter misses the text since: some unlucky drafts in a
 # row must not stop it, nor those of the first request the drafts of all others.
-PATIENT = Memory(0.98, 16.0, 32.0)
+PATIENT = Memory(0.98, 16.0, 8.0)
 
 
 @dataclass(slots=True)

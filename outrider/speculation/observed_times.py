@@ -9,14 +9,15 @@ also change for all steps alike, while only one kind is seen.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 READING = -1  # in the place of the most drafts: a drafter proposes some, to read along, and none are checked
-LAST = 15  # steps of a kind that count
-ENOUGH = 5  # below, what was foreseen holds: what is not known yet is to be tried
+LAST = 9  # steps of a kind that count
+ENOUGH = 3  # below, the kind is not known: the median of so many bears one long step, such as the first of a size
+NEAR_SIZES = 2  # doublings of the number of requests over which depths compare alike
 FORGET_AFTER = 4096  # steps without one of a kind, until it is tried again
 STALE_AFTER = 64  # steps without one of a kind, until its times are those of another time
 
@@ -29,6 +30,13 @@ class _Kind:
     found: float | None = None  # their median; None if there are too few
     slowness: float = 1.0  # of the machine, when that was found
     last_seen: int = 0
+
+
+class Estimate(NamedTuple):
+    """The factor on the expected time of a step, and whether steps like it were seen."""
+
+    ratio: float
+    is_sure: bool
 
 
 class _Slowness:
@@ -63,16 +71,44 @@ class ObservedTimes:
         self._num_observed = 0
 
     def ratio(self, num_requests: int, depth: int) -> float:
-        """The factor by which to multiply the expected time of a step. depth: the most drafts of a request. If no step
-        of this depth was seen, the factor is the geometric mean of the nearest depth's factor and the general slowness,
-        so that an untried depth does not look too bad to try."""
-        requests, slowness = num_requests.bit_length(), self._slowness.now
-        known = self._known(requests, depth)
-        if known is not None:
-            return known
-        near = [(abs(other - depth), found) for own, other in self._kinds if own == requests and other > 0
-                and depth > 0 and (found := self._known(own, other)) is not None]
-        return math.sqrt(min(near)[1] * slowness) if near else slowness
+        """The factor by which to multiply the expected time of a step. depth: the most drafts of a request."""
+        return self.estimate(num_requests, depth).ratio
+
+    def estimate(self, num_requests: int, depth: int) -> Estimate:
+        """The factor for a step, from the nearest steps that were seen. Steps of the same size come first: a depth that
+        was not seen takes the ratio of the nearest depth there. How depths compare is taken from other sizes."""
+        size = num_requests.bit_length()
+        own = self._known(size, depth)
+        if own is not None:
+            return Estimate(own, True)
+        others = sorted({other for other, _ in self._kinds}, key=lambda other: abs(other - size))
+        near = self._nearest(size, depth)
+        if near is None:
+            for other in others:
+                if (found := self._known(other, depth)) is not None:
+                    return Estimate(found, abs(other - size) <= NEAR_SIZES)
+            return Estimate(self._slowness.now, False)
+        near_depth, ratio = near
+        if near_depth in (0, READING) and depth in (0, READING):
+            return Estimate(ratio, True)
+        for other in others:
+            there, near_there = self._known(other, depth), self._known(other, near_depth)
+            if there is not None and near_there is not None:
+                return Estimate(ratio * there / near_there, abs(other - size) <= NEAR_SIZES)
+        return Estimate(ratio, False)
+
+    def is_known(self, num_requests: int, depth: int) -> bool:
+        """Whether enough steps of this kind were seen lately."""
+        return self._known(num_requests.bit_length(), depth) is not None
+
+    def is_any_known(self, num_requests: int) -> bool:
+        """Whether enough steps of any depth were seen with about so many requests."""
+        return self._nearest(num_requests.bit_length(), 0) is not None
+
+    @property
+    def slowness(self) -> float:
+        """The factor by which all steps have become slower since the beginning."""
+        return self._slowness.now
 
     def observe(self, num_requests: int, depth: int, rows: int, foreseen: float, seconds: float) -> None:
         """Note the time of a step. rows: the number of token rows of the step."""
@@ -85,6 +121,12 @@ class ObservedTimes:
         kind.last_seen = self._num_observed
         if len(kind.ratios) >= ENOUGH:
             kind.found, kind.slowness = median(kind.ratios), self._slowness.now
+
+    def _nearest(self, size: int, depth: int) -> tuple[int, float] | None:
+        """The known depth nearest to this one, and its ratio."""
+        known = [(abs(max(own, 0) - max(depth, 0)), own, found) for other, own in self._kinds
+                 if other == size and (found := self._known(size, own)) is not None]
+        return min(known)[1:] if known else None
 
     def _known(self, requests: int, depth: int) -> float | None:
         """The ratio that steps of this kind would have now; None if too few were seen, or too long ago."""

@@ -43,7 +43,13 @@ FORESIGHT_DECAY, FORESIGHT_FADE = 0.9995, 0.95  # on what was observed: per requ
 MAX_CHAINS = 256  # chains of drafts that stand for those of the next step, at most ...
 CHAINS_EACH = 4  # ... and for each of its requests
 HELD_STEPS = 4  # steps that a plan with drafts for many requests holds for: planning hundreds takes a millisecond
-MANY, LOOK_EVERY = 32, 4  # of more requests, the time of every so many steps is looked at
+LOOK_STEPS = 4  # that a look at a depth takes: the first may still propose what the others check
+AFTER_LOOK = 4  # steps until all times of a look are known
+MOST_LOOKS, NEW_LOOKS = 24.0, 1 / 64  # steps that looks may take at once, and that every step adds
+HOPE = 1.25  # factor by which a depth whose times are not known may be better than it seems
+FIRST_GAIN = 0.85  # least gain before the first drafts are checked: a drafter that rests can learn nothing
+REST_AFTER = 512  # steps with drafts until the drafter may rest to learn what steps without it take ...
+MUCH_SLOWER = 2.0  # ... if those with it take so many times as long as foreseen
 WEIGH_LEVELS_EVERY = 8  # steps: the levels of hundreds of drafts are weighed, which takes as long as a plan
 
 
@@ -66,6 +72,7 @@ class HeldCounts(NamedTuple):
     depth: int  # the most drafts of a request
     last_step: int  # number of the last step that it holds for
     sharing: SharingPlan | None = None
+    is_look: bool = False  # the steps are made to learn how long they take
 
 
 class Foresight:
@@ -117,20 +124,27 @@ class SizedDrafts(LearnedDrafts):
         # The last drafts that were proposed, of all requests: request, levels of its drafts, their number.
         self._chains: deque[tuple[int, int, int]] = deque(maxlen=MAX_CHAINS)
         self._next_learning = self._next_weighing = 0  # numbers of steps
+        self._looks = MOST_LOOKS  # steps that looks may take
+        self._looked: dict[int, int] = {}  # last step of the last look, by depth
+        self._num_awake = 0  # steps with drafts
+        self._has_checked = False  # some drafts
         self._sampling = 0.0  # seconds of a logit row in the mean of the requests planned last
 
     def choose(self, requests: Sequence[DraftedRequest], is_exact: bool) -> DraftPlan:
         self._step += 1
+        self._looks = min(self._looks + NEW_LOOKS, MOST_LOOKS)
+        self._num_awake += self._depth.proposed > 0
         new = self._next_step(requests)
         request_ids = [request.id for request in requests]
         if self._step > self._held.last_step or request_ids != self._held.request_ids:
             self._held = self._plan(requests, request_ids, self._k)
+        self._looks -= self._held.is_look
         counts, most, sharing = self._held.counts, self._held.depth, self._held.sharing
         trying, is_trying = self._trying_ids(requests), self._advance_tries(requests, new, most)
         depth = self._depth.next(max(most, int(is_trying)))
         if depth < most:  # no more was proposed before
-            less_deep = self._plan(requests, request_ids, depth)
-            counts, sharing = less_deep.counts, less_deep.sharing
+            less_deep = self._held if self._held.is_look else self._plan(requests, request_ids, depth, looks=False)
+            counts, sharing = [min(count, depth) for count in less_deep.counts], less_deep.sharing
         elif is_trying and not most:
             counts = [min(depth, int(own in trying)) for own in request_ids]
         elif depth > most:  # for a try: requests that have the most get one more
@@ -154,6 +168,7 @@ class SizedDrafts(LearnedDrafts):
         self._chains.extend([(request.id, request.levels, request.num_proposed) for request, _, _ in settled
                              if request.levels and self._sees(request)])
         self._note_tries(settled)
+        self._has_checked = self._has_checked or any([result.num_drafted for _, result, _ in settled])
         if is_shared:
             expected = [sum(self.chances.gains(request.id, request.checked_levels, result.num_drafted))
                         for request, result, _ in settled]
@@ -172,7 +187,7 @@ class SizedDrafts(LearnedDrafts):
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
         count, depth, wanted = batch.num_requests, max(batch.num_drafts, default=0), batch.drafting.num_wanted
-        if max(batch.num_known, default=0) != 1 or count > MANY and batch.step % LOOK_EVERY:
+        if max(batch.num_known, default=0) != 1:
             return
         if depth and depth != wanted:  # a time of two numbers
             return
@@ -181,9 +196,13 @@ class SizedDrafts(LearnedDrafts):
                     + self._costs.draft(wanted, count))
         self._times.observe(count, READING if wanted and not depth else depth, rows, foreseen, seconds)
 
-    def _plan(self, requests: Sequence[DraftedRequest], request_ids: list[int], most: int) -> HeldCounts:
+    def _plan(self, requests: Sequence[DraftedRequest], request_ids: list[int], most: int, *,
+              looks: bool = True) -> HeldCounts:
+        """Plan with at most `most` drafts for a request. looks: whether the plan may be made to learn a time."""
         choice, rate, gains = self._plan_by_acceptance(requests, request_ids, most,
                                                        learns=self._step >= self._next_learning)
+        if looks and (look := self._look(requests, request_ids, choice.depth, rate)) is not None:
+            return look
         if not choice.depth and self._misses_rests and self._depth.proposed:  # before the drafter rests
             choice, rate, gains = self._plan_by_acceptance(requests, request_ids, most, learns=True)
         shared = self._best_by_levels(requests, most, rate)
@@ -203,6 +222,39 @@ class SizedDrafts(LearnedDrafts):
         self._expected = {request_id: (count, sum(own[:count]))
                           for request_id, count, own in zip(request_ids, counts, gains, strict=True)}
         return HeldCounts(request_ids, counts, choice.depth, self._step + HELD_STEPS - 1)
+
+    def _look(self, requests: Sequence[DraftedRequest], request_ids: list[int], depth: int,
+              rate: float) -> HeldCounts | None:
+        """The counts of some steps by which the time of a depth is learned; None if it is known. A drafter that misses
+        what is written while it rests reads along in a look at steps without drafts."""
+        count, reads = len(requests), 0
+        if not self._depth.proposed or not count or self._looks < 1:
+            return None
+        if depth and self._may_rest(requests, rate):
+            depth = self._num_awake = 0
+        elif not depth:
+            if not self._misses_rests or self._times.estimate(count, 0).is_sure:
+                return None
+            reads = 1
+        elif not _all_decode(requests) or not self._times.is_any_known(count) or not self._is_unsure(count, depth):
+            return None
+        self._expected.clear()
+        self._looked[depth] = last_step = self._step + LOOK_STEPS - 1
+        return HeldCounts(request_ids, [depth] * count, depth or reads, last_step, is_look=True)
+
+    def _is_unsure(self, count: int, depth: int) -> bool:
+        """Whether to learn the time of this depth. A look's own times come late, while more steps are in flight."""
+        return (self._step > self._looked.get(depth, -AFTER_LOOK) + AFTER_LOOK
+                and not self._times.estimate(count, depth).is_sure)
+
+    def _may_rest(self, requests: Sequence[DraftedRequest], best_rate: float) -> bool:
+        """Whether to learn what steps without the drafter take, since they would be best if they took as long as
+        foreseen. A host may be slower with a drafter, whether drafts are checked or not."""
+        count, times = len(requests), self._times
+        if not self._misses_rests or self._num_awake < REST_AFTER or times.is_known(count, 0):
+            return False
+        slowness = times.ratio(count, 0) / times.slowness
+        return slowness > MUCH_SLOWER and self._rate_of(requests)(count, 0, count) * slowness > best_rate
 
     def _plan_by_acceptance(self, requests: Sequence[DraftedRequest], request_ids: list[int], most: int, *,
                             learns: bool) -> tuple[DraftChoice, float, list[list[float]]]:
@@ -240,13 +292,14 @@ class SizedDrafts(LearnedDrafts):
         count = len(requests)
         if not count:
             return DraftChoice(0, 0), 0.0
-        rate, tokens = self._rate_of(requests), float(count)
-        best, best_rate = DraftChoice(0, 0), rate(tokens, 0, count) * self._least_gain
+        rate, tokens, hopes = self._rate_of(requests), float(count), self._hopes(requests)
+        best, best_rate = DraftChoice(0, 0), rate(tokens, 0, count) * hopes[0] * self._least_gain
         for depth, column in enumerate(islice(zip_longest(*gains, fillvalue=0.0), most), start=1):
             tokens += sum(column)
-            own_rate = rate(tokens, depth, count * (1 + depth))
+            own_rate = rate(tokens, depth, count * (1 + depth)) * hopes[depth]
             if own_rate > best_rate:
                 best, best_rate = DraftChoice(depth, depth * count), own_rate
+        best_rate /= hopes[best.depth]
         if count <= FEW or self.acceptance.are_alike:
             return best, best_rate
         padded = np.array([own + [0.0] * (self._k - len(own)) for own in gains])
@@ -255,6 +308,23 @@ class SizedDrafts(LearnedDrafts):
         least_gain = KEEP_SHARING if is_unequal else SHARE_GAIN
         shared = self._best_shared(rate, padded, self._foresight.share, most, count, best_rate, least_gain)
         return shared or (best, best_rate)
+
+    def _hopes(self, requests: Sequence[DraftedRequest]) -> list[float]:
+        """A factor on the rate of each depth: above 1 if its times are to be learned in the next steps. Steps with
+        prompts teach nothing about times."""
+        count = len(requests)
+        if self._looks < 1 or not _all_decode(requests) or not self._times.is_any_known(count):
+            return [1.0] * (1 + self._k)
+        hopes = [HOPE if self._is_unsure(count, depth) else 1.0 for depth in range(1 + self._k)]
+        if not self._depth.proposed:
+            hopes[0] = 1.0
+        elif hopes[0] > 1:  # drafts alone may take longer than foreseen
+            hopes[0] = max(HOPE, self._times.ratio(count, 0) / self._times.slowness)
+        return hopes
+
+    @property
+    def _least_gain(self) -> float:
+        return FIRST_GAIN if self._misses_rests and not self._has_checked else super()._least_gain
 
     def _best_shared(self, rate: RateOf, gains: Floats, share: float, most: int, count: int,
                      best_rate: float, least_gain: float) -> tuple[DraftChoice, float] | None:
@@ -320,6 +390,10 @@ class SizedDrafts(LearnedDrafts):
             counts[least_likely] -= 1
             counts[index] = 1
         return counts
+
+
+def _all_decode(requests: Sequence[DraftedRequest]) -> bool:
+    return all([request.yields_tokens for request in requests])
 
 
 def extended(waiting: Floats, num_waiting: NDArray[np.int64], usual: Floats) -> Floats:

@@ -66,9 +66,26 @@ def test_a_few_long_steps_change_nothing() -> None:
     times, chance = ObservedTimes(), random.Random(0)
     for _ in range(100):
         times.observe(4, 2, 9, 1.0, 50.0 if chance.random() < 0.2 else 1.5)
-    assert times.ratio(4, 2) == times.ratio(7, 2) == 1.5 and times.ratio(8, 2) == 1.0
-    assert times.ratio(4, 3) == 1.5**0.5, "half of what is known of the nearest number"
-    assert times.ratio(4, 0) == times.ratio(4, READING) == 1.0
+    assert times.estimate(4, 2) == times.estimate(7, 2) == (1.5, True)
+
+
+def test_what_was_not_seen_is_estimated_by_what_is_nearest() -> None:
+    times = ObservedTimes()
+    assert times.estimate(4, 2) == (1.0, False), "as foreseen"
+
+    def see(num_requests: int, depth: int, ratio: float) -> None:
+        for _ in range(ENOUGH):
+            times.observe(num_requests, depth, num_requests, 1.0, ratio)
+
+    see(4, 2, 1.5)
+    assert times.estimate(4, 3) == times.estimate(4, 0) == times.estimate(4, READING) == (1.5, False)
+    assert times.estimate(8, 2) == (1.5, True) and times.estimate(64, 2) == (1.5, False), "sizes that are far apart"
+    see(4, READING, 1.2)
+    assert times.estimate(4, 0) == (1.2, True), "a drafter that reads along shows what steps without drafts take"
+    see(8, 2, 3.0)
+    assert times.estimate(8, READING) == (pytest.approx(2.4), True), "depths compare as in steps of half the requests"
+    see(4, 0, 1.0)
+    assert times.estimate(4, 0) == (1.0, True) and times.estimate(4, READING) == (1.2, True)
 
 
 def test_what_was_not_seen_for_long_is_tried_again() -> None:
