@@ -77,25 +77,32 @@ class ObservedTimes:
     def estimate(self, num_requests: int, depth: int) -> Estimate:
         """The factor for a step, from the nearest steps that were seen. Steps of the same size come first: a depth that
         was not seen takes the ratio of the nearest depth there. How depths compare is taken from other sizes."""
-        size = num_requests.bit_length()
+        return self._estimate(num_requests.bit_length(), depth)
+
+    def _estimate(self, size: int, depth: int) -> Estimate:
+        """The factor for a number of requests of so many bits."""
         own = self._known(size, depth)
         if own is not None:
             return Estimate(own, True)
-        others = sorted({other for other, _ in self._kinds}, key=lambda other: abs(other - size))
-        near = self._nearest(size, depth)
+        near, others = self._nearest(size, depth), self._sizes_near(size)
         if near is None:
-            for other in others:
-                if (found := self._known(other, depth)) is not None:
-                    return Estimate(found, abs(other - size) <= NEAR_SIZES)
-            return Estimate(self._slowness.now, False)
+            if not others:
+                return Estimate(self._slowness.now, False)
+            ratio, is_sure = self._estimate(others[0], depth)
+            return Estimate(ratio, is_sure and abs(others[0] - size) <= NEAR_SIZES)
         near_depth, ratio = near
-        if near_depth in (0, READING) and depth in (0, READING):
+        if near_depth <= 0 and depth <= 0:
             return Estimate(ratio, True)
         for other in others:
             there, near_there = self._known(other, depth), self._known(other, near_depth)
             if there is not None and near_there is not None:
                 return Estimate(ratio * there / near_there, abs(other - size) <= NEAR_SIZES)
         return Estimate(ratio, False)
+
+    def _sizes_near(self, size: int) -> list[int]:
+        """Sizes of which a depth is known, the nearest first, without this one."""
+        found = {other for other, depth in self._kinds if other != size and self._known(other, depth) is not None}
+        return sorted(found, key=lambda other: abs(other - size))
 
     def is_known(self, num_requests: int, depth: int) -> bool:
         """Whether enough steps of this kind were seen lately."""
