@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import NamedTuple
 
 FIRST_RATE = 0.7  # of drafts before any was checked
@@ -133,6 +135,12 @@ class Acceptance:
         """The rate at which first drafts are accepted, over all requests."""
         return self._shared.hit[0] / self._shared.tried[0]
 
+    @property
+    def usual_gains(self) -> list[float]:
+        """The chance that draft j is reached and accepted, over all requests."""
+        rates = [hit / tried for hit, tried in zip(self._shared.hit, self._shared.tried, strict=True)]
+        return list(accumulate(rates, mul))
+
     def forget(self, request_id: int) -> None:
         self._rates.pop(request_id, None)
 
@@ -141,12 +149,9 @@ class Acceptance:
         rates = self._rates.get(request_id)
         if rates is not None and rates.gains:
             return rates.gains
-        shared, gains, reached = self._shared, [], 1.0
         if rates is None:
-            for shared_hit, shared_tried in zip(shared.hit, shared.tried, strict=True):
-                reached *= shared_hit / shared_tried
-                gains.append(reached)
-            return gains
+            return self.usual_gains
+        shared, gains, reached = self._shared, [], 1.0
         weight = self._own_weight(rates)
         for shared_hit, shared_tried, hit, tried in zip(shared.hit, shared.tried, rates.hit, rates.tried, strict=True):
             reached *= (hit + weight * (shared_hit / shared_tried)) / (tried + weight)

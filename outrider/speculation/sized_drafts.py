@@ -45,7 +45,7 @@ CHAINS_EACH = 4  # ... and for each of its requests
 HELD_STEPS = 4  # steps that a plan with drafts for many requests holds for: planning hundreds takes a millisecond
 LOOK_STEPS = 4  # that a look at a depth takes: the first may still propose what the others check
 AFTER_LOOK = 4  # steps until all times of a look are known
-MOST_LOOKS, NEW_LOOKS = 24.0, 1 / 64  # steps that looks may take at once, and that every step adds
+MOST_LOOKS, NEW_LOOKS = 24.0, 1 / 32  # steps that looks may take at once, and that every step adds
 HOPE = 1.25  # factor by which a depth whose times are not known may be better than it seems
 FIRST_GAIN = 0.85  # least gain before the first drafts are checked: a drafter that rests can learn nothing
 REST_AFTER = 512  # steps with drafts until the drafter may rest to learn what steps without it take ...
@@ -88,6 +88,99 @@ class Foresight:
     def share(self) -> float:
         """The part of expected drafts that is accepted, 1 at most."""
         return min(1.0, (self._accepted + FORESIGHT_PRIOR) / (self._expected + FORESIGHT_PRIOR))
+
+    def observe(self, expected: float, num_accepted: int, num_requests: int = 1) -> None:
+        """Count a step's drafts: how many were expected to be accepted, and how many were."""
+        kept = FORESIGHT_DECAY**num_requests
+        self._expected = self._expected * kept + expected
+        self._accepted = self._accepted * kept + num_accepted
+
+    def fade(self, num_steps: int) -> None:
+        """Reduce the weight of past observations. Called in steps with equal counts of drafts, so that unequal counts
+        are tried again later."""
+        self._expected *= FORESIGHT_FADE**num_steps
+        self._accepted *= FORESIGHT_FADE**num_steps
+
+
+class SizedDrafts(LearnedDrafts):
+    """Counts for captured steps, which have sizes: one number for all requests, or the token rows of a size shared out
+    among them, likeliest drafts first. Either the scheduler shares them out, by each request's acceptance, or the
+    device does, by how sure the drafter is of the drafts that wait. If neither gains anything, it is one number for
+    all, whose graphs start-up captures. The drafter rests while no request drafts."""
+
+    acceptance: SpreadAcceptance
+
+    def __init__(self, k: int, costs: StepCosts, *, misses_rests: bool = True) -> None:
+        """misses_rests: whether the drafter has a network. The network's state lacks the tokens of steps that propose
+        no drafts."""
+        acceptance = SpreadAcceptance(k, PATIENT if misses_rests else STEADY)
+        super().__init__(k, costs, acceptance, misses_rests=misses_rests)
+        self._step = 0
+        self._held = HeldCounts([], [], 0, 0)
+        self._last = DraftChoice(0, 0)  # the last that was shared out
+        self._expected: dict[int, tuple[int, float]] = {}  # of unequal counts by request: drafts, and accepted ones
+        self._foresight = Foresight()
+        self._level_foresight = Foresight()  # the same, of drafts that the device chose
+        # The last drafts that were proposed, of all requests: request, levels of its drafts, their number.
+        self._chains: deque[tuple[int, int, int]] = deque(maxlen=MAX_CHAINS)
+        self._next_learning = self._next_weighing = 0  # numbers of steps
+        self._looks = MOST_LOOKS  # steps that looks may take
+        self._looked: dict[int, int] = {}  # last step of the last look, by depth
+        self._num_awake = 0  # steps with drafts
+        self._has_checked = False  # some drafts
+        self._sampling = 0.0  # seconds of a logit row in the mean of the requests planned last
+
+    def choose(self, requests: Sequence[DraftedRequest], is_exact: bool) -> DraftPlan:
+        self._step += 1
+        self._looks = min(self._looks + NEW_LOOKS, MOST_LOOKS)
+        self._num_awake += self._depth.proposed > 0
+        new = self._next_step(requests)
+        request_ids = [request.id for request in requests]
+        if self._step > self._held.last_step or request_ids != self._held.request_ids:
+            self._held = self._plan(requests, request_ids, self._k)
+        self._looks -= self._held.is_look
+        counts, most, sharing = self._held.counts, self._held.depth, self._held.sharing
+        trying, is_trying = self._trying_ids(requests), self._advance_tries(requests, new, most)
+        depth = self._depth.next(max(most, int(is_trying)))
+        if depth < most:  # no more was proposed before
+            less_deep = self._held if self._held.is_look else self._plan(requests, request_ids, depth, looks=False)
+            counts, sharing = [min(count, depth) for count in less_deep.counts], less_deep.sharing
+        elif is_trying and not most:
+            counts = [min(depth, int(own in trying)) for own in request_ids]
+        elif depth > most:  # for a try: requests that have the most get one more
+            counts = [count + (count == most) for count in counts]
+        wanted = [clamp_drafts(request, count, is_exact)
+                  if count and request.yields_tokens and self._sees(request) else 0
+                  for request, count in zip(requests, counts, strict=True)]
+        if sharing is not None:
+            sharing = sharing._replace(fixed_drafts=list(map(min, wanted, sharing.fixed_drafts)))
+        return DraftPlan(wanted, self._depth.proposed, sharing)
+
+    def beside_prompts(self, plan: DraftPlan) -> DraftPlan:
+        """The plan with no more proposed drafts than the next step would check: while requests come and go, it has
+        prompts too. A drafter that rests while a batch grows could not draft for these requests once it pays, so it
+        reads along."""
+        if plan.sharing is not None:
+            self._depth.proposed = max(1, *plan.sharing.fixed_drafts)
+            return DraftPlan(plan.sharing.fixed_drafts, self._depth.proposed)
+        if not plan.num_wanted and self._misses_rests and self._looks >= 1 and self._may_pay():
+            self._looks -= 1
+            self._depth.proposed = 1
+            return DraftPlan(plan.num_drafts, 1)
+        return plan
+
+    def _may_pay(self) -> bool:
+        """Whether drafts nearly pay for the requests of this step. Nothing is known if there are none yet."""
+        count = len(self._requests)
+        if not count:
+            return True
+        rate, tokens = self._rate_of(self._requests), float(count)
+        least = rate(tokens, 0, count) / HOPE
+        for depth, gain in enumerate(self.acceptance.usual_gains, start=1):
+            tokens += gain * count
+            if rate(tokens, depth, count * (1 + depth)) > least:
+                return True
+        return False
 
     def observe(self, expected: float, num_accepted: int, num_requests: int = 1) -> None:
         """Count a step's drafts: how many were expected to be accepted, and how many were."""
