@@ -10,7 +10,7 @@ every curve, acceptance and batch the table has
 - first: the best round's time over the first round's;
 - regret: the time of all rounds over that of the best fixed number of drafts, less 1; first regret: of the first round;
 - worst: the longest later round over that of the best fixed number;
-- the numbers of drafts of the first rounds' steps.
+- how many decode steps of the first two rounds had each number of drafts, by seed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import argparse
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -135,8 +135,8 @@ def _own_size(requests: int, most: int) -> int:
 
 
 def measured(costs: StepCosts, seed: int) -> StepCosts:
-    """Costs as start-up might measure them, with null rows: all too short by up to 40%, each point by up to 10% more, larger
-    steps never faster."""
+    """Costs as start-up might measure them, with null rows: all too short by up to 40%, each point wrong by up to 10%
+    more, larger steps never faster."""
     chance = random.Random(seed)
     seconds, least, common = [], 0.0, chance.uniform(0.6, 1.05)
     for value in costs.seconds:
@@ -212,8 +212,8 @@ class Verdict(NamedTuple):
     rounds: list[Round]
 
 
-def judge(curve: str, tokens: float, batch: int, seed: int, make: Callable[[StepCosts], DraftCounts]) -> Verdict:
-    """Compare the chooser that `make` makes with all fixed numbers of drafts."""
+def judge(curve: str, tokens: float, batch: int, seed: int) -> Verdict:
+    """Compare the engine's chooser with all fixed numbers of drafts."""
     def run(counts: DraftCounts, num_rounds: int) -> list[Round]:
         engine = FreshEngine(counts, Device(CURVES[curve], ACCEPTANCE[tokens], batch, seed), batch)
         return [engine.round() for _ in range(num_rounds)]
@@ -221,14 +221,10 @@ def judge(curve: str, tokens: float, batch: int, seed: int, make: Callable[[Step
     fixed = [[one.seconds for one in run(FixedDrafts(count), 2)] for count in range(MAX_DRAFTS + 1)]
     totals = [first + (NUM_ROUNDS - 1) * later for first, later in fixed]
     best = min(range(MAX_DRAFTS + 1), key=totals.__getitem__)
-    rounds = run(make(measured(CURVES[curve], seed)), NUM_ROUNDS)
+    rounds = run(auto_drafts(MAX_DRAFTS, measured(CURVES[curve], seed), always_propose=False), NUM_ROUNDS)
     times, (first, later) = [one.seconds for one in rounds], fixed[best]
     return Verdict(min(times) / times[0], times[0] / first - 1, sum(times) / totals[best] - 1, max(times[1:]) / later,
                    best, rounds)
-
-
-def learned(costs: StepCosts) -> DraftCounts:
-    return auto_drafts(MAX_DRAFTS, costs, always_propose=False)
 
 
 def main() -> None:
@@ -242,7 +238,7 @@ def main() -> None:
     for curve in args.curves.split(","):
         for tokens in map(float, args.tokens.split(",")):
             for batch in map(int, args.batches.split(",")):
-                found = [judge(curve, tokens, batch, seed, learned) for seed in range(args.seeds)]
+                found = [judge(curve, tokens, batch, seed) for seed in range(args.seeds)]
                 means = [sum(values) / args.seeds for values in zip(*[one[:3] for one in found], strict=True)]
                 print(f"{curve} {tokens} {batch} | {means[0]:.3f} | {means[1]:+.3f} | {means[2]:+.3f} | "
                       f"{max(one.worst for one in found):.3f} | {[one.best_fixed for one in found]} | "

@@ -33,6 +33,7 @@ from outrider.speculation.draft_counts import DraftPlan, SettledDrafts, SharingP
 from outrider.speculation.learned_drafts import LearnedDrafts
 from outrider.speculation.observed_times import READING
 from outrider.speculation.spread_acceptance import STEADY, SpreadAcceptance
+from outrider.speculation.time_looks import HOPE, LOOK_STEPS, TimeLooks
 
 LEVEL_GAIN = 1.02  # what the device's choice of drafts must gain over that of the scheduler
 SHARE_GAIN, KEEP_SHARING = 1.008, 0.998  # what unequal numbers must gain over one for all; the same while they are used
@@ -43,13 +44,7 @@ FORESIGHT_DECAY, FORESIGHT_FADE = 0.9995, 0.95  # on what was observed: per requ
 MAX_CHAINS = 256  # chains of drafts that stand for those of the next step, at most ...
 CHAINS_EACH = 4  # ... and for each of its requests
 HELD_STEPS = 4  # steps that a plan with drafts for many requests holds for: planning hundreds takes a millisecond
-LOOK_STEPS = 4  # that a look at a depth takes: the first may still propose what the others check
-AFTER_LOOK = 4  # steps until all times of a look are known
-MOST_LOOKS, NEW_LOOKS = 24.0, 1 / 32  # steps that looks may take at once, and that every step adds
-HOPE = 1.25  # factor by which a depth whose times are not known may be better than it seems
 FIRST_GAIN = 0.85  # least gain before the first drafts are checked: a drafter that rests can learn nothing
-REST_AFTER = 512  # steps with drafts until the drafter may rest to learn what steps without it take ...
-MUCH_SLOWER = 2.0  # ... if those with it take so many times as long as foreseen
 WEIGH_LEVELS_EVERY = 8  # steps: the levels of hundreds of drafts are weighed, which takes as long as a plan
 
 
@@ -124,21 +119,19 @@ class SizedDrafts(LearnedDrafts):
         # The last drafts that were proposed, of all requests: request, levels of its drafts, their number.
         self._chains: deque[tuple[int, int, int]] = deque(maxlen=MAX_CHAINS)
         self._next_learning = self._next_weighing = 0  # numbers of steps
-        self._looks = MOST_LOOKS  # steps that looks may take
-        self._looked: dict[int, int] = {}  # last step of the last look, by depth
-        self._num_awake = 0  # steps with drafts
+        self._looks = TimeLooks(k, self._times, misses_rests=misses_rests)
         self._has_checked = False  # some drafts
         self._sampling = 0.0  # seconds of a logit row in the mean of the requests planned last
 
     def choose(self, requests: Sequence[DraftedRequest], is_exact: bool) -> DraftPlan:
         self._step += 1
-        self._looks = min(self._looks + NEW_LOOKS, MOST_LOOKS)
-        self._num_awake += self._depth.proposed > 0
+        self._looks.next_step(is_awake=self._depth.proposed > 0)
         new = self._next_step(requests)
         request_ids = [request.id for request in requests]
         if self._step > self._held.last_step or request_ids != self._held.request_ids:
             self._held = self._plan(requests, request_ids, self._k)
-        self._looks -= self._held.is_look
+        if self._held.is_look:
+            self._looks.spend()
         counts, most, sharing = self._held.counts, self._held.depth, self._held.sharing
         trying, is_trying = self._trying_ids(requests), self._advance_tries(requests, new, most)
         depth = self._depth.next(max(most, int(is_trying)))
@@ -163,8 +156,8 @@ class SizedDrafts(LearnedDrafts):
         if plan.sharing is not None:
             self._depth.proposed = max(1, *plan.sharing.fixed_drafts)
             return DraftPlan(plan.sharing.fixed_drafts, self._depth.proposed)
-        if not plan.num_wanted and self._misses_rests and self._looks >= 1 and self._may_pay():
-            self._looks -= 1
+        if not plan.num_wanted and self._misses_rests and self._looks.are_left and self._may_pay():
+            self._looks.spend()
             self._depth.proposed = 1
             return DraftPlan(plan.num_drafts, 1)
         return plan
@@ -181,81 +174,6 @@ class SizedDrafts(LearnedDrafts):
             if rate(tokens, depth, count * (1 + depth)) > least:
                 return True
         return False
-
-    def observe(self, expected: float, num_accepted: int, num_requests: int = 1) -> None:
-        """Count a step's drafts: how many were expected to be accepted, and how many were."""
-        kept = FORESIGHT_DECAY**num_requests
-        self._expected = self._expected * kept + expected
-        self._accepted = self._accepted * kept + num_accepted
-
-    def fade(self, num_steps: int) -> None:
-        """Reduce the weight of past observations. Called in steps with equal counts of drafts, so that unequal counts
-        are tried again later."""
-        self._expected *= FORESIGHT_FADE**num_steps
-        self._accepted *= FORESIGHT_FADE**num_steps
-
-
-class SizedDrafts(LearnedDrafts):
-    """Counts for captured steps, which have sizes: one number for all requests, or the token rows of a size shared out
-    among them, likeliest drafts first. Either the scheduler shares them out, by each request's acceptance, or the
-    device does, by how sure the drafter is of the drafts that wait. If neither gains anything, it is one number for
-    all, whose graphs start-up captures. The drafter rests while no request drafts."""
-
-    acceptance: SpreadAcceptance
-
-    def __init__(self, k: int, costs: StepCosts, *, misses_rests: bool = True) -> None:
-        """misses_rests: whether the drafter has a network. The network's state lacks the tokens of steps that propose
-        no drafts."""
-        acceptance = SpreadAcceptance(k, PATIENT if misses_rests else STEADY)
-        super().__init__(k, costs, acceptance, misses_rests=misses_rests)
-        self._step = 0
-        self._held = HeldCounts([], [], 0, 0)
-        self._last = DraftChoice(0, 0)  # the last that was shared out
-        self._expected: dict[int, tuple[int, float]] = {}  # of unequal counts by request: drafts, and accepted ones
-        self._foresight = Foresight()
-        self._level_foresight = Foresight()  # the same, of drafts that the device chose
-        # The last drafts that were proposed, of all requests: request, levels of its drafts, their number.
-        self._chains: deque[tuple[int, int, int]] = deque(maxlen=MAX_CHAINS)
-        self._next_learning = self._next_weighing = 0  # numbers of steps
-        self._looks = MOST_LOOKS  # steps that looks may take
-        self._looked: dict[int, int] = {}  # last step of the last look, by depth
-        self._num_awake = 0  # steps with drafts
-        self._has_checked = False  # some drafts
-        self._sampling = 0.0  # seconds of a logit row in the mean of the requests planned last
-
-    def choose(self, requests: Sequence[DraftedRequest], is_exact: bool) -> DraftPlan:
-        self._step += 1
-        self._looks = min(self._looks + NEW_LOOKS, MOST_LOOKS)
-        self._num_awake += self._depth.proposed > 0
-        new = self._next_step(requests)
-        request_ids = [request.id for request in requests]
-        if self._step > self._held.last_step or request_ids != self._held.request_ids:
-            self._held = self._plan(requests, request_ids, self._k)
-        self._looks -= self._held.is_look
-        counts, most, sharing = self._held.counts, self._held.depth, self._held.sharing
-        trying, is_trying = self._trying_ids(requests), self._advance_tries(requests, new, most)
-        depth = self._depth.next(max(most, int(is_trying)))
-        if depth < most:  # no more was proposed before
-            less_deep = self._held if self._held.is_look else self._plan(requests, request_ids, depth, looks=False)
-            counts, sharing = [min(count, depth) for count in less_deep.counts], less_deep.sharing
-        elif is_trying and not most:
-            counts = [min(depth, int(own in trying)) for own in request_ids]
-        elif depth > most:  # for a try: requests that have the most get one more
-            counts = [count + (count == most) for count in counts]
-        wanted = [clamp_drafts(request, count, is_exact)
-                  if count and request.yields_tokens and self._sees(request) else 0
-                  for request, count in zip(requests, counts, strict=True)]
-        if sharing is not None:
-            sharing = sharing._replace(fixed_drafts=list(map(min, wanted, sharing.fixed_drafts)))
-        return DraftPlan(wanted, self._depth.proposed, sharing)
-
-    def beside_prompts(self, plan: DraftPlan) -> DraftPlan:
-        """The plan with no more proposed drafts than the next step would check: while requests come and go, it has
-        prompts too."""
-        if plan.sharing is None:
-            return plan
-        self._depth.proposed = max(1, *plan.sharing.fixed_drafts)
-        return DraftPlan(plan.sharing.fixed_drafts, self._depth.proposed)
 
     def observe(self, settled: Sequence[SettledDrafts], *, is_shared: bool = False) -> None:
         self._chains.extend([(request.id, request.levels, request.num_proposed) for request, _, _ in settled
@@ -318,36 +236,21 @@ class SizedDrafts(LearnedDrafts):
 
     def _look(self, requests: Sequence[DraftedRequest], request_ids: list[int], depth: int,
               rate: float) -> HeldCounts | None:
-        """The counts of some steps by which the time of a depth is learned; None if it is known. A drafter that misses
-        what is written while it rests reads along in a look at steps without drafts."""
-        count, reads = len(requests), 0
-        if not self._depth.proposed or not count or self._looks < 1:
+        """The counts of some steps by which the time of a depth is learned; None if `depth`, which is best at `rate`,
+        is known well enough. A drafter that misses what is written while it rests reads along while no drafts are
+        checked."""
+        count = len(requests)
+        if not self._depth.proposed or not count or not self._looks.are_left:
             return None
-        if depth and self._may_rest(requests, rate):
-            depth = self._num_awake = 0
-        elif not depth:
-            if not self._misses_rests or self._times.estimate(count, 0).is_sure:
-                return None
-            reads = 1
-        elif not _all_decode(requests) or not self._times.is_any_known(count) or not self._is_unsure(count, depth):
+        num_wanted = depth or 1
+        if depth and self._looks.may_rest(count, self._rate_of(requests)(count, 0, count) / rate):
+            depth = num_wanted = 0
+        elif depth and not _all_decode(requests) or not self._looks.is_due(count, depth):
             return None
         self._expected.clear()
-        self._looked[depth] = last_step = self._step + LOOK_STEPS - 1
-        return HeldCounts(request_ids, [depth] * count, depth or reads, last_step, is_look=True)
-
-    def _is_unsure(self, count: int, depth: int) -> bool:
-        """Whether to learn the time of this depth. A look's own times come late, while more steps are in flight."""
-        return (self._step > self._looked.get(depth, -AFTER_LOOK) + AFTER_LOOK
-                and not self._times.estimate(count, depth).is_sure)
-
-    def _may_rest(self, requests: Sequence[DraftedRequest], best_rate: float) -> bool:
-        """Whether to learn what steps without the drafter take, since they would be best if they took as long as
-        foreseen. A host may be slower with a drafter, whether drafts are checked or not."""
-        count, times = len(requests), self._times
-        if not self._misses_rests or self._num_awake < REST_AFTER or times.is_known(count, 0):
-            return False
-        slowness = times.ratio(count, 0) / times.slowness
-        return slowness > MUCH_SLOWER and self._rate_of(requests)(count, 0, count) * slowness > best_rate
+        last_step = self._step + LOOK_STEPS - 1
+        self._looks.begin(depth)
+        return HeldCounts(request_ids, [depth] * count, num_wanted, last_step, is_look=True)
 
     def _plan_by_acceptance(self, requests: Sequence[DraftedRequest], request_ids: list[int], most: int, *,
                             learns: bool) -> tuple[DraftChoice, float, list[list[float]]]:
@@ -385,7 +288,8 @@ class SizedDrafts(LearnedDrafts):
         count = len(requests)
         if not count:
             return DraftChoice(0, 0), 0.0
-        rate, tokens, hopes = self._rate_of(requests), float(count), self._hopes(requests)
+        rate, tokens = self._rate_of(requests), float(count)
+        hopes = self._looks.hopes(count, is_awake=self._depth.proposed > 0, teaches=_all_decode(requests))
         best, best_rate = DraftChoice(0, 0), rate(tokens, 0, count) * hopes[0] * self._least_gain
         for depth, column in enumerate(islice(zip_longest(*gains, fillvalue=0.0), most), start=1):
             tokens += sum(column)
@@ -401,19 +305,6 @@ class SizedDrafts(LearnedDrafts):
         least_gain = KEEP_SHARING if is_unequal else SHARE_GAIN
         shared = self._best_shared(rate, padded, self._foresight.share, most, count, best_rate, least_gain)
         return shared or (best, best_rate)
-
-    def _hopes(self, requests: Sequence[DraftedRequest]) -> list[float]:
-        """A factor on the rate of each depth: above 1 if its times are to be learned in the next steps. Steps with
-        prompts teach nothing about times."""
-        count = len(requests)
-        if self._looks < 1 or not _all_decode(requests) or not self._times.is_any_known(count):
-            return [1.0] * (1 + self._k)
-        hopes = [HOPE if self._is_unsure(count, depth) else 1.0 for depth in range(1 + self._k)]
-        if not self._depth.proposed:
-            hopes[0] = 1.0
-        elif hopes[0] > 1:  # drafts alone may take longer than foreseen
-            hopes[0] = max(HOPE, self._times.ratio(count, 0) / self._times.slowness)
-        return hopes
 
     @property
     def _least_gain(self) -> float:
