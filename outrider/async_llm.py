@@ -22,8 +22,8 @@ from outrider.core.output_reader import OutputReader
 from outrider.core.outputs import OutputIncrement, RequestOutput
 from outrider.core.params import SamplingParams, need_sampling_params
 from outrider.core.prompts import Prompt
-from outrider.core.structured import FormClient
 from outrider.engine.engine import Engine
+from outrider.engine.engine_feature import Caller
 from outrider.engine.engine_thread import EngineThread, tell
 from outrider.engine.named_weights import Weights, weights_command
 from outrider.engine.reader_streams import GrowingOutput, Increments, ParamsError, RequestError, Stream
@@ -124,12 +124,12 @@ class AsyncLLM(Front):
         checks, num, is_gone = self.engine.checks, len(prompts), Event()
 
         def check() -> list[CheckedRequest]:
-            caller = FormClient(client, is_gone.is_set)
+            caller = Caller(client, is_gone.is_set)
             return checks.check_all(prompts, [params] * num, [priority] * num, caller)
 
-        if checks.grammars is not None and isinstance(params, SamplingParams) and params.structured_outputs is not None:
+        if (started := checks.features.start_check(check, params, client)) is not None:
             try:
-                return await asyncio.wrap_future(checks.grammars.start_check(check, client))
+                return await asyncio.wrap_future(started)
             finally:
                 is_gone.set()  # nobody waits for a check that is cancelled
         return await asyncio.to_thread(check) if _take_long(prompts) else check()

@@ -1,8 +1,8 @@
 """The features of the engine, in their order: the one file that names them. No torch.
 
 A feature lies in a folder of its own under `outrider/features/`. The core calls features through contracts and imports
-none: a feature's halves are found here by name, and only if the settings ask for the feature. `register_feature` adds
-one from outside the package.
+none: a feature's halves are found here by name, and only if the settings or a request ask for the feature.
+`register_feature` adds one from outside the package.
 
 | contract | who calls it |
 |---|---|
@@ -15,7 +15,8 @@ one from outside the package.
 | `layers/context.py` DeltaSource, RowDeltas | layers, whose products a feature changes row by row |
 | `runner/logits_part.py` LogitsPart | every step whose logits a feature edits, on the device |
 | `runner/host_turn.py` HostTurn | every step that samples by masks, between its forward pass and its sampler |
-| `engine/engine_feature.py` EngineFeature | an engine, when it is made: its resource and its keeper |
+| `engine/engine_feature.py` EngineFeature | an engine: resource and keeper; checks of requests: their parts |
+| `runner/commands.py` Command, Errand | a worker: between two steps, or beside them |
 | `sched/row_resources.py` RowResource | the scheduler, when a request takes or leaves a row |
 | `core/request_keeper.py` RequestKeeper | the engine, when a request comes or ends |
 | `engine/input_reader.py` InputReader | the checks of a request whose prompt has a key of the feature |
@@ -46,6 +47,8 @@ class FeatureEntry:
     reader: Half | None = None  # an InputReader: inputs of a prompt beside token ids
     prompt_keys: Mapping[str, Any] = field(default_factory=dict)  # the reader's keys of a prompt, with their types
     is_on: Callable[[EngineConfig], bool] = lambda config: True
+    # The field of SamplingParams by which requests ask for it: its halves are made when the first one does.
+    parameter: str | None = None
 
 
 FEATURES = (
@@ -57,6 +60,8 @@ FEATURES = (
                  is_on=lambda config: bool(config.logits_processors)),
     FeatureEntry("drafter that learns", worker="outrider.features.learning.on_device:LearningOnDevice",
                  is_on=lambda config: config.adapt_drafter),
+    FeatureEntry("grammars", worker="outrider.features.grammars.on_device:GrammarsOnDevice",
+                 engine="outrider.features.grammars.in_engine:GrammarsInEngine", parameter="structured_outputs"),
     FeatureEntry("pooling", request="outrider.features.pooling.gatherer:PooledVectors"),
     FeatureEntry("prompt embeddings", reader="outrider.features.embeddings.reader:EmbedsReader",
                  prompt_keys={"prompt_embeds": Any, "prompt_embeds_positions": list | tuple | None}),
@@ -97,10 +102,27 @@ def engine_features(config: EngineConfig) -> list[Any]:
 
 def request_half(name: str) -> Any:
     """The class with which a feature makes outputs of a request's hidden states."""
-    half = next((entry.request for entry in _all_entries() if entry.name == name), None)
-    if half is None:
-        raise ValueError(f"no feature with the name {name!r} makes outputs of hidden states: see register_feature")
-    return _find(name, half)
+    return _need(name, _entry(name).request, "makes outputs of hidden states")
+
+
+def asking_parameters() -> list[tuple[str, str]]:
+    """(field of SamplingParams, name of a feature) for each feature that requests ask for by a parameter."""
+    return [(entry.parameter, entry.name) for entry in _all_entries() if entry.parameter is not None]
+
+
+def engine_half(name: str) -> Any:
+    """The class of the half that a feature has in the engine."""
+    return _need(name, _entry(name).engine, "has a half in the engine")
+
+
+def worker_half(name: str) -> Any:
+    """The class of the half that a feature has in a worker."""
+    return _need(name, _entry(name).worker, "has a half in a worker")
+
+
+def feature_object(name: str, place: str) -> Any:
+    """An object of a feature's folder, for a front that uses it only with the feature. place: `module:object`."""
+    return _find(name, place)
 
 
 def prompt_keys() -> dict[str, Any]:
@@ -119,7 +141,18 @@ def _all_entries() -> tuple[FeatureEntry, ...]:
 
 
 def _asked_for(config: EngineConfig) -> list[FeatureEntry]:
-    return [entry for entry in _all_entries() if entry.is_on(config)]
+    """The features of the settings."""
+    return [entry for entry in _all_entries() if entry.parameter is None and entry.is_on(config)]
+
+
+def _entry(name: str) -> FeatureEntry:
+    return next((entry for entry in _all_entries() if entry.name == name), FeatureEntry(name))
+
+
+def _need(name: str, half: Half | None, role: str) -> Any:
+    if half is None:
+        raise ValueError(f"no feature with the name {name!r} {role}: see register_feature")
+    return _find(name, half)
 
 
 def _find(name: str, half: Half) -> Any:

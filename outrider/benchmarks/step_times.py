@@ -15,7 +15,7 @@ from outrider.config import EngineConfig
 from outrider.core import SamplingParams, ScheduledBatch, StepResult
 from outrider.engine.assembly import engine_around
 from outrider.engine.engine import Engine
-from outrider.runner.commands import Answer, Command
+from outrider.runner.commands import Answer, Command, Errand
 from outrider.runner.interface import FixedDrafting, NoDrafting, RunningWorker, UnboundedSteps
 
 LOWEST_ID, HIGHEST_ID = 100, 30000
@@ -65,6 +65,9 @@ class TimedRunner:
 
     def command(self, command: Command[Answer]) -> Future[Answer]:
         return self._worker.command(command)
+
+    def begin(self, errand: Errand) -> Future[None]:
+        return self._worker.begin(errand)
 
     def idle(self, quiet_seconds: float) -> float | None:
         return self._worker.idle(quiet_seconds)

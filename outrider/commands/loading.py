@@ -17,7 +17,6 @@ from outrider.config import EngineConfig
 from outrider.core.status_line import status_line
 from outrider.engine.assembly import engine_around
 from outrider.engine.collector import collections_paused, freeze_heap
-from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.load import find_model, load_tokenizer, read_tokenizer
 from outrider.engine.progress import loading_bar
 from outrider.engine.start import start_engine
@@ -57,17 +56,13 @@ class Loaded:
     def worker(self, config: EngineConfig, *, prepare: Prepare = lambda model, drafter: None) -> Worker:
         from outrider.runner.worker import Worker
 
-        return Worker(config, self.model, eos_ids=self.eos_ids, prepare=prepare, grammars=self._grammars)
+        return Worker(config, self.model, eos_ids=self.eos_ids, prepare=prepare)
 
     def llm(self, config: EngineConfig, worker: Worker | None = None) -> LLM:
         """An LLM around the loaded model. `worker`: a worker that has started; a new one by default."""
-        engine = engine_around(config, worker or self.worker(config), self.tokenizer, self._grammars)
+        engine = engine_around(config, worker or self.worker(config), self.tokenizer)
         freeze_heap(engine)
         return LLM.around(engine)
-
-    @property
-    def _grammars(self) -> GrammarCompiler | None:
-        return None if self.tokenizer is None else GrammarCompiler(self.need_tokenizer, self.eos_ids)
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

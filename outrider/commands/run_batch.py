@@ -13,9 +13,9 @@ from outrider.async_llm import AsyncLLM
 from outrider.commands.parser import UsageError, engine_config
 from outrider.commands.serve import NEEDS, check_adapters, model_name, server_config
 from outrider.commands.serve_files import chat_template, check_files
+from outrider.core.deep_thread import end_process
 from outrider.core.fields import INT32
 from outrider.core.status_line import say
-from outrider.engine.grammar.deep_thread import end_process
 from outrider.engine.progress import bar
 from outrider.engine.start import start_engine
 

@@ -16,9 +16,9 @@ from outrider.async_llm import AsyncLLM
 from outrider.commands.listening import listening, tls_options
 from outrider.commands.serve_files import chat_template
 from outrider.config import EngineConfig
+from outrider.core.deep_thread import end_process
 from outrider.core.host_memory import give_large_blocks_back
 from outrider.core.status_line import say
-from outrider.engine.grammar.deep_thread import end_process
 from outrider.engine.start import start_engine
 from outrider.engine.step_trace import StepTrace
 from outrider.engine.worker_process import WorkerProcess

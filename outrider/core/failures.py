@@ -1,6 +1,10 @@
-"""Error messages of requests, as types that say whose fault the failure is. No torch."""
+"""Failures of requests, as types that say whose fault they are. No torch."""
 
 from __future__ import annotations
+
+
+class Busy(ValueError):
+    """Raised if a client asks for too much at once: the request may be sent again later."""
 
 
 class ExplainedFailure(str):

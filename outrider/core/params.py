@@ -60,6 +60,12 @@ REFUSED_FIELDS = {
 }
 
 
+# Parameters that can forbid every token, and others that always leave some. A bias is bounded: it forbids none.
+FORBID_ALL = ("allowed_token_ids", "bad_words")
+FORBID_SOME = ("structured_outputs", "min_tokens")
+NO_TOKEN = ("the model's logits are not finite, or no token is allowed: check the weights, logit_bias, "
+            "allowed_token_ids and structured_outputs")
+
 # Values of these fields that ask for nothing, beside None.
 NEUTRAL: dict[str, Any] = {
     "best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "early_stopping": False, "logits_processors": [],

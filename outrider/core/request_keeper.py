@@ -49,6 +49,10 @@ class RequestKeepers:
         """The keeper of this kind, if a feature has one here."""
         return find_part(self._all, kind)
 
+    def add(self, keeper: RequestKeeper) -> None:
+        """Add the keeper of a feature that no request before has asked for. Any thread may call this."""
+        self._all = (*self._all, keeper)
+
     def renew(self, requests: Mapping[str, CheckedRequest]) -> Mapping[str, CheckedRequest]:
         for keeper in self._all:
             requests = {request_id: keeper.renew(asked) for request_id, asked in requests.items()}

@@ -1,58 +1,22 @@
 """StructuredOutputsParams: the form that a request's text must have. Names follow vLLM.
 
-Only what can be said without a grammar library is checked here; the engine compiles the rest before it takes a request.
+Only what can be said without a grammar library is checked here; `features/grammars/` compiles the rest before a request
+is taken.
 """
 
 from __future__ import annotations
 
 import json as json_text
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
-from outrider.core.failures import OwnFailure
-from outrider.core.feature_parts import RequestPart
 from outrider.core.fields import NotEmpty, Text, check_fields, check_names
 
 MAX_GRAMMAR_BYTES = 1 << 18  # most bytes of a schema, a regex, a grammar or all choices together
 MAX_DEPTH = 100  # most objects and lists of a schema inside each other
-MAX_REASON = 300  # characters of what a grammar library says
+INSTALL = "structured output needs the package llguidance: pip install 'outrider[grammar]'"
 FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
-
-
-class FormsBusy(ValueError):
-    """Too many grammars of one client wait to be compiled: the request may be sent again later."""
-
-
-@dataclass(frozen=True)
-class FormClient:
-    """Who asks for a form. Callers of the same name share their turns at the compiler."""
-
-    name: str = ""
-    is_gone: Callable[[], bool] = lambda: False  # whether the answer is no longer waited for
-
-
-class FormLease(RequestPart):
-    """Keeps a compiled form for one request: from its check, as long as the request is not dropped, to its end. See
-    `engine/grammar/leases.py`."""
-
-    __slots__ = ("__weakref__", "client", "digest", "number")
-    masks_tokens = True
-
-    def __init__(self, number: int, digest: bytes, client: str | None) -> None:
-        """number: the number of the compiled form in the process that makes matchers. client: who sent the request.
-        None stands for the program itself, which may lease any number of forms."""
-        self.number, self.digest, self.client = number, digest, client
-
-
-class FormFailure(OwnFailure):
-    """Error message of a request whose grammar allows no further token. The request's own form is the cause: it went
-    beyond the grammar library's limits on the way, or a token did not follow it."""
-
-    @classmethod
-    def from_matcher(cls, error: str) -> FormFailure:
-        reason = " ".join(error.split())[:MAX_REASON]
-        return cls(f"structured_outputs: the grammar allows no further token ({reason}); make it simpler")
 
 
 @dataclass(frozen=True)
@@ -106,6 +70,11 @@ class StructuredOutputsParams:
         return self._given[0]
 
     @property
+    def where(self) -> str:
+        """The form's name in messages."""
+        return f"structured_outputs.{self.form}"
+
+    @property
     def _given(self) -> list[str]:
         return [name for name in FORMS if getattr(self, name) not in (None, False)]
 
@@ -121,7 +90,7 @@ class StructuredOutputsParams:
             own = replace(own, choice=list(self.choice))
         num_bytes = sum(len(text.encode()) for text in own._texts())
         if num_bytes > MAX_GRAMMAR_BYTES:
-            raise ValueError(f"structured_outputs.{self.form} has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are "
+            raise ValueError(f"{self.where} has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are "
                              "compiled")
         return own
 
@@ -131,7 +100,7 @@ class StructuredOutputsParams:
         return [*texts, self.whitespace_pattern or ""]
 
     def _json_text(self, given: str | dict[str, Any], kind: str) -> str:
-        where = f"structured_outputs.{self.form}"
+        where = self.where
         try:
             if isinstance(given, str):
                 if len(given) > MAX_GRAMMAR_BYTES:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from outrider.config import EngineConfig
 from outrider.core import FaultRecord
 from outrider.core.lazy_exports import LateModule
-from outrider.core.request_keeper import RequestKeepers
 from outrider.engine.engine import Engine
-from outrider.engine.engine_feature import EngineFeature
+from outrider.engine.engine_feature import EngineFeature, EngineTools
+from outrider.engine.engine_features import EngineFeatures
 from outrider.engine.live_requests import LiveRequests
 from outrider.engine.make_scheduler import make_scheduler
 from outrider.engine.request_checks import RequestChecks
@@ -25,7 +25,6 @@ from outrider.sched.scheduler import Scheduler
 if TYPE_CHECKING:
     from outrider.drafters import suffix
     from outrider.engine import kv_events as cache_events
-    from outrider.engine.grammar import GrammarCompiler
     from outrider.engine.kv_events import EventSockets
     from outrider.engine.text import Tokenizer
 else:
@@ -34,11 +33,11 @@ else:
 
 
 def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokenizer | None = None,
-                  grammars: GrammarCompiler | None = None, event_sockets: EventSockets | None = None) -> Engine:
-    """An engine for a worker that has started. It belongs to the engine from now on. Without `grammars`, which the
-    worker must have too, structured output is refused. `event_sockets`: where events of the cache are published."""
+                  event_sockets: EventSockets | None = None) -> Engine:
+    """An engine for a worker that has started. It belongs to the engine from now on. `event_sockets`: where events of
+    the cache are published."""
     info, has_suffixes = worker.info, "suffix" in config.draft_methods
-    features: list[EngineFeature] = engine_features(config)
+    of_settings: list[EngineFeature] = engine_features(config)
     stats, watchers, host_faults = EngineStats(), list[StepWatcher](), None
     if info.limits.max_drafts:
         watchers.append(StatsLog(stats))
@@ -46,18 +45,18 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
         host_faults = FaultRecord.for_drafter(suffix.SuffixDrafter())
         watchers.append(HostFaultsWatcher(stats, host_faults))
     if event_sockets is not None:
-        labels = ChainMap(*(feature.page_labels() for feature in features))
+        labels = ChainMap(*(feature.page_labels() for feature in of_settings))
         watchers.append(cache_events.KvEvents(info.layout, event_sockets, labels))
 
     def scheduler(generation: int) -> Scheduler:
         return make_scheduler(info, enable_prefix_caching=config.enable_prefix_caching, generation=generation,
                               host_drafter=suffix.SuffixDrafter() if has_suffixes else None, host_faults=host_faults,
-                              features=features)
+                              features=of_settings)
 
     model = ServedModel(config.model, info.limits, info.eos_ids, tokenizer, info.classes, info.takes_spans,
                         info.device_name)
     line = WorkerLine(worker)
-    keepers = [grammars, *(feature.make_keeper(info, line.order) for feature in features)]
-    requests = LiveRequests(model, RequestKeepers([keeper for keeper in keepers if keeper is not None]), config.seed)
-    return Engine(scheduler, line, RequestChecks(model, grammars, features), requests, stats, watchers=watchers,
+    features = EngineFeatures(config, of_settings, EngineTools(info, model, line.order, worker.begin))
+    requests = LiveRequests(model, features.keepers, config.seed)
+    return Engine(scheduler, line, RequestChecks(model, features), requests, stats, watchers=watchers,
                   submits_early=config.overlap is not False)

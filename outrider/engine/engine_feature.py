@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
+from outrider.core.feature_parts import RequestPart
 from outrider.core.params import SamplingParams
 from outrider.core.request_keeper import RequestKeeper
-from outrider.runner.commands import Answer, Command
+from outrider.engine.served_model import ServedModel
+from outrider.runner.commands import Answer, Command, Errand
 from outrider.runner.interface import WorkerInfo
 from outrider.sched.row_resources import RowResource
+
+Checked = TypeVar("Checked")
 
 
 class Order(Protocol):
@@ -18,22 +24,51 @@ class Order(Protocol):
     def __call__(self, command: Command[Answer], /) -> Future[Answer]: ...
 
 
+@dataclass(frozen=True)
+class Caller:
+    """Who has a request checked. Callers of the same name share what a feature gives to each in turn."""
+
+    name: str = ""
+    is_gone: Callable[[], bool] = lambda: False  # whether the answer is no longer waited for
+
+
+@dataclass(frozen=True)
+class EngineTools:
+    """What an engine lends to its features."""
+
+    info: WorkerInfo
+    model: ServedModel
+    order: Order  # called on the thread that calls `Engine.step`
+    begin: Callable[[Errand], Future[None]]  # gives the worker an errand; called on any thread
+
+
 class EngineFeature:
     """The part of a feature that runs in the engine. A subclass overrides the methods that it needs; by default a
-    method does nothing."""
+    method does nothing. Checks run on any thread."""
 
     reads_extra_args = False  # whether requests pass it values in `SamplingParams.extra_args`
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError for parameters of a request that the feature cannot serve. Called before it is accepted."""
 
-    def make_resource(self, info: WorkerInfo) -> RowResource | None:
-        """Make the resource that requests of the feature need on the device to run. Every new scheduler gets a new
-        resource, of which nothing is taken."""
+    def part_maker(self, params: SamplingParams, caller: Caller | None) -> Callable[[], RequestPart] | None:
+        """Prepare what requests with these parameters need, which may take seconds. Returns a function that makes the
+        part of each such request, or None if they need none. Raises ValueError if they cannot be served. caller: None
+        stands for the program itself."""
         return None
 
-    def make_keeper(self, info: WorkerInfo, order: Order) -> RequestKeeper | None:
-        """Make the object that keeps the feature's data for requests. Called once."""
+    def start_check(self, check: Callable[[], Checked], tenant: str) -> Future[Checked] | None:
+        """Start a check of requests that ask for the feature on a thread, if such checks may take seconds. With None
+        the caller's own thread runs it."""
+        return None
+
+    def make_resource(self, info: WorkerInfo) -> RowResource | None:
+        """Make the resource that requests of the feature need on the device to run. Every new scheduler gets a new
+        resource, of which nothing is taken. A feature that is made when a request asks for it has none."""
+        return None
+
+    def make_keeper(self, tools: EngineTools) -> RequestKeeper | None:
+        """Make the object that keeps the feature's data for requests. Called once, before requests are checked."""
         return None
 
     def page_labels(self) -> dict[str, str]:

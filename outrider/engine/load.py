@@ -7,7 +7,6 @@ from typing import Annotated
 
 from outrider.config import EngineConfig
 from outrider.core.fields import NotEmpty, Text, check_value
-from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.text import Tokenizer, TokenizerError
 from outrider.models.sources import ModelSource, resolve, tokenizer_files
 from outrider.models.sources.stored_form import check_form
@@ -61,8 +60,3 @@ def read_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer:
         return Tokenizer.load(files)
     except TokenizerError as error:  # the metadata of a GGUF file does not say which file that is
         raise error if path in str(error) else TokenizerError(f"{path}: {error}") from None
-
-
-def grammars_of(config: EngineConfig, source: ModelSource) -> GrammarCompiler:
-    """A grammar compiler for a worker in its own process. It reads the tokenizer when the first grammar comes."""
-    return GrammarCompiler(lambda: read_tokenizer(config, source), source.eos_token_ids)

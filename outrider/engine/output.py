@@ -8,13 +8,9 @@ from __future__ import annotations
 from outrider.core import Finish, RequestResult, TokenLogprobs
 from outrider.core.failures import ExplainedFailure, OwnFailure
 from outrider.core.outputs import Logprob, OutputIncrement, SampleEnd, SampleKey, name_logprobs
-from outrider.core.params import SamplingParams
+from outrider.core.params import FORBID_ALL, FORBID_SOME, SamplingParams
 from outrider.engine.detokenize import Detokenizer, StopStrings
 from outrider.engine.text import Tokenizer, TokenTexts
-
-# Parameters that can forbid every token, and others that always leave some. A bias is bounded: it forbids none.
-FORBID_ALL = ("allowed_token_ids", "bad_words")
-FORBID_SOME = ("structured_outputs", "min_tokens")
 
 
 class SampleOutput:

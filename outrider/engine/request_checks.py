@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import check_value, did_you_mean, shown
@@ -17,9 +17,9 @@ from outrider.core.hidden_params import HiddenParams, RequestParams
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params
 from outrider.core.prompts import NEEDED_KEYS, PROMPT_KEYS, Prompt
 from outrider.core.spans import NO_SPANS, PromptSpans, check_spans
-from outrider.core.structured import FormClient, FormLease
 from outrider.core.token_ids import check_token_ids
-from outrider.engine.grammar import GrammarCompiler
+from outrider.engine.engine_feature import Caller
+from outrider.engine.engine_features import EngineFeatures, PartMaker
 from outrider.engine.input_reader import InputReader
 from outrider.engine.served_model import ServedModel
 from outrider.feature_list import input_readers, prompt_keys
@@ -27,36 +27,26 @@ from outrider.feature_list import input_readers, prompt_keys
 ONLY_TEXT = "only text, token ids and embeddings are served"
 
 
-class ParamsChecker(Protocol):
-    """A feature as checks see it (`engine/engine_feature.py`)."""
-
-    @property
-    def reads_extra_args(self) -> bool: ...
-
-    def check_params(self, params: SamplingParams) -> None: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RequestChecks:
     """Checks requests. Every method raises a ValueError that says what to change if the request cannot be served."""
 
     model: ServedModel
-    grammars: GrammarCompiler | None
-    features: Sequence[ParamsChecker] = ()
+    features: EngineFeatures
 
     def check(self, prompt: Prompt, params: RequestParams, priority: int = 0) -> CheckedRequest:
         (request,) = self.check_all([prompt], [params], [priority])
         return request
 
     def check_all(self, prompts: Sequence[Prompt], params: Sequence[RequestParams],
-                  priorities: Sequence[int], caller: FormClient | None = None) -> list[CheckedRequest]:
-        """Make one checked request for each prompt. A long text takes long to tokenize, and a grammar may take seconds
-        to compile. Requests often share parameters, which are checked once. `caller`: the tenant that takes turns with
-        other tenants at the grammar compiler."""
+                  priorities: Sequence[int], caller: Caller | None = None) -> list[CheckedRequest]:
+        """Make one checked request for each prompt. A long text takes long to tokenize, and what a feature prepares for
+        parameters may take seconds. Requests often share parameters, which are checked once. `caller`: on whose behalf,
+        where features give tenants turns."""
         given = {id(own): own for own in params}
         checked = {key: self._check_params(own) for key, own in given.items()}
-        leases = {key: self._compile_form(own, caller) for key, own in checked.items()}
-        return [self._check(prompt, checked[id(own)], priority, leases[id(own)])
+        makers = {key: self.features.part_makers(own, caller) for key, own in checked.items()}
+        return [self._check(prompt, checked[id(own)], priority, makers[id(own)])
                 for prompt, own, priority in zip(prompts, params, priorities, strict=True)]
 
     def join_pairs(self, ones: list[Any], others: list[Any],
@@ -82,7 +72,8 @@ class RequestChecks:
                 joined.append(tokenizer.encode(one + other))
         return joined
 
-    def _check(self, prompt: Prompt, params: RequestParams, priority: int, lease: FormLease | None) -> CheckedRequest:
+    def _check(self, prompt: Prompt, params: RequestParams, priority: int,
+               makers: Sequence[PartMaker]) -> CheckedRequest:
         given = _as_dict(prompt)
         max_len = self.model.limits.max_len - isinstance(params, SamplingParams)
         if isinstance(given.get("prompt_token_ids"), (list, tuple)):  # before millions of ids are looked at
@@ -101,7 +92,7 @@ class RequestChecks:
         return CheckedRequest(token_ids, params, text, priority, salt,
                               self._check_spans(spans, len(token_ids)) if spans else NO_SPANS,
                               has_ids=all(reader.has_ids for reader in readers),
-                              parts=(*inputs, *(() if lease is None else (self.need_grammars().leases.again(lease),))))
+                              parts=(*inputs, *(make() for make in makers)))
 
     def _own_ids(self, prompt: dict[str, Any]) -> Sequence[int]:
         """The token ids that a prompt gives, or those of its text."""
@@ -110,17 +101,6 @@ class RequestChecks:
             assert isinstance(text, str), "a prompt has a text, token ids or inputs of a feature"
             token_ids = self.model.need_tokenizer().encode(text)
         return token_ids
-
-    def need_grammars(self) -> GrammarCompiler:
-        if self.grammars is None:
-            raise ValueError("structured_outputs need a tokenizer, and this engine has none")
-        return self.grammars
-
-    def _compile_form(self, params: RequestParams, caller: FormClient | None) -> FormLease | None:
-        """Have the form that the parameters ask for compiled. The lease keeps it until each request has its own."""
-        if not isinstance(params, SamplingParams) or params.structured_outputs is None:
-            return None
-        return self.need_grammars().check(params.structured_outputs, caller)
 
     def _check_params(self, given: RequestParams) -> RequestParams:
         """A copy of the parameters that the engine can serve, with their words as tokens. Requests may share it."""
@@ -138,15 +118,8 @@ class RequestChecks:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
         check_token_ids(params, self.model.eos_ids, limits)
-        self._check_by_features(params)
+        self.features.check_params(params)
         return params
-
-    def _check_by_features(self, params: SamplingParams) -> None:
-        if params.extra_args is not None and not any(feature.reads_extra_args for feature in self.features):
-            raise ValueError("extra_args are values for logits processors, and this engine has none: start it with "
-                             "logits_processors")
-        for feature in self.features:
-            feature.check_params(params)
 
     def _check_tokens(self, token_ids: tuple[Any, ...], max_len: int) -> None:
         if not token_ids:

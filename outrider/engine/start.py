@@ -15,19 +15,15 @@ from outrider.core.status_line import status_line
 from outrider.engine.assembly import engine_around
 from outrider.engine.collector import collections_paused, freeze_heap
 from outrider.engine.engine import Engine
-from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.load import find_model, load_tokenizer
 from outrider.engine.progress import loading_bar
 from outrider.engine.script_import import end_if_importing_script
-from outrider.engine.text import Tokenizer
 from outrider.engine.torch_libraries import load_torch_libraries_ahead
 from outrider.kernels.compiler_start import hash_compiler_ahead
-from outrider.models.sources import ModelSource
 from outrider.runner.interface import RunningWorker
 
 if TYPE_CHECKING:
     from outrider.engine import kv_events, worker_process
-    from outrider.engine.grammar.compiler import RemoteForms
     from outrider.runner import worker as workers
 else:
     kv_events = LateModule("outrider.engine.kv_events")
@@ -59,16 +55,14 @@ def _start_around(config: EngineConfig, sockets: kv_events.EventSockets | None, 
     tokenizer = load_tokenizer(config, source)
     worker: RunningWorker
     if in_process:
-        child = worker_process.WorkerProcess(config, source)
-        worker, grammars = child, _grammars(tokenizer, source, child)
+        worker = worker_process.WorkerProcess(config, source)
     else:
         with collections_paused(), status_line("starting torch"):
             load_worker = workers.Worker.load
 
-        grammars = _grammars(tokenizer, source)
-        load = partial(load_worker, config, source, grammars, loading_bar(source.name))
+        load = partial(load_worker, config, source, loading_bar(source.name))
         worker = load() if os.getpid() == PROCESS_ID else _in_thread(load)
-    engine = engine_around(config, worker, tokenizer, grammars, sockets)
+    engine = engine_around(config, worker, tokenizer, sockets)
     freeze_heap(engine)
     return engine
 
@@ -78,8 +72,3 @@ def _in_thread(work: Callable[[], T]) -> T:
     fork would wait for ever for its OpenMP threads, which a fork does not copy."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()
-
-
-def _grammars(tokenizer: Tokenizer | None, source: ModelSource,
-              remote: RemoteForms | None = None) -> GrammarCompiler | None:
-    return None if tokenizer is None else GrammarCompiler(lambda: tokenizer, source.eos_token_ids, remote)

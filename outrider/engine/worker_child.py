@@ -15,6 +15,7 @@ import queue
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,16 +24,15 @@ from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from outrider.config import EngineConfig
+from outrider.core.deep_thread import end_process
 from outrider.core.lazy_exports import LateModule
 from outrider.engine.collector import freeze_heap
-from outrider.engine.grammar.deep_thread import end_process
-from outrider.engine.load import grammars_of
 from outrider.engine.quiet import wait_for
-from outrider.engine.worker_messages import Failure, FormAnnounced, FormDropped, FormPrepared, OfCommand
+from outrider.engine.worker_messages import ErrandDone, Failure, OfCommand, OfErrand
 from outrider.feature_list import require_registered
 from outrider.kernels.compiler_start import hash_compiler_ahead
 from outrider.models.sources.model_source import ModelSource
-from outrider.runner.interface import Grammars, RunningWorker
+from outrider.runner.interface import RunningWorker
 from outrider.runner.rank_link import Doing, RankLink, RankStatus
 
 if TYPE_CHECKING:
@@ -82,8 +82,7 @@ def serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: in
     hash_compiler_ahead(config.device)
     try:
         require_registered(place.features)
-        grammars = grammars_of(config, source)
-        worker = _load(config, source, grammars, place, status)
+        worker = _load(config, source, place, status)
     except BaseException as error:
         to_parent.send(Failure.from_error(error))
         return
@@ -91,20 +90,18 @@ def serve(pipe: Connection, config: EngineConfig, source: ModelSource, level: in
     status.begin(Doing.NOTHING)
     to_parent.send(worker.info)
     try:
-        _run(pipe, to_parent, worker, grammars, place, status)
+        _run(pipe, to_parent, worker, place, status)
     except (EOFError, OSError):
         return  # the parent is gone
 
 
-def _load(config: EngineConfig, source: ModelSource, grammars: Grammars, place: RankPlace,
-          status: RankStatus) -> RunningWorker:
+def _load(config: EngineConfig, source: ModelSource, place: RankPlace, status: RankStatus) -> RunningWorker:
     link = replace(place.link, status=status)
     config = replace(config, device=rank_group.device_of_rank(config.device, link))
-    return workers.Worker.load(config, source, grammars, ranks=rank_group.join_ranks(link, status, config.device))
+    return workers.Worker.load(config, source, ranks=rank_group.join_ranks(link, status, config.device))
 
 
-def _run(pipe: Connection, to_parent: _ToParent, worker: RunningWorker, grammars: Any, place: RankPlace,
-         status: RankStatus) -> None:
+def _run(pipe: Connection, to_parent: _ToParent, worker: RunningWorker, place: RankPlace, status: RankStatus) -> None:
     asked: queue.SimpleQueue[QueuedWork | None] = queue.SimpleQueue()
     flight = Flight(status)
     answers = threading.Thread(target=_answer, args=(asked, to_parent, flight, place.link.rank == 0), daemon=True)
@@ -118,11 +115,8 @@ def _run(pipe: Connection, to_parent: _ToParent, worker: RunningWorker, grammars
         return flight.idle(worker, quiet_seconds) if place.is_alone else None
 
     while (message := wait_for(take, idle)[0]) is not None:
-        if isinstance(message, FormAnnounced):
-            _prepare(grammars, message, to_parent)
-            continue
-        if isinstance(message, FormDropped):
-            grammars.drop(message.number)
+        if isinstance(message, OfErrand):
+            _begin(worker, message.number, pipe.recv_bytes(), to_parent)
             continue
         flight.num_queued += 1
         if isinstance(message, OfCommand):
@@ -204,19 +198,25 @@ class Flight:
         return worker.idle(min(quiet_seconds, time.perf_counter() - self._last_answer))
 
 
-def _prepare(grammars: Any, announced: FormAnnounced, to_parent: _ToParent) -> None:
+def _begin(worker: RunningWorker, number: int, pickled: bytes, to_parent: _ToParent) -> None:
+    """Begin an errand, and answer when it is done."""
     def answer(done: Future[Any]) -> None:
         error = done.exception()
         with suppress(OSError):  # the parent is gone
-            to_parent.send(FormPrepared(announced.number, None if error is None else str(error)))
+            to_parent.send(ErrandDone(number, None if error is None else str(error)))
 
-    grammars.prepare(announced.number, announced.form).add_done_callback(answer)
+    _read_and_do(worker.begin, pickled).add_done_callback(answer)
 
 
 def _carry_out(worker: RunningWorker, pickled: bytes) -> Future[Any]:
-    """Carry out a command. Its answer is the result, or the error if it fails or cannot even be read."""
+    """Carry out a command."""
+    return _read_and_do(worker.command, pickled)
+
+
+def _read_and_do(do: Callable[[Any], Future[Any]], pickled: bytes) -> Future[Any]:
+    """Hand an object to `do`. The future has the result, or the error if it fails or the object cannot be read."""
     try:
-        return worker.command(ForkingPickler.loads(pickled))
+        return do(ForkingPickler.loads(pickled))
     except BaseException as error:
         failed: Future[Any] = Future()
         failed.set_exception(error)

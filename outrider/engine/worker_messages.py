@@ -6,7 +6,6 @@ import traceback
 from dataclasses import dataclass
 
 from outrider.core.drafter_faults import words_of
-from outrider.core.structured import StructuredOutputsParams
 
 TORCH_FREE = ("builtins", "outrider.core", "outrider.runner.interface", "outrider.runner.commands",
               "outrider.models.sources", "outrider.models.config_reader")
@@ -21,24 +20,15 @@ class OfCommand:
 
 
 @dataclass(frozen=True)
-class FormAnnounced:
-    """Tells children that a request with this form may come: they compile the form's grammar and keep it under this
-    number. If `form` is None, the first form may come soon, and children only read the tokenizer."""
-
-    number: int
-    form: StructuredOutputsParams | None
-
-
-@dataclass(frozen=True)
-class FormDropped:
-    """No request needs the form of this number any more."""
+class OfErrand:
+    """A mark before an errand, which is pickled by itself, as a command is."""
 
     number: int
 
 
 @dataclass(frozen=True)
-class FormPrepared:
-    """A child's answer to FormAnnounced."""
+class ErrandDone:
+    """A child's answer to an errand."""
 
     number: int
     error: str | None

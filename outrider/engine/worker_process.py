@@ -24,18 +24,17 @@ from typing import Any, TypeVar
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
 from outrider.core.ranks import RankLost
-from outrider.core.structured import StructuredOutputsParams
 from outrider.engine import rank_watch
-from outrider.engine.form_answers import FormAnswers
+from outrider.engine.errand_answers import ErrandAnswers
 from outrider.engine.rank_answers import RankAnswers, fail
 from outrider.engine.rank_watch import RankProcess, RankWatch, death_of
 from outrider.engine.spawned import check_sent, spawn_process
 from outrider.engine.worker_child import RankPlace, serve
-from outrider.engine.worker_messages import Failure, FormAnnounced, FormDropped, FormPrepared, OfCommand
+from outrider.engine.worker_messages import ErrandDone, Failure, OfCommand, OfErrand
 from outrider.feature_list import registered_names
 from outrider.models.rank_sizes import check_heads
 from outrider.models.sources.model_source import ModelSource
-from outrider.runner.commands import Answer, Command, PrepareIdle
+from outrider.runner.commands import Answer, Command, Errand, PrepareIdle
 from outrider.runner.interface import WorkerDied, WorkerInfo
 from outrider.runner.rank_link import STATUS_FIELDS, RankLink, RankStatus
 
@@ -61,9 +60,9 @@ class WorkerProcess:
         self._ranks, self._pipes = _start(config, source, num_ranks)
         Finalize(None, _kill, args=(self._ranks,), exitpriority=AT_EXIT)
         self._answers = RankAnswers(num_ranks)
-        self._forms = FormAnswers(num_ranks)
+        self._errands = ErrandAnswers(num_ranks)
         self._numbers = count()
-        self._sending = threading.RLock()  # steps come from one thread, and announcements from any
+        self._sending = threading.RLock()  # steps come from one thread, and errands from any
         self._is_sending = False  # or an interrupt has cut off what was being sent
         self._died: WorkerDied | None = None
         self._is_closing = False
@@ -82,19 +81,13 @@ class WorkerProcess:
             _kill(self._ranks)
             raise
 
-    def prepare_form(self, form: StructuredOutputsParams | None) -> tuple[int, Future[None]]:
-        """Have the children compile a form under the number that is returned; see FormAnnounced."""
-        number, done = self._forms.add()
+    def begin(self, errand: Errand) -> Future[None]:
+        number, done = self._errands.add()
         with suppress(OSError):  # a child is gone; its reader says so
-            self._send(FormAnnounced(number, form))
-        if self._died is not None:  # perhaps before this form was noted
-            self._forms.fail_all(self._died)
-        return number, done
-
-    def drop_form(self, number: int) -> None:
-        """Have the children forget a form."""
-        with suppress(OSError):  # a child is gone, and its forms with it
-            self._send(FormDropped(number))
+            self._send(OfErrand(number), errand)
+        if self._died is not None:  # perhaps before this errand was noted
+            self._errands.fail_all(self._died)
+        return done
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
         number = next(self._numbers)
@@ -180,8 +173,8 @@ class WorkerProcess:
                     error = self._answers.take(rank, number, answer)
                     if error is not None:
                         self._end(error)
-                case FormPrepared():
-                    self._forms.take(message)
+                case ErrandDone():
+                    self._errands.take(message)
                 case Failure() | WorkerInfo():
                     with self._change:
                         self._started[rank] = message
@@ -213,7 +206,7 @@ class WorkerProcess:
             self._change.notify_all()
         _kill(self._ranks)
         self._answers.fail_all(self._died)
-        self._forms.fail_all(self._died)
+        self._errands.fail_all(self._died)
 
     # Start
 

@@ -2,24 +2,30 @@
 
 What each needs of the core, as parts that the core calls without knowing who is there:
 
-| | adapters | logits processors | drafter that learns | pooling | prompt embeddings |
-|---|---|---|---|---|---|
-| part of a request | the adapter, a key of its pages | extra arguments | | | a key of its pages |
-| resource, for a row | a slot on the device, with patience | | | | |
-| part of a batch | placements | | | | |
-| part of the limits | slots, targets, numbers | | | | |
-| part of a step | places, admits and resets rows | rows with their processors | | | |
-| deltas of layers' products, by row | low-rank products | | | | |
-| edits of logits | | position by position over drafts | | | |
-| observes drafts | | | records texts, swaps weights | | |
-| reports in results | | | counts, mean runs | | |
-| background work | | | the trainer | | |
-| keeps for requests | loads, commands to the device | | | | |
-| makes outputs of hidden states | | | | vectors, classes, scores | |
-| reads keys of a prompt | | | | | vectors and their positions |
-| inputs of a prompt's steps | | | | | vectors in place of embeddings |
+| | adapters | processors | learning | pooling | embeddings | grammars |
+|---|---|---|---|---|---|---|
+| part of a request | adapter, a key of pages | extra arguments | | | a key of pages | lease of a form |
+| resource, for a row | a slot, with patience | | | | | |
+| part of a batch | placements | | | | | |
+| part of the limits | slots, targets, numbers | | | | | |
+| part of a step | places, admits, resets | rows with their own | | | | matchers of rows |
+| host's turn in a step | | | | | | masks, forced text, failures |
+| deltas of products | low-rank products | | | | | |
+| edits of logits | | over drafts too | | | | |
+| observes drafts | | | texts, weights | | | |
+| reports in results | | | counts, mean runs | | | |
+| background work | | | the trainer | | | |
+| keeps for requests | loads | | | | | leases |
+| orders to a worker | commands | | | | | errands: compile, drop |
+| outputs of hidden states | | | | vectors, classes, scores | | |
+| reads keys of a prompt | | | | | vectors, positions | |
+| inputs of a prompt's steps | | | | | vectors for embeddings | |
+| is loaded by | a setting | a setting | a setting | a request | a request | a request |
 
-A part is a contract if two features need the same, or a feature from outside the package may. Grammars, spans and
-events of the cache are still in the core. They take part in what the core decides: a grammar's mask and forced tokens
-lie between the forward pass and the sampler, spans bound chunks and prefix hits.
+A part is a contract if two features need the same, or a feature from outside the package may. Spans and events of the
+cache are still in the core. They take part in what the core decides: spans bound chunks and prefix hits.
+
+Two files of the core name grammars: `core/params.py` has the parameter by which requests ask for a form, and
+`core/structured.py` the forms. Users build both before there is an engine, and without the feature's folder a request
+that asks for a form is refused by name.
 """

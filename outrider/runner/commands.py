@@ -25,6 +25,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -50,6 +51,18 @@ class Command(ABC, Generic[Answer]):
     def combine(self, answers: Sequence[Answer]) -> Answer:
         """The answer of a worker with several ranks, from the answers of all ranks in their order."""
         return answers[0]
+
+
+class Errand(ABC):
+    """Something that a feature does in a worker beside the steps: it begins as soon as it comes, and neither steps nor
+    commands wait for it. A feature reads and compiles in errands. Plain data, like a command. If it fails, its future
+    raises ValueError, and steps go on."""
+
+    @abstractmethod
+    def begin(self, worker: Any) -> Future[Any]:
+        """Called in the worker, on the thread that reads its messages, and so must not take long. `worker`: a
+        `runner.worker.Worker`, whose `feature` finds the half that does the work on a thread of its own. The future is
+        done when the errand is; its result is not used."""
 
 
 @dataclass(frozen=True)

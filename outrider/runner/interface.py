@@ -6,18 +6,15 @@ So a worker can live in this process, in a process of its own, or be one of seve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Protocol
 
 from outrider.cache.groups import CacheLayout
 from outrider.core import Limits, ScheduledBatch, StepResult
 from outrider.core.class_head import ClassHead
 from outrider.core.costs import MixedStepCosts, StepCosts
-from outrider.runner.commands import Answer, Command
+from outrider.runner.commands import Answer, Command, Errand
 
 
 class Runner(Protocol):
@@ -104,30 +101,6 @@ class RunningWorker(Runner, Protocol):
     @property
     def info(self) -> WorkerInfo: ...
 
-
-class Matcher(Protocol):
-    """Follows one output through its grammar."""
-
-    @property
-    def error(self) -> str | None: ...
-
-    def advance(self, token_ids: Sequence[int]) -> None:
-        """Follow tokens that are part of the output for good."""
-
-    def allowed_prefix(self, drafts: Sequence[int]) -> list[int]:
-        """The leading drafts that the grammar allows and after which the text goes on."""
-
-    def guess(self, drafts: Sequence[int], most: int) -> list[int]:
-        """At most `most` drafts: first the given drafts up to the first one that the grammar forbids, then the tokens
-        that the grammar forces."""
-
-
-class Grammars(Protocol):
-    """Makes matchers for a worker, and fills the masks of several at once."""
-
-    def start(self, number: int) -> Future[Any]:
-        """Make a matcher of the compiled form of this number on another thread. The matcher stands at the start of its
-        text."""
-
-    def fill(self, wanted: Sequence[tuple[Any, list[int], int]], masks: np.ndarray) -> None:
-        """Each matcher fills the mask at its index, and one after each of its drafts."""
+    def begin(self, errand: Errand) -> Future[None]:
+        """Have the worker do an errand beside its steps. Any thread may ask. The future raises ValueError if a rank
+        could not do it."""

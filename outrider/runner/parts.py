@@ -13,13 +13,12 @@ from outrider.core.lazy_exports import import_attribute
 from outrider.drafters.base import Drafter
 from outrider.drafters.guard import DrafterGuards
 from outrider.mixers import CachedLayers
+from outrider.mixers.cached import can_capture
 from outrider.mixers.paged.backend import Backend
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.recurrent_rows import RecurrentRows
 from outrider.models.base import Model
 from outrider.runner.device import name_device
-from outrider.runner.grammars import GrammarRows
-from outrider.runner.interface import Grammars
 from outrider.runner.memory import FeatureBytes
 from outrider.runner.row_state import RowState
 from outrider.runner.step import DeviceStep
@@ -44,7 +43,6 @@ class StepParts:
     packed_bytes: int
     enable_prefix_caching: bool
     exact: bool
-    grammars: Grammars | None
     ranks: WorkerRanks = ONE_RANK
     features: Sequence[WorkerFeature] = ()
     background: BackgroundWork = NO_WORK  # of the features
@@ -57,6 +55,11 @@ class StepParts:
     def edits_logits(self) -> bool:
         """Whether a feature edits the logits of every step, so that none is captured."""
         return any(feature.edits_logits for feature in self.features)
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether steps can be captured as graphs."""
+        return not self.edits_logits and can_capture(self.layout, self.backend)
 
     @property
     def feature_bytes(self) -> dict[str, FeatureBytes]:
@@ -88,7 +91,6 @@ class StepParts:
                                                  takes_checkpoints=self._takes_checkpoints),
                          drafter=drafter, drafting=self.drafting, logprobs_mode=self.logprobs_mode, exact=self.exact,
                          ranks=self.ranks)
-        step.take_turns(GrammarRows(state, limits, self.grammars, self.ranks.link))
         for feature in self.features:
             feature.attach(step, model, limits)
         return step

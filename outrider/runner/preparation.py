@@ -16,16 +16,14 @@ from outrider.models.base import Model
 from outrider.runner.cache_plan import choose_backend, plan_cache
 from outrider.runner.device import gpu_bytes
 from outrider.runner.exact import refuse_inexact
-from outrider.runner.interface import Grammars
 from outrider.runner.parts import StepParts
 from outrider.runner.worker_feature import WorkerFeature
 from outrider.runner.worker_ranks import ONE_RANK, WorkerRanks
 
 
 def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
-                 grammars: Grammars | None, ranks: WorkerRanks = ONE_RANK) -> StepParts:
-    """Gather the parts of a model's steps. `drafter`: one that is already made, instead of the config's. Without
-    `grammars` no request may ask for structured output."""
+                 ranks: WorkerRanks = ONE_RANK) -> StepParts:
+    """Gather the parts of a model's steps. `drafter`: one that is already made, instead of the config's."""
     speculative = config.speculative
     max_drafts = 0 if drafter is None else drafter.max_drafts
     if speculative is not None:
@@ -50,8 +48,8 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
     guards = DrafterGuards(drafter, model.group, ranks.without_sums, observers)
     return StepParts(model, drafter, guards, rates, limits, layout, backend,
                      "processed" if config.logprobs_mode == "processed" else "raw", weight_bytes, packed_bytes,
-                     config.enable_prefix_caching, config.exact, grammars,
-                     ranks, features, AllBackgroundWork([feature.background() for feature in features]))
+                     config.enable_prefix_caching, config.exact, ranks, features,
+                     AllBackgroundWork([feature.background() for feature in features]))
 
 
 def draft_build(config: EngineConfig, model: Model, limits: Limits) -> DraftBuild:

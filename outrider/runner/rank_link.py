@@ -3,7 +3,7 @@
 Ranks must run the same sums in the same order. A decision that two ranks could take differently, because it depends on
 a clock, on free memory or on a failure, is therefore taken by rank 0, or agreed on, through a `RankLink`: which
 captured step runs, what is captured while the engine is idle, how many measurements start-up makes, how many pages
-there are, and whether a grammar was compiled in time. Batches, commands and forms are pickled once and sent to every
+there are, and whether every rank has what a row needs. Batches, commands and errands are pickled once and sent to every
 rank in one order; rank 0 answers batches, all ranks answer commands.
 """
 

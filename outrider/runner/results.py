@@ -5,18 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from outrider.core import Finish, RequestResult, ScheduledBatch, StepResult, TokenLogprobs, Uncaptured
+from outrider.core.params import NO_TOKEN
 from outrider.kernels.step import FAULT, FAULT_VALUE, WrongValue
 from outrider.runner.plan import RowCheckpoints
 from outrider.runner.prompt_reports import with_hidden
 from outrider.runner.row_state import RowParams
 from outrider.runner.step import DeviceResult
 from outrider.sample.logprobs import HostLogprobs, to_host
-
-NAN_LOGITS = (
-    "the model's logits are not finite, or no token is allowed: check the weights, logit_bias, allowed_token_ids and "
-    "structured_outputs"
-)
-
 
 FINISHES = tuple(Finish(code) for code in range(len(Finish)))  # an enum's own look-up takes longer
 ERROR = int(Finish.ERROR)
@@ -32,12 +27,12 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
                 _prompt_logprobs(result) or nothing, strict=False)
     requests = [
         RequestResult(request_id, epoch, run[:length], computed, drafted, accepted, proposed, FINISHES[finish],
-                      logprobs, prompt, NAN_LOGITS if finish == ERROR else None, None, levels)
+                      logprobs, prompt, NO_TOKEN if finish == ERROR else None, None, levels)
         for request_id, epoch, (length, finish, computed, drafted, accepted, proposed, _, _, levels), run, logprobs,
         prompt in parts
     ]
     if result.failures:
-        requests = [part._replace(error=result.failures.get(index, NAN_LOGITS)) if part.finish is Finish.ERROR else part
+        requests = [part._replace(error=result.failures.get(index, NO_TOKEN)) if part.finish is Finish.ERROR else part
                     for index, part in enumerate(requests)]
     if result.hidden is not None:
         requests = with_hidden(requests, result.hidden)

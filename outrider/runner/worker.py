@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -22,13 +22,12 @@ from outrider.core import Limits, ScheduledBatch, StepResult
 from outrider.core.lazy_exports import LateModule
 from outrider.core.status_line import status_line
 from outrider.drafters.base import Drafter
-from outrider.mixers.cached import can_capture
 from outrider.models.base import Model
 from outrider.models.loader import Watch, blank_model
 from outrider.models.sources.model_source import ModelSource
 from outrider.runner import graphs
-from outrider.runner.commands import Answer, Command
-from outrider.runner.interface import Grammars, WorkerInfo
+from outrider.runner.commands import Answer, Command, Errand
+from outrider.runner.interface import WorkerDied, WorkerInfo
 from outrider.runner.local import LocalRunner, Padding
 from outrider.runner.measuring import CAPTURE_ADVICE, bound_prompts, measure_drafting
 from outrider.runner.memory import UNMEASURED, StepMemory, enough_memory, fit_max_len, plan_memory, release_dropped
@@ -36,6 +35,7 @@ from outrider.runner.parts import StepParts
 from outrider.runner.preparation import gather_parts, prepare_all
 from outrider.runner.step import DeviceStep
 from outrider.runner.target import build_target, fill_target
+from outrider.runner.worker_feature import LateFeatures, WorkerFeature
 from outrider.runner.worker_ranks import ONE_RANK, WorkerRanks
 
 if TYPE_CHECKING:
@@ -54,8 +54,8 @@ class Worker:
 
     def __init__(self, config: EngineConfig, model: Model, *, eos_ids: tuple[int, ...] = (),
                  drafter: Drafter | None = None, prepare: Prepare = lambda model, drafter: None,
-                 grammars: Grammars | None = None, fill: Fill = lambda parts, config: None,
-                 source: ModelSource | None = None, ranks: WorkerRanks = ONE_RANK) -> None:
+                 fill: Fill = lambda parts, config: None, source: ModelSource | None = None,
+                 ranks: WorkerRanks = ONE_RANK) -> None:
         """`drafter`: an existing drafter, used if the config asks for none. `prepare` is called with the model and the
         drafter before anything runs; benchmarks use it to change what routers choose. `fill` loads the weights of a
         model that was built blank, while kernels are compiled. `source`: where dropped weights are read again. `ranks`:
@@ -65,7 +65,7 @@ class Worker:
         clock = Laps()
 
         def plan(config: EngineConfig) -> PlannedSteps:
-            parts = gather_parts(config, model, drafter, grammars, ranks)
+            parts = gather_parts(config, model, drafter, ranks)
             prepare(model, parts.drafter)
             clock.lap("drafter and weights' last touches")
             return PlannedSteps(parts, *_plan_cache(config, parts))
@@ -88,6 +88,7 @@ class Worker:
         log.info("start-up: %s", clock.report())
         self._make_residence: Callable[[], residences.Residence] = lambda: residences.Residence(
             config, parts, self.device_step, self.runner, source)
+        self._late = LateFeatures(config, self.device_step, limits, self.runner)
         self._background = parts.background
         self._background.start()
         self.info = WorkerInfo(limits, parts.layout, num_pages, parts.drafting.lookahead, drafting, eos_ids,
@@ -95,20 +96,19 @@ class Worker:
                                classes=model.classes)
 
     @classmethod
-    def load(cls, config: EngineConfig, source: ModelSource, grammars: Grammars | None = None,
-             watch: Watch | None = None, ranks: WorkerRanks = ONE_RANK) -> Worker:
+    def load(cls, config: EngineConfig, source: ModelSource, watch: Watch | None = None,
+             ranks: WorkerRanks = ONE_RANK) -> Worker:
         model = build_target(config, source, ranks.group)
         if not _needs_no_weights(config, model.device):
             fill_target(model, config, source, watch)
-            return cls(config, model, eos_ids=source.eos_token_ids, grammars=grammars, source=source, ranks=ranks)
+            return cls(config, model, eos_ids=source.eos_token_ids, source=source, ranks=ranks)
 
         def fill(parts: StepParts, config: EngineConfig) -> None:
             fill_target(model, config, source, watch)
             prepare_all(model, parts.drafter, config)  # again: a layer may be fused by what its weights hold
 
         blank_model(model)
-        return cls(config, model, eos_ids=source.eos_token_ids, grammars=grammars, source=source, ranks=ranks,
-                   fill=fill)
+        return cls(config, model, eos_ids=source.eos_token_ids, source=source, ranks=ranks, fill=fill)
 
     @cached_property
     def residence(self) -> residences.Residence:
@@ -129,6 +129,15 @@ class Worker:
     def _carry_out(self, command: Command[Answer]) -> Answer:
         return command.carry_out(self)
 
+    def begin(self, errand: Errand) -> Future[Any]:
+        return errand.begin(self)
+
+    def feature(self, name: str) -> WorkerFeature:
+        """The half of a feature that requests ask for. It is made when it is first needed. Any thread may ask."""
+        if not hasattr(self, "runner"):
+            raise WorkerDied("the worker was closed")
+        return self._late.need(name)
+
     def idle(self, quiet_seconds: float) -> float | None:
         return self.runner.idle(quiet_seconds) if self._can_run() else None
 
@@ -143,7 +152,7 @@ class Worker:
         self.runner.close()
         self.device_step.close()
         self.__dict__.pop("residence", None)
-        del self.runner, self.device_step, self._make_residence, self._background
+        del self.runner, self.device_step, self._make_residence, self._background, self._late
         if is_large:
             release_dropped()
 
@@ -215,7 +224,7 @@ def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, St
     step, or UNMEASURED if no step was measured for these limits. The measurement also starts to compile kernels."""
     limits, device, step_memory = parts.limits, parts.model.device, UNMEASURED
     if device.type == "cuda" and config.fits_cache_to_device:
-        use_graphs = not config.enforce_eager and not parts.edits_logits and can_capture(parts.layout, parts.backend)
+        use_graphs = not config.enforce_eager and parts.can_be_captured
         with status_line("measuring the largest step"):
             step_memory = graphs.measure_step_memory(lambda: parts.make_step(limits, 2), limits, device,
                                                      use_graphs=use_graphs)

@@ -1,20 +1,25 @@
-"""WorkerFeature: what a feature adds to a worker, which holds the device."""
+"""WorkerFeature: what a feature adds to a worker, which holds the device. LateFeatures: those that requests ask for."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
 
+from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.core.background_work import NO_WORK, BackgroundWork
 from outrider.drafters.base import Drafter
 from outrider.drafters.observer import DraftObserver
+from outrider.feature_list import worker_half
 from outrider.models.base import Model
 from outrider.runner.memory import FeatureBytes
 from outrider.runner.step import DeviceStep
 
 
 class WorkerFeature:
-    """Methods do nothing unless a feature defines them."""
+    """Methods do nothing unless a feature defines them. Of a feature that requests ask for only `attach` is called."""
 
     name = "a feature"  # in messages
     edits_logits = False  # whether it edits the logits of every step (`DeviceStep.edit_logits`)
@@ -38,3 +43,30 @@ class WorkerFeature:
     def attach(self, step: DeviceStep, model: Model, limits: Limits) -> None:
         """Add the feature's part to a step (`DeviceStep.add_part`, `take_deltas`, `edit_logits`). Called for every
         DeviceStep that is made: perhaps first one that only measures memory, then the one that serves."""
+
+
+class StepLine(Protocol):
+    """The runner of a worker's steps."""
+
+    def in_order(self, work: Callable[[], None], /) -> Future[None]: ...
+
+
+class LateFeatures:
+    """The halves of features that requests ask for by a parameter. Each is made when the first such request comes: an
+    engine without one loads none of their code. May be used by several threads."""
+
+    def __init__(self, config: EngineConfig, step: DeviceStep, limits: Limits, line: StepLine) -> None:
+        self._config, self._step, self._limits, self._line = config, step, limits, line
+        self._lock = threading.RLock()  # a trace function may raise where `with` ends, before the release
+        self._made: dict[str, WorkerFeature] = {}
+
+    def need(self, name: str) -> WorkerFeature:
+        """The half of this feature. What it adds to steps is there before any step that is submitted from now on."""
+        with self._lock:
+            if name not in self._made:
+                self.put(name, worker_half(name)(self._config))
+            return self._made[name]
+
+    def put(self, name: str, feature: WorkerFeature) -> None:
+        self._line.in_order(lambda: feature.attach(self._step, self._step.model, self._limits))
+        self._made[name] = feature

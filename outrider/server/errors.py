@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from functools import reduce
 from typing import Any
 
-from outrider.core.structured import FormsBusy
+from outrider.core.failures import Busy
 from outrider.lora_request import AdaptersInUse, UnknownAdapter, UnreadableAdapter
 
 TYPES = {
@@ -60,7 +60,7 @@ class ApiError(Exception):
 def bad_value(error: ValueError, fields: Any = (), names: Iterable[tuple[str, str]] = ()) -> ApiError:
     """Make the error for a request that the engine refused. Its message names the field first, if one field is at
     fault. `names`: the body's name for each name in the message."""
-    if isinstance(error, AdaptersInUse | FormsBusy):
+    if isinstance(error, AdaptersInUse | Busy):
         return ApiError(429, str(error), retry_after=1)
     if isinstance(error, UnknownAdapter):
         return ApiError(404, str(error), param="model")

@@ -11,11 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from outrider.core.structured import StructuredOutputsParams
-from outrider.engine.grammar.compiler import INSTALL
-from outrider.engine.grammar.schemas import asked_schema, json_options
-from outrider.engine.grammar.structural import regex_terminal
+from outrider.core.structured import INSTALL, StructuredOutputsParams
 from outrider.engine.text import Tokenizer
+from outrider.feature_list import feature_object
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.parsers.formats import FORCED_LIST, REASONING_FORMATS, TOOL_FORMATS
 from outrider.server.parsers.machine import ReasoningRegion, Region
@@ -145,16 +143,8 @@ def _thoughts(reasoning: str, prompt_end: str, tokenizer: Tokenizer) -> str | No
 def _rules(asked: StructuredOutputsParams) -> str:
     """The requested form as a rule of a grammar."""
     try:
-        asked = asked.to_plain()
-        if asked.is_json:
-            return f"form: %json {json.dumps(asked_schema(asked) | {'x-guidance': json_options(asked)})}"
-        if asked.choice is not None:
-            return "form: CHOICE\nCHOICE: " + " | ".join(map(json.dumps, asked.choice))
-        if asked.regex is not None:
-            return f"form: {regex_terminal(asked.regex)}"
-        from outrider.engine.grammar.texts import lark_text
-
-        return f"form: %lark {{\n{lark_text(asked)}\n}}"
+        form_rule = feature_object("grammars", "outrider.features.grammars.answer_rules:form_rule")
+        return str(form_rule(asked.to_plain()))
     except ValueError as error:
         raise bad_value(error, ChatRequest.model_fields) from None
     except ImportError:

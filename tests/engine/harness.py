@@ -26,7 +26,6 @@ from outrider.core.prompts import Prompt
 from outrider.drafters.base import Drafter
 from outrider.engine.assembly import engine_around
 from outrider.engine.engine import Engine
-from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.text import Tokenizer
 from outrider.formats import RankGroup
 from outrider.models.base import Model
@@ -178,10 +177,10 @@ class Rig:
         self._expects_faults = expects_faults
         values = SETTINGS | settings
         config = EngineConfig("tiny", **values) if depth is None else DeepConfig("tiny", depth=depth, **values)
-        if grammars is None and tokenizer is not None:
-            grammars = GrammarCompiler(lambda: tokenizer, eos_ids)
-        worker = Worker(config, model, eos_ids=eos_ids, drafter=drafter, grammars=grammars)
-        self.engine = engine_around(config, worker, tokenizer, grammars)
+        worker = Worker(config, model, eos_ids=eos_ids, drafter=drafter)
+        self.engine = engine_around(config, worker, tokenizer)
+        if grammars is not None:
+            grammars.serve(self.engine, worker)
         self.scheduler = self.engine.scheduler
         assert isinstance(worker.runner, LocalRunner)
         self.runner: LocalRunner = worker.runner

@@ -6,14 +6,25 @@ tokens the text ends.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import numpy as np
 
+from outrider.core import Limits
+from outrider.core.feature_parts import RequestPart
+from outrider.core.params import SamplingParams
 from outrider.core.request_keeper import RequestKeeper
-from outrider.core.structured import FormClient, FormLease, StructuredOutputsParams
-from outrider.engine.grammar.leases import FormLeases
+from outrider.core.structured import StructuredOutputsParams
+from outrider.engine.engine import Engine
+from outrider.engine.engine_feature import Caller, EngineFeature, EngineTools
+from outrider.features.grammars.form_lease import FormLease
+from outrider.features.grammars.leases import FormLeases
+from outrider.features.grammars.rows import GrammarRows
+from outrider.models.base import Model
+from outrider.runner.step import DeviceStep
+from outrider.runner.worker import Worker
+from outrider.runner.worker_feature import WorkerFeature
 
 FORM = StructuredOutputsParams(regex="stripes")
 
@@ -46,7 +57,7 @@ class StripeMatcher:
         return found
 
 
-class StripeGrammars(RequestKeeper):
+class StripeGrammars:
     def __init__(self, vocab: int, length: int, end: int) -> None:
         self.vocab, self.length, self.end = vocab, length, end
         self.num_masks = 0
@@ -59,7 +70,7 @@ class StripeGrammars(RequestKeeper):
             return [(7 * place + 5) % self.vocab]
         return list(range(place % 4, self.vocab, 4))
 
-    def check(self, asked: StructuredOutputsParams, caller: FormClient | None = None) -> FormLease:
+    def lease(self) -> FormLease:
         return self.leases.take(b"stripes", None) or self.leases.keep(b"stripes", 0, 0, None)
 
     def start(self, number: int) -> Future[StripeMatcher]:
@@ -74,3 +85,27 @@ class StripeGrammars(RequestKeeper):
                 bits[self.allowed(matcher.place + j)] = True
                 masks[index + j] = np.packbits(bits, bitorder="little").view(np.int32)
                 self.num_masks += 1
+
+    def serve(self, engine: Engine, worker: Worker) -> None:
+        """Take the place of the grammars of an engine."""
+        worker._late.put("grammars", _OnDevice(self))
+        engine.checks.features.put("grammars", _InEngine(self))
+
+
+class _OnDevice(WorkerFeature):
+    def __init__(self, grammars: StripeGrammars) -> None:
+        self._grammars = grammars
+
+    def attach(self, step: DeviceStep, model: Model, limits: Limits) -> None:
+        step.take_turns(GrammarRows(step.state, limits, self._grammars, step.ranks.link))
+
+
+class _InEngine(EngineFeature):
+    def __init__(self, grammars: StripeGrammars) -> None:
+        self._grammars = grammars
+
+    def part_maker(self, params: SamplingParams, caller: Caller | None) -> Callable[[], RequestPart]:
+        return self._grammars.lease
+
+    def make_keeper(self, tools: EngineTools) -> RequestKeeper:
+        return self._grammars.leases

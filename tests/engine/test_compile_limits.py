@@ -13,11 +13,14 @@ from typing import Any
 
 import pytest
 
-from outrider.core.structured import FormClient, FormLease, FormsBusy, StructuredOutputsParams
-from outrider.engine.grammar import GrammarCompiler, check_threads, compile_process, trial
-from outrider.engine.grammar.check_threads import CheckThreads
-from outrider.engine.grammar.turns import MOST_AT_ONCE, CompileTurns
+from outrider.core.structured import StructuredOutputsParams
+from outrider.engine.engine_feature import Caller
+from outrider.features.grammars import check_threads, compile_process, limits, trial
+from outrider.features.grammars.check_threads import CheckThreads
+from outrider.features.grammars.form_lease import FormLease, FormsBusy
+from outrider.features.grammars.turns import MOST_AT_ONCE, CompileTurns
 from tests.engine.harness import byte_tokenizer
+from tests.engine.local_compiler import LocalCompiler
 
 pytest.importorskip("llguidance")
 
@@ -31,11 +34,11 @@ def form(**fields: Any) -> StructuredOutputsParams:
     return StructuredOutputsParams(**fields).to_plain()
 
 
-def compiler() -> GrammarCompiler:
-    return GrammarCompiler(byte_tokenizer, (END,))
+def compiler() -> LocalCompiler:
+    return LocalCompiler(byte_tokenizer, (END,))
 
 
-def children(own: GrammarCompiler) -> list[int]:
+def children(own: LocalCompiler) -> list[int]:
     """Processes that the compile process has forked and not yet buried."""
     link = own._trial._process._link
     assert link is not None
@@ -104,7 +107,7 @@ def test_grammars_of_one_client_delay_no_other(short_time: None) -> None:
     def attack(number: int) -> None:
         while not is_over.is_set():
             try:
-                own.check(form(grammar=f"{ENDLESS}\n// {number}"), FormClient("hostile", is_over.is_set))
+                own.check(form(grammar=f"{ENDLESS}\n// {number}"), Caller("hostile", is_over.is_set))
             except ValueError as error:
                 errors.append(error)
                 number += 100
@@ -114,7 +117,7 @@ def test_grammars_of_one_client_delay_no_other(short_time: None) -> None:
         thread.start()
     try:
         for count in range(1, 9):
-            own.check(form(json={"type": "array", "maxItems": count}), FormClient("victim"))
+            own.check(form(json={"type": "array", "maxItems": count}), Caller("victim"))
         assert len(errors) < 50, "the attack was over at once"
     finally:
         is_over.set()
@@ -129,7 +132,7 @@ def test_a_client_that_has_gone_leaves_nothing_behind() -> None:
 
     def check() -> None:
         with pytest.raises(FormsBusy) as error:
-            own.check(form(grammar=ENDLESS), FormClient("a", is_gone.is_set))
+            own.check(form(grammar=ENDLESS), Caller("a", is_gone.is_set))
         found.append(error.value)
 
     own.check(form(regex="a+"))
@@ -173,7 +176,7 @@ def test_equal_forms_that_come_together_are_compiled_once(monkeypatch: pytest.Mo
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(texts) == 1 and len(leases) == 300 and {lease.number for lease in leases} == set(own._compiled)
+    assert len(texts) == 1 and len(leases) == 300 and {lease.number for lease in leases} == set(own.forms._compiled)
 
 
 def test_nobody_waits_for_the_turn_of_another_client_that_asks_for_an_equal_form() -> None:
@@ -182,13 +185,13 @@ def test_nobody_waits_for_the_turn_of_another_client_that_asks_for_an_equal_form
     with own._trial._turns.turn("hostile"):  # it compiles something else, for long
         def wait() -> None:
             with pytest.raises(FormsBusy):
-                own.check(form(regex="b+"), FormClient("hostile", is_over.is_set))
+                own.check(form(regex="b+"), Caller("hostile", is_over.is_set))
 
         thread = threading.Thread(target=wait)
         thread.start()
         eventually(lambda: bool(own._trial._turns._waiting))
         try:
-            own.check(form(regex="b+"), FormClient("victim"))
+            own.check(form(regex="b+"), Caller("victim"))
         finally:
             is_over.set()
             thread.join()
@@ -215,19 +218,17 @@ def test_an_object_with_many_optional_properties_works_or_is_refused_with_the_re
         with pytest.raises(ValueError, match=r"structured_outputs.json cannot be compiled: .* 8007 items; max is 2500"):
             own.check(asked)
         return
-    matcher = own.start(own.check(asked).number).result()
+    matcher = own.forms.start(own.check(asked).number).result()
     matcher.advance(list(b'{"p3": 5, "p499": 7}'))
     assert matcher.error is None and matcher.inner.is_accepting()
 
 
 def test_a_matcher_at_its_limits_says_so_and_blames_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.engine.grammar import compiler as module
-
-    monkeypatch.setattr(module, "MAX_ITEMS_IN_ROW", 50)
+    monkeypatch.setattr(limits, "MAX_ITEMS_IN_ROW", 50)
     asked = form(json={"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(90)}})
     own = compiler()
     own.prepare(0, asked).result()
-    matcher = own.start(0).result()
+    matcher = own.forms.start(0).result()
     matcher.advance(list(b'{"p'))
     assert matcher.error is not None and "items; max is 50" in matcher.error
 
@@ -266,8 +267,8 @@ def test_clients_take_turns() -> None:
 
 def test_too_many_waiting_forms_of_a_client_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     turns, goes_on = CompileTurns(), threading.Event()
-    monkeypatch.setattr("outrider.engine.grammar.turns.MOST_WAITING", 1)
-    monkeypatch.setattr("outrider.engine.grammar.turns.WAIT_SECONDS", 0.2)
+    monkeypatch.setattr("outrider.features.grammars.turns.MOST_WAITING", 1)
+    monkeypatch.setattr("outrider.features.grammars.turns.WAIT_SECONDS", 0.2)
     with turns.turn("a"):
         def wait() -> None:
             with pytest.raises(FormsBusy, match="still being compiled"), turns.turn("a"):

@@ -15,12 +15,15 @@ import pytest
 from outrider import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import OutputIncrement, RequestOutput
-from outrider.core.structured import FormClient, FormLease, FormsBusy
 from outrider.engine.engine import Engine
-from outrider.engine.grammar import GrammarCompiler, leases
-from outrider.engine.grammar.leases import FormLeases
+from outrider.engine.engine_feature import Caller
 from outrider.engine.pause import Pause
+from outrider.features.grammars import leases
+from outrider.features.grammars.compiled_forms import CompiledForms
+from outrider.features.grammars.form_lease import FormLease, FormsBusy
+from outrider.features.grammars.leases import FormLeases
 from tests.engine.harness import Ask, Rig, byte_tokenizer, prompt_of, tiny_model
+from tests.engine.local_compiler import LocalCompiler, compiler_of, forms_of
 
 pytest.importorskip("llguidance")
 
@@ -38,26 +41,32 @@ def params(number: int, **fields: Any) -> SamplingParams:
     return SamplingParams(**({"temperature": 1.0, "seed": number, "max_tokens": 12} | fields), structured_outputs=form)
 
 
+class FormRig(Rig):
+    """With the forms of its worker, which a closed worker lets go of."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.forms = forms_of(self.engine)
+
+    def __enter__(self) -> FormRig:
+        return self
+
+
 def lease_of(request: CheckedRequest) -> FormLease:
     lease = request.part(FormLease)
     assert lease is not None
     return lease
 
 
-def leases_of(rig: Rig) -> FormLeases:
-    return grammars_of(rig).leases
+def leases_of(rig: FormRig) -> FormLeases:
+    return compiler_of(rig.engine).leases
 
 
-def grammars_of(rig: Rig) -> GrammarCompiler:
-    assert rig.engine.checks.grammars is not None
-    return rig.engine.checks.grammars
-
-
-def assert_nothing_is_leased(rig: Rig) -> None:
+def assert_nothing_is_leased(rig: FormRig) -> None:
     gc.collect()  # errors refer to themselves, and to requests
     own = leases_of(rig)
     assert not [kept for kept in own._kept.values() if kept.is_leased]
-    assert own._kept.keys() == grammars_of(rig)._compiled.keys() and len(own._kept) <= leases.NUM_KEPT
+    assert own._kept.keys() == rig.forms._compiled.keys() and len(own._kept) <= leases.NUM_KEPT
     assert own._num_bytes == sum(kept.num_bytes for kept in own._kept.values()) and not own._to_drop
     assert own._numbers == {kept.digest: number for number, kept in own._kept.items()}
 
@@ -68,9 +77,9 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     done meanwhile."""
     monkeypatch.setattr(leases, "NUM_KEPT", 2)
     texts: list[str] = []
-    compile_, step, is_in_step = GrammarCompiler._compile, Engine.step, [False]
+    compile_, step, is_in_step = CompiledForms._compile, Engine.step, [False]
 
-    def counted(own: GrammarCompiler, text: str) -> Any:
+    def counted(own: CompiledForms, text: str) -> Any:
         assert not is_in_step[0], "a step compiles a form"
         texts.append(text)
         return compile_(own, text)
@@ -82,13 +91,13 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         finally:
             is_in_step[0] = False
 
-    monkeypatch.setattr(GrammarCompiler, "_compile", counted)
+    monkeypatch.setattr(CompiledForms, "_compile", counted)
     monkeypatch.setattr(Engine, "step", watched)
     yield texts
 
 
-def rig_of(**settings: Any) -> Rig:
-    return Rig(tiny_model("llama"), tokenizer=byte_tokenizer(), **SETTINGS | settings)
+def rig_of(**settings: Any) -> FormRig:
+    return FormRig(tiny_model("llama"), tokenizer=byte_tokenizer(), **SETTINGS | settings)
 
 
 def test_more_forms_than_are_kept_are_compiled_once_and_in_no_step(compiled: list[str]) -> None:
@@ -105,17 +114,17 @@ def test_more_forms_than_are_kept_are_compiled_once_and_in_no_step(compiled: lis
 # Ways of ending. Each gets an engine in which two requests run and one waits.
 
 
-def finish(rig: Rig, requests: dict[str, CheckedRequest]) -> None:
+def finish(rig: FormRig, requests: dict[str, CheckedRequest]) -> None:
     while rig.engine.has_work:
         rig.engine.step()
 
 
-def abort(rig: Rig, requests: dict[str, CheckedRequest]) -> None:
+def abort(rig: FormRig, requests: dict[str, CheckedRequest]) -> None:
     rig.engine.abort_all()
     finish(rig, requests)
 
 
-def abort_paused(rig: Rig, requests: dict[str, CheckedRequest]) -> None:
+def abort_paused(rig: FormRig, requests: dict[str, CheckedRequest]) -> None:
     rig.engine.rest()
     rig.engine.pause = Pause("a test")
     rig.engine.abort_all()
@@ -123,13 +132,13 @@ def abort_paused(rig: Rig, requests: dict[str, CheckedRequest]) -> None:
     rig.engine.pause = Pause()
 
 
-def preempt(rig: Rig, requests: dict[str, CheckedRequest]) -> None:
+def preempt(rig: FormRig, requests: dict[str, CheckedRequest]) -> None:
     rig.engine.rest()
     assert all(own.live for own in leases_of(rig)._kept.values())
     finish(rig, requests)
 
 
-def fail(rig: Rig, requests: dict[str, CheckedRequest]) -> None:
+def fail(rig: FormRig, requests: dict[str, CheckedRequest]) -> None:
     def broken(*given: Any, **more: Any) -> Any:
         raise ValueError("a fault of this test")
 
@@ -137,7 +146,7 @@ def fail(rig: Rig, requests: dict[str, CheckedRequest]) -> None:
     finish(rig, requests)
 
 
-def reset(rig: Rig, requests: dict[str, CheckedRequest]) -> None:
+def reset(rig: FormRig, requests: dict[str, CheckedRequest]) -> None:
     """One of the requests goes on, from its beginning."""
     rig.engine.reset()
     rig.engine.resume("0", requests["0"], {0: []})
@@ -149,19 +158,19 @@ def reset(rig: Rig, requests: dict[str, CheckedRequest]) -> None:
     finish(rig, requests)
 
 
-def reset_twice(rig: Rig, requests: dict[str, CheckedRequest]) -> None:
+def reset_twice(rig: FormRig, requests: dict[str, CheckedRequest]) -> None:
     """An interrupt comes while the engine is being reset."""
     rig.engine.reset()
     rig.engine.resume("1", requests["1"], {0: []})
     reset(rig, requests)
 
 
-def close(rig: Rig, requests: dict[str, CheckedRequest]) -> None:
+def close(rig: FormRig, requests: dict[str, CheckedRequest]) -> None:
     rig.engine.close()
 
 
 @pytest.mark.parametrize("end", [finish, abort, abort_paused, preempt, fail, reset, reset_twice, close])
-def test_leases_are_given_back(end: Callable[[Rig, dict[str, CheckedRequest]], None], compiled: list[str]) -> None:
+def test_leases_are_given_back(end: Callable[[FormRig, dict[str, CheckedRequest]], None], compiled: list[str]) -> None:
     with rig_of() as rig:
         given = {str(number): rig.engine.checks.check(prompt_of(number, 5), params(number, n=1 + (number == 2)))
                  for number in range(3)}
@@ -230,7 +239,7 @@ def test_leases_of_an_asyncio_front_end_with_its_readers_and_with_the_engine(
         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "NUM_KEPT", 2)
 
-    async def main(rig: Rig) -> None:
+    async def main(rig: FormRig) -> None:
         async with AsyncLLM.around(rig.engine) as llm:
             async for _ in llm.generate("a", params(0, max_tokens=None)):
                 break
@@ -272,11 +281,11 @@ def test_an_interrupt_gives_back_what_its_call_leased(compiled: list[str]) -> No
 def test_a_client_that_holds_its_part_is_refused_and_others_are_not(compiled: list[str],
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "MAX_LEASED", 4)
-    own = GrammarCompiler(byte_tokenizer, (END,))
+    own = LocalCompiler(byte_tokenizer, (END,))
 
     def check(number: int, client: str | None) -> FormLease:
         form = StructuredOutputsParams(regex=pattern(number))
-        return own.check(form, None if client is None else FormClient(client))
+        return own.check(form, None if client is None else Caller(client))
 
     held = [check(number, "a") for number in range(4)]
     with pytest.raises(FormsBusy, match="hold 4 compiled forms: try again"):
@@ -303,7 +312,7 @@ def test_a_form_that_is_as_large_as_the_bound_keeps_out_no_other_client(compiled
 class Case:
     """Random requests that come, end, are preempted and brought back, in one engine."""
 
-    def __init__(self, rig: Rig, seed: int) -> None:
+    def __init__(self, rig: FormRig, seed: int) -> None:
         self.rig, self.draw, self.names = rig, Random(seed), iter(map(str, range(10**6)))
         self.checked: list[tuple[int, CheckedRequest]] = []
         self.followed: dict[str, tuple[int, CheckedRequest, RequestOutput]] = {}
@@ -311,7 +320,7 @@ class Case:
 
     def check(self) -> None:
         form, client = self.draw.randrange(NUM_FORMS), self.draw.choice(["a", "a", "b", None])
-        caller = None if client is None else FormClient(client)
+        caller = None if client is None else Caller(client)
         try:
             (request,) = self.rig.engine.checks.check_all(
                 [prompt_of(form, 5)], [params(form, n=self.draw.choice([1, 1, 2]))], [0], caller)
@@ -369,7 +378,7 @@ class Case:
         assert all(own._kept[lease.number].live[lease] for lease in live)
         waiting = [lease_of(request) for _, request in self.checked]
         for lease in (*live, *filter(None, waiting)):
-            assert grammars_of(self.rig)._compiled[lease.number].done()
+            assert self.rig.forms._compiled[lease.number].done()
             assert own._numbers[lease.digest] == lease.number
         for client in ("a", "b"):
             num_held = sum(kept.is_leased_by(client) for kept in own._kept.values())

@@ -28,7 +28,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 # By no request without a setting, to a dense model on a CPU.
 UNUSED = (
-    "beam_search", "compat.vllm_config", "engine.grammar.trial", "engine.kv_events", "features.", "formats.experts",
+    "beam_search", "compat.vllm_config", "engine.kv_events", "features.", "formats.experts",
     "formats.scaled", "formats.summed", "kernels.gpu", "kernels.moe", "kernels.ops.attention",
     "kernels.ops.exact", "layers.latent_attention", "layers.moe", "mixers.indexed.", "mixers.latent.", "models.head",
     "models.mtp", "runner.graphs.cuda_runner", "runner.residence", "runner.weight_update", "server", "training",

@@ -16,7 +16,8 @@ import torch
 from outrider.core import StepForm
 from outrider.core.params import SamplingParams
 from outrider.core.structured import StructuredOutputsParams
-from outrider.engine.grammar import GrammarCompiler
+from outrider.features.grammars import compiled_forms, limits
+from outrider.features.grammars.compiled_forms import CompiledForms
 from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.captured import AsCaptured
 from tests.engine.harness import (
@@ -31,6 +32,7 @@ from tests.engine.harness import (
     tiny_model,
     tokens_of,
 )
+from tests.engine.local_compiler import LocalCompiler
 from tests.engine.recurrent_rig import HYBRIDS
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -247,10 +249,8 @@ def test_where_nothing_is_allowed_the_request_ends_and_its_mates_go_on() -> None
 
 def test_a_grammar_beyond_its_limits_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """To follow this form takes a state for each of the possible last twelve letters."""
-    from outrider.engine.grammar import compiler
-
     alone = expected()[4]  # under the ordinary limits
-    monkeypatch.setattr(compiler, "MAX_LEXER_STATES", 30)
+    monkeypatch.setattr(limits, "MAX_LEXER_STATES", 30)
     many_states = form(regex="(a|b)*a(a|b){12}c")
     with rig_of() as rig:
         outputs = rig.run([Ask(prompt_of(9, 4), SamplingParams(temperature=2.0, seed=1, max_tokens=60,
@@ -301,16 +301,14 @@ def test_thousands_of_nested_rules_are_compiled_or_refused() -> None:
 
 def test_compiling_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """However fast or slow the machine is: a grammar is not compiled before the limit has passed."""
-    from outrider.engine.grammar import compiler
+    has_failed, compile_one = threading.Event(), CompiledForms._compile
 
-    has_failed, compile_one = threading.Event(), compiler.GrammarCompiler._compile
-
-    def wait_and_compile(own: compiler.GrammarCompiler, text: str) -> tuple[Any, str]:
+    def wait_and_compile(own: CompiledForms, text: str) -> tuple[Any, str]:
         has_failed.wait()
         return compile_one(own, text)
 
-    monkeypatch.setattr(compiler, "COMPILE_SECONDS", 0.01)
-    monkeypatch.setattr(compiler.GrammarCompiler, "_compile", wait_and_compile)
+    monkeypatch.setattr(limits, "COMPILE_SECONDS", 0.01)
+    monkeypatch.setattr(CompiledForms, "_compile", wait_and_compile)
     with rig_of() as rig:
         with pytest.raises(ValueError, match=r"takes longer than 0.01 seconds to compile"):
             rig.engine.checks.check([5], greedy(4, structured_outputs=form(regex="a+")))
@@ -319,25 +317,27 @@ def test_compiling_is_bounded_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_tokenizer_is_prepared_before_a_grammars_time_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy machine it may take longer than any grammar may, and no simpler grammar would help."""
-    from outrider.engine.grammar import compiler
-
-    limits: list[float] = []
+    given: list[float] = []
     prepared_within: list[float] = []
+    read = CompiledForms._read_tokenizer
 
     def run(work: Callable[[], Any], seconds: float) -> Any:
-        limits.append(seconds)
+        given.append(seconds)
         return work()
 
-    def load_tokenizer() -> Any:
-        prepared_within.append(limits[-1])
-        return byte_tokenizer()
+    def noted(own: CompiledForms) -> Any:
+        if own._tokenizer is None:
+            prepared_within.append(given[-1])
+        return read(own)
 
-    monkeypatch.setattr("outrider.engine.grammar.deep_thread.run_deep", run)
-    own = GrammarCompiler(load_tokenizer, (END,))
+    monkeypatch.setattr("outrider.core.deep_thread.run_deep", run)
+    monkeypatch.setattr(CompiledForms, "_read_tokenizer", noted)
+    monkeypatch.setattr(compiled_forms, "NUM_COMPILING", 1)
+    own = LocalCompiler(byte_tokenizer, (END,))
     for regex in ("a+", "b+"):
         own.check(form(regex=regex).to_plain())
-    assert prepared_within == [compiler.VOCABULARY_SECONDS]
-    assert limits == [compiler.VOCABULARY_SECONDS, compiler.COMPILE_SECONDS, compiler.COMPILE_SECONDS]
+    assert prepared_within == [limits.VOCABULARY_SECONDS]
+    assert given == [limits.VOCABULARY_SECONDS, limits.COMPILE_SECONDS, limits.COMPILE_SECONDS]
 
 
 @pytest.mark.parametrize(
@@ -378,11 +378,11 @@ TRIGGERED = {"type": "triggered_tags", "triggers": ["<a"], "tags": [tag("a", NUM
     ({"format": TRIGGERED | {"stop_after_first": True}}, ["x<a>1</a>", "x"], ["<a>1</a> y"]),
 ])
 def test_structural_tags(given: dict[str, Any], right: list[str], wrong: list[str]) -> None:
-    compiler = GrammarCompiler(byte_tokenizer, (END,))
+    compiler = LocalCompiler(byte_tokenizer, (END,))
     for asked in (form(structural_tag=given), form(structural_tag=json.dumps(given))):
         lease = compiler.check(asked.to_plain())
         for text in [*right, *wrong]:
-            matcher = compiler.start(lease.number).result()
+            matcher = compiler.forms.start(lease.number).result()
             matcher.advance(list(text.encode()))
             assert (matcher.error is None and matcher.inner.is_accepting()) == (text in right), text
 
@@ -398,7 +398,7 @@ def test_structural_tags(given: dict[str, Any], right: list[str], wrong: list[st
 ])
 def test_structural_tags_that_are_none(given: Any, words: str) -> None:
     with pytest.raises(ValueError, match=f"structured_outputs.structural_tag.*{words}"):
-        GrammarCompiler(byte_tokenizer, (END,)).check(form(structural_tag=given).to_plain())
+        LocalCompiler(byte_tokenizer, (END,)).check(form(structural_tag=given).to_plain())
 
 
 def test_structural_tags_with_and_without_drafts() -> None:

@@ -72,8 +72,10 @@ class GpuRig:
     def __init__(self, model: Model, *, poison: bool = True, source: str | Path = "tiny", grammars: Any = None,
                  eos_ids: tuple[int, ...] = (), **settings: Any) -> None:
         config = EngineConfig(str(source), **SETTINGS | settings)
-        worker = Worker(config, model, eos_ids=eos_ids, grammars=grammars)
-        self.engine: Engine = engine_around(config, worker, grammars=grammars)
+        worker = Worker(config, model, eos_ids=eos_ids)
+        self.engine: Engine = engine_around(config, worker)
+        if grammars is not None:
+            grammars.serve(self.engine, worker)
         self.runner: Any = worker.runner
         self.step: DeviceStep = worker.device_step
         self.outputs = GrowingOutputs(self.engine)

@@ -14,9 +14,9 @@ from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.core.spans import PromptSpans
-from outrider.core.structured import FormLease
 from outrider.drafters.base import Step
 from outrider.features.embeddings.part import PromptEmbeds
+from outrider.features.grammars.form_lease import FormLease
 from outrider.features.learning import learner as learner_module
 from outrider.features.learning.traffic import RingSegment, ServedText, TrafficRing
 from outrider.lora_request import LoadedAdapter

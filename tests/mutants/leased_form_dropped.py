@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from outrider.engine.grammar.leases import _Kept
+from outrider.features.grammars.leases import _Kept
 
 NAME = "leased form dropped"
 TESTS = ["tests/engine/test_form_leases.py", "-k", "random or forms_than_are_kept"]

@@ -66,11 +66,11 @@ class FormNumbers(Command[list[list[int]]]):
     allows_more: bool
 
     def carry_out(self, worker: Any) -> list[list[int]]:
-        grammars = worker.device_step.turns._all[0]._grammars
-        vars(grammars).pop("_compile_in_time", None)
+        forms = worker.feature("grammars").forms
+        vars(forms).pop("_compile_in_time", None)
         if not self.allows_more:
-            grammars._compile_in_time = None
-        return [sorted(grammars._compiled)]
+            forms._compile_in_time = None
+        return [sorted(forms._compiled)]
 
     def combine(self, answers: Sequence[list[list[int]]]) -> list[list[int]]:
         return [own for one in answers for own in one]

@@ -14,11 +14,12 @@ import pytest
 
 from outrider import LLM, SamplingParams, StructuredOutputsParams
 from outrider.config import EngineConfig
-from outrider.engine.grammar import leases
 from outrider.engine.start import start_engine
 from outrider.engine.worker_process import WorkerProcess
+from outrider.features.grammars import leases
 from outrider.runner.interface import WorkerDied
 from tests.engine.harness import CONFIGS, byte_tokenizer, greedy, prompt_of, save_folder, tokens_of
+from tests.engine.local_compiler import compiler_of
 from tests.ranks.commands import BreakStep, FormNumbers, Refuse, RowDigests
 
 pytest.importorskip("llguidance")
@@ -126,8 +127,7 @@ def test_ranks_keep_the_forms_that_requests_lease(two: LLM, model: str, monkeypa
     prompts = [prompt_of(number, 9) for number in range(6)]
     with started(model, 1) as llm:
         expected = tokens_of(llm.generate(prompts, params, use_tqdm=False))
-    assert two.engine.checks.grammars is not None
-    kept = two.engine.checks.grammars.leases._kept
+    kept = compiler_of(two.engine).leases._kept
     streams = [two.stream(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
     next(streams[0])
     first, second = two.engine.command(FormNumbers(allows_more=False))
@@ -146,8 +146,7 @@ def test_a_rank_that_is_killed_in_a_step_ends_requests_by_name(two: LLM) -> None
         texts_of(two)
     with pytest.raises(WorkerDied, match="rank 1"):
         texts_of(two)
-    assert two.engine.checks.grammars is not None
-    assert not any(kept.live for kept in two.engine.checks.grammars.leases._kept.values())
+    assert not any(kept.live for kept in compiler_of(two.engine).leases._kept.values())
     wait_for_end(pids)
 
 

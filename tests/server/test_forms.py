@@ -15,14 +15,16 @@ import pytest
 
 from outrider.async_llm import AsyncLLM
 from outrider.core.structured import StructuredOutputsParams
-from outrider.engine.grammar import GrammarCompiler
-from outrider.engine.grammar import compiler as compiler_module
 from outrider.engine.request_checks import RequestChecks
+from outrider.features.grammars import limits
+from outrider.features.grammars.compiled_forms import CompiledForms
+from outrider.features.grammars.compiler import GrammarCompiler
 from outrider.server.errors import ApiError
 from outrider.server.forms import chat_form, forced_calls, with_allowed_tools
 from outrider.server.protocol import ChatRequest
 from outrider.server.service import Service
 from tests.counted import count_calls
+from tests.engine.local_compiler import LocalCompiler, compiler_of
 from tests.server.rig import MODEL, PATIENCE, Served, chat_tokenizer, served_fixture, serving, tiny_engine
 
 jsonschema = pytest.importorskip("jsonschema")
@@ -46,18 +48,18 @@ parsed = served_fixture(start, tool_call_parser="hermes", reasoning_parser="qwen
 
 def test_grammars_that_take_long_delay_no_other_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than the event loop has threads, which also render chats and read long prompts."""
-    goes_on, compile_, check, arrived = threading.Event(), GrammarCompiler._compile, Service.check, []
+    goes_on, compile_, check, arrived = threading.Event(), CompiledForms._compile, Service.check, []
 
     async def noted(service: Service, *args: Any) -> Any:
         arrived.append(args)
         return await check(service, *args)
 
-    def slowly(own: GrammarCompiler, text: str) -> Any:
+    def slowly(own: CompiledForms, text: str) -> Any:
         assert goes_on.wait(PATIENCE)
         return compile_(own, text)
 
-    monkeypatch.setattr(GrammarCompiler, "_compile", slowly)
-    monkeypatch.setattr(compiler_module, "COMPILE_SECONDS", PATIENCE)
+    monkeypatch.setattr(CompiledForms, "_compile", slowly)
+    monkeypatch.setattr(limits, "COMPILE_SECONDS", PATIENCE)
     monkeypatch.setattr(Service, "check", noted)
     with ThreadPoolExecutor(40) as pool:
         asked = [pool.submit(served.post, "/v1/completions", prompt="x", max_tokens=2,
@@ -127,7 +129,7 @@ def test_a_form_that_cannot_be_compiled(served: Served, fields: dict[str, Any], 
 
 def test_a_form_beyond_its_limits_is_the_requests_own_fault(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """While the text is written: before that nobody knows how many states it takes."""
-    monkeypatch.setattr("outrider.engine.grammar.compiler.MAX_LEXER_STATES", 30)
+    monkeypatch.setattr("outrider.features.grammars.limits.MAX_LEXER_STATES", 30)
     asked = {"prompt": "x", "temperature": 2.0, "seed": 1, "max_tokens": 90,
              "structured_outputs": {"regex": "(a|b)*a(a|b){11}c"}}
     error = served.error("/v1/completions", **asked)
@@ -191,9 +193,9 @@ def body(**fields: Any) -> ChatRequest:
 
 def takes(form: StructuredOutputsParams, text: str) -> bool:
     """Whether the whole text has the form."""
-    compiler = GrammarCompiler(chat_tokenizer, (2,))
+    compiler = LocalCompiler(chat_tokenizer, (2,))
     compiler.prepare(0, form.to_plain()).result()
-    matcher = compiler.start(0).result()
+    matcher = compiler.forms.start(0).result()
     matcher.advance(chat_tokenizer().encode(text, add_special_tokens=False))
     return matcher.error is None and matcher.inner.is_accepting()
 
@@ -340,12 +342,12 @@ def test_offsets_of_tokens_are_within_the_text_that_was_given(served: Served, st
 def test_a_body_is_checked_once_and_its_grammar_compiled_once(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many prompts and samples it has, on the side of the server; a worker compiles its own."""
     calls = count_calls(monkeypatch, (RequestChecks, "_check"), (RequestChecks, "_check_params"),
-                        (GrammarCompiler, "check"), (GrammarCompiler, "_compile"))
+                        (GrammarCompiler, "check"), (CompiledForms, "_compile"))
     form = {"regex": "[xyz]{3,5}once"}
     answer = served.post("/v1/completions", prompt=["a", "b"], n=2, max_tokens=3, structured_outputs=form)
     assert len(answer.json()["choices"]) == 4
     assert calls == {"RequestChecks._check": 2, "RequestChecks._check_params": 1, "GrammarCompiler.check": 1,
-                     "GrammarCompiler._compile": 1}
+                     "CompiledForms._compile": 1}
 
 
 @pytest.mark.parametrize(("path", "fields", "param"), [
@@ -367,7 +369,7 @@ def test_half_a_character_as_a_key_of_a_schema_is_the_requests_fault(served: Ser
 
 
 def test_a_client_whose_forms_wait_is_told_to_come_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("outrider.engine.grammar.turns.MOST_WAITING", 0)
+    monkeypatch.setattr("outrider.features.grammars.turns.MOST_WAITING", 0)
     answer = served.post("/v1/completions", prompt="x", max_tokens=2, structured_outputs={"regex": "[x-z]{1,77}"})
     assert answer.status_code == 429 and "try again later" in answer.text and answer.headers["Retry-After"]
 
@@ -379,9 +381,7 @@ def test_a_client_that_leaves_gives_up_its_turn_at_the_compiler() -> None:
 
     llms: list[AsyncLLM] = []
     with serving(start_here) as served:
-        grammars = llms[0].engine.checks.grammars
-        assert grammars is not None
-        turns = grammars._trial._turns
+        turns = compiler_of(llms[0].engine)._trial._turns
         with turns.turn(""):  # another request's grammar takes long
             for stream in (False, True):
                 with pytest.raises(httpx.ReadTimeout):

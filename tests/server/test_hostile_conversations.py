@@ -13,7 +13,7 @@ import pytest
 from outrider.async_llm import AsyncLLM
 from outrider.beam_search import BeamSearchParams, beam_rounds
 from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
-from outrider.engine.grammar.structural import MAX_PAIRS, structural_grammar
+from outrider.features.grammars.structural import MAX_PAIRS, structural_grammar
 from outrider.server.forms import with_allowed_tools
 from outrider.server.protocol import ChatMessage, ChatRequest
 from outrider.server.response_bodies import InputCall, chat_messages

@@ -17,7 +17,7 @@ from outrider.core.checked_request import CheckedRequest
 from outrider.core.feature_parts import BatchPart, LimitsPart, RequestPart
 from outrider.core.request_keeper import RequestKeeper
 from outrider.drafters.base import Drafter
-from outrider.engine.engine_feature import EngineFeature, Order
+from outrider.engine.engine_feature import EngineFeature, EngineTools
 from outrider.feature_list import FeatureEntry
 from outrider.layers import DeltaSource, Linear, RowDeltas, find_modules
 from outrider.models.base import Model
@@ -126,7 +126,7 @@ class ScaledInEngine(EngineFeature):
         self.places = FactorPlaces(places.count)
         return self.places
 
-    def make_keeper(self, info: WorkerInfo, order: Order) -> Counter:
+    def make_keeper(self, tools: EngineTools) -> Counter:
         return Counter()
 
 

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from outrider import LLM, AsyncLLM, PoolingParams, SamplingParams, StructuredOutputsParams
-from outrider.engine.grammar import GrammarCompiler
 from outrider.engine.request_checks import RequestChecks
 from outrider.features.embeddings.part import PromptEmbeds
+from outrider.features.grammars.compiler import GrammarCompiler
 from tests.counted import count_calls
 from tests.engine.harness import Rig, byte_tokenizer, greedy, tiny_model
 from tests.unit.made_requests import made_request

@@ -29,7 +29,7 @@ NAMED = {
     "prompt embeddings": (r"prompt_?embeds|stand_?in", 2),
     "spans": (r"\bspans?\b", 28),
     "learning": (r"adapt_drafter|adaptation|\blearner", 3),
-    "grammars": (r"grammar|structured", 17),
+    "grammars": (r"grammar|structured", 2),
     "pooling": (r"pooling", 1),
     "processors": (r"processors?\b", 3),
 }

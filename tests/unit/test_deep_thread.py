@@ -8,7 +8,7 @@ import time
 
 BEGIN = """
 import time
-from outrider.engine.grammar.deep_thread import end_process, run_deep
+from outrider.core.deep_thread import end_process, run_deep
 
 def work():
     time.sleep({seconds})

@@ -21,6 +21,7 @@ FOLDERS = {  # of FEATURES, by their names
     "adapters": "adapters",
     "logits processors": "processors",
     "drafter that learns": "learning",
+    "grammars": "grammars",
     "pooling": "pooling",
     "prompt embeddings": "embeddings",
 }
@@ -31,6 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # that ask for a feature
     "logits processors": {"logits_processors": ["outrider.logits_processors:LogitsProcessor"]},
 }
 REQUESTS = {  # that ask for the other features
+    "grammars": "llm.generate('The sea is', form)",
     "pooling": "llm.encode('The sea is', PoolingParams())",
     "prompt embeddings": "llm.generate({'prompt_embeds': numpy.zeros((2, 576))})",
 }
@@ -44,11 +46,11 @@ for module in pkgutil.walk_packages(outrider.__path__, "outrider."):
             importlib.import_module(module.name)
         except ModuleNotFoundError as error:
             assert not str(error.name).startswith("outrider"), (module.name, error)  # an extra that is not installed
-from outrider import LLM, PoolingParams, SamplingParams
+from outrider import LLM, PoolingParams, SamplingParams, StructuredOutputsParams
 from outrider.config import EngineConfig
 from outrider.feature_list import worker_features
 settings, request = json.loads(sys.argv[1])
-refusal = ""
+refusal, form = "", SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
 try:
     worker_features(EngineConfig("tiny", **settings))
 except ValueError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.config import EngineConfig
-from outrider.engine.engine_feature import EngineFeature, Order
+from outrider.engine.engine_feature import EngineFeature, EngineTools
 from outrider.features.adapters.limits import AdapterLimits
 from outrider.features.adapters.loads import AdapterRegistry
 from outrider.features.adapters.slots import AdapterSlots
@@ -22,9 +22,9 @@ class AdaptersInEngine(EngineFeature):
         self._slots = AdapterSlots(limits.slots, limits.numbers, self._sizes)
         return self._slots
 
-    def make_keeper(self, info: WorkerInfo, order: Order) -> AdapterRegistry:
-        return AdapterRegistry(self._max_loaded, AdapterLimits.of(info.limits).slots, order, self._current_slots,
-                               self._sizes, self._labels)
+    def make_keeper(self, tools: EngineTools) -> AdapterRegistry:
+        return AdapterRegistry(self._max_loaded, AdapterLimits.of(tools.info.limits).slots, tools.order,
+                               self._current_slots, self._sizes, self._labels)
 
     def page_labels(self) -> dict[str, str]:
         return self._labels

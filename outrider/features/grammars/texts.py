@@ -12,8 +12,8 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import any_to_lark
 
 from outrider.core.structured import StructuredOutputsParams
-from outrider.engine.grammar.schemas import asked_schema, json_options
-from outrider.engine.grammar.structural import structural_grammar
+from outrider.features.grammars.schemas import asked_schema, json_options
+from outrider.features.grammars.structural import structural_grammar
 
 MAX_GBNF_LENGTH = 1 << 13  # characters: the time of a conversion grows with the square
 

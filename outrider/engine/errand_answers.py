@@ -1,4 +1,4 @@
-"""FormAnswers: forms that all ranks of a worker compile, and which ranks have done so. No torch."""
+"""ErrandAnswers: errands that all ranks of a worker do, and which ranks have done them. No torch."""
 
 from __future__ import annotations
 
@@ -8,44 +8,44 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 
-from outrider.engine.worker_messages import FormPrepared
+from outrider.engine.worker_messages import ErrandDone
 
 
 @dataclass
-class _Announced:
+class _Begun:
     done: Future[None]
     num_left: int  # ranks that have not answered
     error: str | None = None
 
 
-class FormAnswers:
-    """Counts the ranks' answers for each form. May be used by several threads."""
+class ErrandAnswers:
+    """Counts the ranks' answers for each errand. May be used by several threads."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._lock = threading.Lock()
         self._numbers = count()
-        self._announced: dict[int, _Announced] = {}
+        self._begun: dict[int, _Begun] = {}
 
     def add(self) -> tuple[int, Future[None]]:
-        """A number for a new form, and a future that is done when every rank has answered. It fails with a ValueError
-        if any rank could not compile the form."""
+        """A number for a new errand, and a future that is done when every rank has done it. It fails with a ValueError
+        if any rank could not."""
         done: Future[None] = Future()
         with self._lock:
             number = next(self._numbers)
-            self._announced[number] = _Announced(done, self._num_ranks)
+            self._begun[number] = _Begun(done, self._num_ranks)
         return number, done
 
-    def take(self, answer: FormPrepared) -> None:
+    def take(self, answer: ErrandDone) -> None:
         with self._lock:
-            own = self._announced.get(answer.number)
+            own = self._begun.get(answer.number)
             if own is None:
                 return
             own.num_left -= 1
             own.error = own.error or answer.error
             if own.num_left:
                 return
-            del self._announced[answer.number]
+            del self._begun[answer.number]
         with suppress(InvalidStateError):  # given up
             if own.error is None:
                 own.done.set_result(None)
@@ -53,9 +53,9 @@ class FormAnswers:
                 own.done.set_exception(ValueError(own.error))
 
     def fail_all(self, error: BaseException) -> None:
-        """Fail all forms that wait, because the ranks have ended."""
+        """Fail all errands that wait, because the ranks have ended."""
         with self._lock:
-            left, self._announced = list(self._announced.values()), {}
+            left, self._begun = list(self._begun.values()), {}
         for own in left:
             with suppress(InvalidStateError):
                 own.done.set_exception(error)

@@ -17,12 +17,14 @@ from functools import cached_property
 from hashlib import sha256
 from typing import Any, TypeVar
 
-from outrider.core.structured import FormClient, FormsBusy, StructuredOutputsParams
-from outrider.engine.grammar.compile_process import CompileFailure, CompileProcess, Found, JobLimits
-from outrider.engine.grammar.compile_program import TIME
-from outrider.engine.grammar.matcher import NO_DETAILS
-from outrider.engine.grammar.schemas import subschemas
-from outrider.engine.grammar.turns import LOOK_SECONDS, CompileTurns
+from outrider.core.structured import StructuredOutputsParams
+from outrider.engine.engine_feature import Caller
+from outrider.features.grammars.compile_process import CompileFailure, CompileProcess, Found, JobLimits
+from outrider.features.grammars.compile_program import TIME
+from outrider.features.grammars.form_lease import FormsBusy
+from outrider.features.grammars.matcher import short
+from outrider.features.grammars.schemas import subschemas
+from outrider.features.grammars.turns import LOOK_SECONDS, CompileTurns
 
 CPU_SECONDS = 3  # of one grammar: the largest useful schemas take half a second
 SLOW_CPU_SECONDS = 1.5  # of a grammar that was not compiled in time, from which it is not tried again
@@ -31,7 +33,6 @@ MAX_FORM_BYTES = 64 << 20  # of a compiled grammar: each sample has one
 PLACE_SECONDS = 2.0  # to find the place of a mistake
 MAX_PROBES = 200  # schemas that are compiled for that
 NUM_KEPT = 1024  # grammars of which is kept what was found out
-MAX_MESSAGE = 400
 T = TypeVar("T")
 
 
@@ -44,7 +45,7 @@ class NewForm:
     parser_limits: dict[str, Any]
     seconds: float  # to compile it
     ready_seconds: float  # to read the tokenizer before that
-    caller: FormClient
+    caller: Caller
 
     @cached_property
     def digest(self) -> bytes:
@@ -93,7 +94,7 @@ class GrammarTrial:
 
     def _try(self, form: NewForm) -> int:
         """The bytes of the compiled grammar, or a ValueError."""
-        where, found = f"structured_outputs.{form.asked.form}", self._run("prove", form.text, form, form.seconds)
+        where, found = form.asked.where, self._run("prove", form.text, form, form.seconds)
         if found.exceeded == TIME:
             error = f"{where} takes longer than {form.seconds:g} seconds to compile: make it simpler"
             if found.cpu_seconds < SLOW_CPU_SECONDS:  # the machine is busy: another time it may be fast enough
@@ -165,12 +166,7 @@ class GrammarTrial:
         return num_bytes
 
 
-def short(message: str) -> str:
-    message = " ".join(message.removesuffix(NO_DETAILS).split())
-    return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE - 3]}..."
-
-
-def _wait(other: Future[None], caller: FormClient) -> None:
+def _wait(other: Future[None], caller: Caller) -> None:
     """Wait until another request of the client with the same form has had its turn."""
     while not caller.is_gone():
         with suppress(TimeoutError):

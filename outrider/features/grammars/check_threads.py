@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
 
-from outrider.engine.grammar.turns import MOST_WAITING
+from outrider.features.grammars.turns import MOST_WAITING
 
 MOST_THREADS = MOST_WAITING + 64  # of a client: most of them wait, for a turn or for an equal form of another request
 T = TypeVar("T")

@@ -10,6 +10,13 @@ from itertools import takewhile
 from typing import Any
 
 NO_DETAILS = "<non-verbose/>"  # what errors end with where details are left out
+MAX_MESSAGE = 400  # characters of an error
+
+
+def short(message: str) -> str:
+    """An error of the grammar library, as users read it."""
+    message = " ".join(message.removesuffix(NO_DETAILS).split())
+    return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE - 3]}..."
 
 
 class TokenMatcher:

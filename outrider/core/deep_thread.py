@@ -1,6 +1,6 @@
 """Runs a function in a thread with a deep stack, for at most so many seconds.
 
-A grammar of thousands of nested rules overflows an ordinary stack, which would end the process. A thread cannot be
+Code that follows thousands of nested rules overflows an ordinary stack, which would end the process. A thread cannot be
 ended: one that takes too long is left to itself, and only a few may run at a time.
 
 At its end the interpreter stops threads in the middle of a library, and one in Rust then ends the process by a signal.
@@ -55,7 +55,7 @@ def run_deep(work: Callable[[], T], seconds: float) -> T:
 def _start(run: Callable[[], None]) -> None:
     with _starting:
         before = threading.stack_size(STACK_BYTES)
-        thread = threading.Thread(target=run, name="outrider-grammar", daemon=True)
+        thread = threading.Thread(target=run, name="outrider-deep", daemon=True)
         _running.add(thread)
         try:
             thread.start()

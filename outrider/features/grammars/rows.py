@@ -1,21 +1,9 @@
-"""GrammarRows: the grammar matchers of rows with structured outputs, and the masks that they make for a step.
+"""GrammarRows: the grammar matchers of rows whose texts have a form, and the masks that they make for a step.
 
 Matchers live in the worker, next to the device: a mask depends on the run of the step before and on the drafts of this
 one, which the device knows first. Grammars are compiled before their requests are accepted, and an admission names one
-of them; no step compiles any. A matcher is moved by accepted tokens only, so a row that is admitted again begins from
-the outputs that its admission brings.
-
-Grammars have the host's turn (`runner/grammars.py`). The scheduler splits a batch if a request with
-`structured_outputs` samples in it. Matchers live in the worker, because a mask depends on the run of the step before
-and on the drafts of this one, which the device knows first.
-
-1. Before the forward is queued, the rows' last tokens and drafts are copied to the host.
-2. While the forward runs, matchers follow the run of the step before and fill a mask for every logit row, as far as the
-   drafts are allowed (`engine/grammar/`, compiled by llguidance).
-3. The masks are copied to `sample/masks.py`, and the sampler forbids what they leave out, after all other edits.
-
-Drafts are followed and taken back, so a matcher only ever knows accepted tokens, and a request that is admitted again
-begins from the outputs of its admission. Text that a grammar forces becomes a host draft.
+of them; no step compiles any. Drafts are followed and taken back, so a matcher only ever knows accepted tokens, and a
+row that is admitted again begins from the outputs that its admission brings.
 """
 
 from __future__ import annotations
@@ -25,20 +13,48 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 
 from outrider.core import Admission, Axis, Finish, HostDraft, Limits, ScheduledBatch, StepForm, StepResult
 from outrider.core.params import SamplingParams
-from outrider.core.structured import FormFailure, FormLease
 from outrider.core.token_ids import stop_ids_of
+from outrider.features.grammars.form_lease import FormFailure, FormLease
 from outrider.runner.host_turn import HostTurn
-from outrider.runner.interface import Grammars, Matcher
 from outrider.runner.rank_link import ONE_RANK_LINK, RankLink
 from outrider.runner.row_state import RowState
 from outrider.runner.row_texts import RowText, read_later
 
 log = logging.getLogger("outrider")
+
+
+class Matcher(Protocol):
+    """Follows one output through its grammar."""
+
+    @property
+    def error(self) -> str | None: ...
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Follow tokens that are part of the output for good."""
+
+    def allowed_prefix(self, drafts: Sequence[int]) -> list[int]:
+        """The leading drafts that the grammar allows and after which the text goes on."""
+
+    def guess(self, drafts: Sequence[int], most: int) -> list[int]:
+        """At most `most` drafts: first the given drafts up to the first one that the grammar forbids, then the tokens
+        that the grammar forces."""
+
+
+class Forms(Protocol):
+    """Makes matchers for a worker, and fills the masks of several at once."""
+
+    def start(self, number: int) -> Future[Any]:
+        """Make a matcher of the compiled form of this number on another thread. The matcher stands at the start of its
+        text."""
+
+    def fill(self, wanted: Sequence[tuple[Any, list[int], int]], masks: np.ndarray) -> None:
+        """Each matcher fills the mask at its index, and one after each of its drafts."""
 
 
 class DeadMatcher:
@@ -90,9 +106,8 @@ class RowGrammar:
 class GrammarRows(HostTurn):
     name = "grammars"
 
-    def __init__(self, state: RowState, limits: Limits, grammars: Grammars | None,
-                 link: RankLink = ONE_RANK_LINK) -> None:
-        self._state, self._grammars, self._link = state, grammars, link
+    def __init__(self, state: RowState, limits: Limits, forms: Forms, link: RankLink = ONE_RANK_LINK) -> None:
+        self._state, self._forms, self._link = state, forms, link
         self._max_drafts, self._run = limits.max_drafts, limits.extent(Axis.RUN)
         self._rows: dict[int, RowGrammar] = {}
         self._guesses: list[HostDraft] = []  # for the next step
@@ -104,9 +119,8 @@ class GrammarRows(HostTurn):
             self._guesses = [guess for guess in self._guesses if guess.row != admission.row]
             params, lease = admission.params, admission.request.part(FormLease)
             if lease is not None:
-                assert self._grammars is not None, "a grammar was admitted, and this worker cannot compile grammars"
                 self._rows[admission.row] = RowGrammar(
-                    params, self._grammars.start(lease.number), list(admission.output_ids),
+                    params, self._forms.start(lease.number), list(admission.output_ids),
                     admission.prompt_len, admission.num_known, stop_ids_of(params, admission.eos_ids), link=self._link)
 
     def reset(self) -> None:
@@ -198,9 +212,8 @@ class GrammarRows(HostTurn):
 
     def _write(self, wanted: list[tuple[Matcher, list[int], int]], cells: list[int],
                lengths: list[tuple[RowGrammar, int]]) -> None:
-        assert self._grammars is not None
         masks = np.zeros((len(cells), self._state.sampling.masks.num_words), dtype=np.int32)
-        self._grammars.fill(wanted, masks)
+        self._forms.fill(wanted, masks)
         for mask, (grammar, length) in zip(masks, lengths, strict=True):
             if grammar.forbids_end_at(length):
                 _leave_out(mask, grammar.stop_ids)

@@ -21,7 +21,7 @@ from weakref import WeakSet
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.request_keeper import RequestKeeper
-from outrider.core.structured import FormLease, FormsBusy
+from outrider.features.grammars.form_lease import FormLease, FormsBusy
 
 NUM_KEPT = 64  # compiled forms, from which idle ones are dropped
 KEPT_BYTES = 48 << 20  # of compiled forms, from which idle ones are dropped; the last one is kept whatever its size
@@ -119,6 +119,8 @@ class FormLeases(RequestKeeper):
 
     def enter(self, requests: Sequence[CheckedRequest]) -> None:
         leases = [lease for asked in requests if (lease := asked.part(FormLease)) is not None]
+        if not leases:
+            return
         with self._lock:
             for lease in leases:
                 if self._numbers.get(lease.digest) != lease.number:
@@ -129,9 +131,11 @@ class FormLeases(RequestKeeper):
 
     def leave(self, asked: CheckedRequest) -> None:
         lease = asked.part(FormLease)
+        if lease is None:
+            return
         with self._lock:
-            kept = None if lease is None else self._kept.get(lease.number)
-            if lease is None or kept is None:
+            kept = self._kept.get(lease.number)
+            if kept is None:
                 return
             kept.live[lease] -= 1
             if kept.live[lease] <= 0:

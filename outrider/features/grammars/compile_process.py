@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from outrider.engine.grammar.compile_program import MEMORY, TIME, read_frame, write_frame
+from outrider.features.grammars.compile_program import MEMORY, TIME, read_frame, write_frame
 
 PROGRAM = Path(__file__).with_name("compile_program.py")
 POLL_SECONDS = 0.05  # between two looks at whether a caller has gone

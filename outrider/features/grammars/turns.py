@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from outrider.core.structured import FormsBusy
+from outrider.features.grammars.form_lease import FormsBusy
 
 MOST_AT_ONCE = 8  # of all tenants together
 MOST_PER_TENANT = 1

@@ -1,0 +1,35 @@
+"""FormLease: the part of a request that asks for a form, and how such a request fails. Pickled to workers. No torch."""
+
+from __future__ import annotations
+
+from outrider.core.failures import Busy, OwnFailure
+from outrider.core.feature_parts import RequestPart
+
+MAX_REASON = 300  # characters of what a grammar library says
+
+
+class FormLease(RequestPart):
+    """Keeps a compiled form for one request: from its check, as long as the request is not dropped, to its end. See
+    `leases.py`."""
+
+    __slots__ = ("__weakref__", "client", "digest", "number")
+    masks_tokens = True
+
+    def __init__(self, number: int, digest: bytes, client: str | None) -> None:
+        """number: the number of the compiled form in the process that makes matchers. client: who sent the request.
+        None stands for the program itself, which may lease any number of forms."""
+        self.number, self.digest, self.client = number, digest, client
+
+
+class FormsBusy(Busy):
+    """Raised if too many grammars of one client are compiled, or wait to be."""
+
+
+class FormFailure(OwnFailure):
+    """Error message of a request whose grammar allows no further token. The request's own form is the cause: it went
+    beyond the grammar library's limits on the way, or a token did not follow it."""
+
+    @classmethod
+    def from_matcher(cls, error: str) -> FormFailure:
+        reason = " ".join(error.split())[:MAX_REASON]
+        return cls(f"structured_outputs: the grammar allows no further token ({reason}); make it simpler")
