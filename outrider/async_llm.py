@@ -132,7 +132,8 @@ class AsyncLLM(Front):
                 return await asyncio.wrap_future(started)
             finally:
                 is_gone.set()  # nobody waits for a check that is cancelled
-        return await asyncio.to_thread(check) if _take_long(prompts) else check()
+        has_receipt = isinstance(params, SamplingParams) and params.receipt  # the first one hashes the model's files
+        return await asyncio.to_thread(check) if has_receipt or _take_long(prompts) else check()
 
     async def increments(self, request: CheckedRequest,
                          request_id: str | None = None) -> AsyncGenerator[list[OutputIncrement], None]:

@@ -36,8 +36,9 @@ from outrider.kernels.compiler_start import hash_compiler_ahead
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 # Commands that load a model in this process.
-LOADING = ("commands.generate", "commands.chat", "commands.run_batch", "commands.verify", "benchmarks.throughput",
-           "benchmarks.speculation", "benchmarks.exact_mode", "benchmarks.quality", "commands.train_drafter")
+LOADING = ("commands.generate", "commands.chat", "commands.run_batch", "commands.verify", "commands.replay",
+           "benchmarks.throughput", "benchmarks.speculation", "benchmarks.exact_mode", "benchmarks.quality",
+           "commands.train_drafter")
 
 EXAMPLES = """examples:
   outrider demo
@@ -105,6 +106,13 @@ VERIFY_EXAMPLES = """examples:
 Runs the same requests in many ways and compares the tokens. Status 1 if a difference is a fault. With --exact the
 log-probabilities must be equal too, bit for bit.
 """
+REPLAY_EXAMPLES = """examples:
+  outrider generate --prompt "The sea is" --exact --receipt --json > answer.json
+  outrider replay answer.json
+  outrider replay receipt.json path/to/folder --beside 7 --receipt-key-file operator.key
+
+Status 1 if a bit differs, or if a field, a digest or the signature does not fit; the line says which.
+"""
 
 
 def build_parser() -> Parser:
@@ -118,6 +126,7 @@ def build_parser() -> Parser:
     _add_run_batch(commands)
     _add_bench(commands)
     _add_verify(commands)
+    _add_replay(commands)
     add_simulate_flags(_add(commands, "simulate", "capacity of one or many engines, from measured costs and a load",
                             SIMULATE_EXAMPLES, usage="COSTS [flags]"))
     add_training_flags(_add(commands, "train-drafter", "train a draft head for a model, on the model's own answers",
@@ -354,6 +363,28 @@ def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
     add_engine_flags(parser, skip=("max_model_len", "num_pages", "kv_cache_memory_bytes", "max_num_batched_tokens",
                                    "max_num_seqs", "pad_requests", "pad_tokens", "enable_prefix_caching", "overlap",
                                    "max_logprobs"))
+
+
+# What a receipt tells of its engine, and what replay decides itself.
+REPLAY_DECIDES = (
+    "activation_bits", "attention_backend", "checkpoint_interval", "device", "dtype", "exact", "hf_overrides",
+    "ignore_config_keys", "index_key_dtype", "keep_quantized", "kv_cache_dtype", "kv_cache_dtype_skip_layers",
+    "load_format", "logits_processors", "logprobs_mode", "max_logprobs", "max_model_len", "model_impl",
+    "packed_weights", "page_size", "quantization", "tensor_parallel_size",
+)
+
+
+def _add_replay(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = _add(commands, "replay", "compute the tokens of receipts again and compare every bit", REPLAY_EXAMPLES,
+                  usage="RECEIPT [MODEL] [flags]")
+    parser.add_argument("receipt_file", metavar="RECEIPT", help="a file with a receipt, an answer that has some, or "
+                                                                "one of these a line; - for standard input")
+    add_model(parser, default=None)
+    parser.add_argument("--beside", type=int, default=0, metavar="N",
+                        help="compute each beside N random requests (default: alone)")
+    parser.add_argument("--json", action="store_true", help="print each verdict as one line of JSON")
+    _add_lora(parser)
+    add_engine_flags(parser, skip=REPLAY_DECIDES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

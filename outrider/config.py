@@ -108,6 +108,7 @@ class EngineConfig:
     max_lora_rank: Annotated[int, Range(1, 4096)] = 16  # the largest rank that an adapter may have
     max_cpu_loras: Annotated[int, Range(1, INT32)] | None = None  # adapters in the host's memory; None: 4 * max_loras
     lora_memory_bytes: Annotated[int, Range(1, INT64)] | None = None  # of adapters on the device; None: by the above
+    receipt_key_file: Text | None = None  # the operator's key, which signs receipts
     logits_processors: tuple[Any, ...] = ()  # classes that change logits, or their names as "package.module:Class"
 
     def __post_init__(self) -> None:

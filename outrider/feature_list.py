@@ -43,7 +43,7 @@ class FeatureEntry:
     name: str
     worker: Half | None = None  # a WorkerFeature, if it has this half
     engine: Half | None = None  # an EngineFeature, if it has this half
-    request: Half | None = None  # a HiddenGatherer: outputs of requests for hidden states
+    request: Half | None = None  # what makes outputs of requests that ask for it
     reader: Half | None = None  # an InputReader: inputs of a prompt beside token ids
     prompt_keys: Mapping[str, Any] = field(default_factory=dict)  # the reader's keys of a prompt, with their types
     is_on: Callable[[EngineConfig], bool] = lambda config: True
@@ -65,6 +65,9 @@ FEATURES = (
     FeatureEntry("pooling", request="outrider.features.pooling.gatherer:PooledVectors"),
     FeatureEntry("prompt embeddings", reader="outrider.features.embeddings.reader:EmbedsReader",
                  prompt_keys={"prompt_embeds": Any, "prompt_embeds_positions": list | tuple | None}),
+    FeatureEntry("receipts", engine="outrider.features.receipts.in_engine:ReceiptsInEngine",
+                 request="outrider.features.receipts.writer:ReceiptWriter",
+                 is_on=lambda config: config.receipt_key_file is not None),
 )
 _registered: dict[str, FeatureEntry] = {}  # from outside the package
 
@@ -101,8 +104,8 @@ def engine_features(config: EngineConfig) -> list[Any]:
 
 
 def request_half(name: str) -> Any:
-    """The class with which a feature makes outputs of a request's hidden states."""
-    return _need(name, _entry(name).request, "makes outputs of hidden states")
+    """The class with which a feature makes outputs of requests that ask for it."""
+    return _need(name, _entry(name).request, "makes outputs of requests")
 
 
 def asking_parameters() -> list[tuple[str, str]]:

@@ -111,6 +111,10 @@ class AdapterLoads(RequestKeeper, ABC):
         """Whether an adapter has been read. Raises ValueError, and forgets the load, if it cannot be."""
 
     @abstractmethod
+    def identity(self, number: int) -> tuple[str, str]:
+        """The name of an adapter that requests run with, and the digest of its files."""
+
+    @abstractmethod
     def release(self, hold: AdapterHold) -> None:
         """A front has added its requests, or given up."""
 

@@ -42,6 +42,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the token id or string that stopped it
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
+    receipt: dict[str, Any] | None = field(default=None, repr=False)  # with its end, if the request asked for it
     # (version of the weights, its first token), in order; tokens before the first start are those of version 0
     version_starts: tuple[tuple[int, int], ...] = field(default=(), repr=False)
 
@@ -151,6 +152,7 @@ class SampleEnd(NamedTuple):
     finish_reason: str | None
     stop_reason: int | str | None = None
     error: str | None = None
+    receipt: dict[str, Any] | None = None
 
 
 class OutputIncrement(NamedTuple):
@@ -196,7 +198,7 @@ class RequestOutput:
         if prompt_logprobs is not None and self.prompt_logprobs is not None:
             self.prompt_logprobs += prompt_logprobs
         if end is not None:
-            sample.finish_reason, sample.stop_reason, sample.error = end
+            sample.finish_reason, sample.stop_reason, sample.error, sample.receipt = end
 
     def cut_back(self) -> dict[int, list[int]]:
         """Cut each unfinished sample back to tokens from which it can be resumed, and return these tokens by sample

@@ -130,6 +130,7 @@ class SamplingParams(metaclass=_SamplingParamsType):
     bad_words_token_ids: tuple[tuple[TokenId, ...], ...] = ()  # filled from bad_words by the engine
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # streams: see RequestOutputKind
     extra_args: dict[str, Any] | None = None  # values for the engine's logits processors
+    receipt: bool = False  # the output says what its tokens depend on; `logprobs` is then at least 0
     guided_decoding: InitVar[StructuredOutputsParams | None] = None  # vLLM's older name of structured_outputs
 
     def __post_init__(self, guided_decoding: StructuredOutputsParams | None) -> None:
@@ -138,6 +139,8 @@ class SamplingParams(metaclass=_SamplingParamsType):
         check_fields("SamplingParams: ", self)
         if self.seed == -1:
             self.seed = None
+        if self.receipt and self.logprobs is None:
+            self.logprobs = 0
         self._check_combinations()
 
     @classmethod

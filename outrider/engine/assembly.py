@@ -54,7 +54,7 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
                               features=of_settings)
 
     model = ServedModel(config.model, info.limits, info.eos_ids, tokenizer, info.classes, info.takes_spans,
-                        info.device_name)
+                        info.device_name, config)
     line = WorkerLine(worker)
     features = EngineFeatures(config, of_settings, EngineTools(info, model, line.order, worker.begin))
     requests = LiveRequests(model, features.keepers, config.seed)

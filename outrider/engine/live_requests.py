@@ -132,9 +132,14 @@ class LiveRequests:
         else:
             longest = model.longest(prompt_len, asked.sampling.max_tokens)
             samples = [(Request(next(self._ids), asked, longest, model.eos_ids, key.sample_index),
-                        SampleOutput(key, asked.sampling, model.tokenizer)) for key in keys]
+                        self._make_output(key, asked)) for key in keys]
         prompt = PromptLogprobsOutput(keys[0], prompt_len, model.tokenizer)
         return _Live(request_id, metrics, asked, samples, prompt, len(samples))
+
+    def _make_output(self, key: SampleKey, asked: CheckedRequest) -> SampleOutput:
+        if asked.sampling.receipt:
+            return self._model.receipts.make_output(key, asked, self.keepers)
+        return SampleOutput(key, asked.sampling, self._model.tokenizer)
 
     def _enter(self, lives: Sequence[_Live], scheduler: Scheduler) -> None:
         """Register all requests atomically: if one is refused, none is added."""

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
 
+from outrider.config import EngineConfig
 from outrider.core import Limits
+from outrider.core.checked_request import CheckedRequest
 from outrider.core.class_head import ClassHead
+from outrider.core.outputs import SampleKey
+from outrider.core.params import SamplingParams
+from outrider.core.request_keeper import RequestKeepers
+from outrider.engine.output import SampleOutput
 from outrider.engine.text import Tokenizer
+from outrider.feature_list import request_half
 
 
-@dataclass(frozen=True, slots=True)
+class Receipts(Protocol):
+    """The feature that writes receipts, as the engine sees it."""
+
+    def check(self, params: SamplingParams) -> None:
+        """Raise ValueError for parameters that no receipt can tell."""
+
+    def make_output(self, key: SampleKey, asked: CheckedRequest, keepers: RequestKeepers) -> SampleOutput:
+        """Make what turns a sample's runs into an output that ends with a receipt."""
+
+
+@dataclass(frozen=True)
 class ServedModel:
     name: str  # for messages
     limits: Limits
@@ -18,12 +38,20 @@ class ServedModel:
     classes: ClassHead | None = None  # of a model that classifies and generates no text
     takes_spans: bool = False  # prompts may mark spans that attend in both directions
     device_name: str = "CPU"
+    config: EngineConfig | None = None  # the settings it was started with; None: they are not known
+    loaded_at: float = field(default_factory=time.time)
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:
             raise ValueError(f"{self.name} has no tokenizer files, or skip_tokenizer_init is set: give prompts as "
                              "token ids")
         return self.tokenizer
+
+    @cached_property
+    def receipts(self) -> Receipts:
+        """The writer of receipts. Its first use may hash the model's files."""
+        made: Receipts = request_half("receipts")(self)
+        return made
 
     def longest(self, prompt_len: int, max_tokens: int | None) -> int:
         """The most tokens that a request may have, its prompt included."""

@@ -182,6 +182,8 @@ class _Chat:
             more += f',"stop_reason":{compact(change.stop_reason)}'
         if self._body.return_token_ids:
             more += f',"token_ids":{compact(change.token_ids)}'
+        if change.receipt is not None:
+            more += f',"receipt":{compact(change.receipt)}'
         if self._body.return_run_lengths:
             more += f',"run_lengths":{compact(change.run_lengths)}'
         if delta != "{}" or finish or more:
@@ -209,6 +211,8 @@ class _Chat:
             choice["logprobs"] = self._logprobs(sample.token_ids, sample.logprobs)
         if self._body.return_token_ids:
             choice["token_ids"] = sample.token_ids
+        if sample.receipt is not None:
+            choice["receipt"] = sample.receipt
         return choice
 
     def _logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob]]) -> dict[str, Any]:

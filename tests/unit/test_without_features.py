@@ -24,6 +24,7 @@ FOLDERS = {  # of FEATURES, by their names
     "grammars": "grammars",
     "pooling": "pooling",
     "prompt embeddings": "embeddings",
+    "receipts": "receipts",
 }
 SETTINGS: dict[str, dict[str, Any]] = {  # that ask for a feature
     "adapters": {"enable_lora": True},
@@ -34,6 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # that ask for a feature
 REQUESTS = {  # that ask for the other features
     "grammars": "llm.generate('The sea is', form)",
     "pooling": "llm.encode('The sea is', PoolingParams())",
+    "receipts": "llm.generate('The sea is', SamplingParams(receipt=True))",
     "prompt embeddings": "llm.generate({'prompt_embeds': numpy.zeros((2, 576))})",
 }
 

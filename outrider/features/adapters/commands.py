@@ -16,6 +16,7 @@ class AdapterRead:
 
     size: int = 0  # numbers that it takes on the device
     error: str | None = None  # what is wrong with the adapter
+    digest: str = ""  # of its files
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
+from outrider.core.file_digests import file_digest, value_digest
 from outrider.features.adapters.peft_folder import AdapterError, FactorPair, PeftFolder
 from outrider.features.adapters.target import NamedPair, Target, TargetPart, aligned
 from outrider.features.adapters.targets import Targets
+from outrider.lora_request import CONFIG, TENSORS
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # of factors in files
 MAX_SCALE = torch.finfo(torch.float32).max
@@ -31,6 +34,7 @@ class HostAdapter:
     name: str
     numbers: torch.Tensor  # [size], in the model's dtype
     entries: tuple[FactorPlace, ...]
+    digest: str = ""  # of the files that it was read from
 
     @property
     def size(self) -> int:
@@ -64,7 +68,11 @@ def read_adapter(name: str, folder: str, targets: Targets, *, max_rank: int, max
             held.setdefault(part.target, []).append(NamedPair(part.rest, a, part.of_factor(b), scale))
 
     source.read(take)
-    return _packed(name, held, dtype, pin)
+    return replace(_packed(name, held, dtype, pin), digest=_files_digest(Path(folder)))
+
+
+def _files_digest(folder: Path) -> str:
+    return value_digest({file: file_digest(folder / file) for file in (CONFIG, TENSORS)})
 
 
 def _check_modules(source: PeftFolder, folder: str, places: Mapping[str, tuple[TargetPart, ...]],

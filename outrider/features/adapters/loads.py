@@ -44,6 +44,7 @@ class AdapterLoad:
     is_replaced: bool = False  # dropped as soon as its last request ends
     is_removed: bool = False  # nor is its folder to be read again for requests that were checked before
     answer: Future[AdapterRead | None] | None = None  # the worker's, whether it has been read
+    digest: str = ""  # of its files, once they have been read
 
     @property
     def is_idle(self) -> bool:
@@ -147,9 +148,13 @@ class AdapterRegistry(AdapterLoads):
         if read.error is not None:
             self._drop(load)
             raise UnreadableAdapter(read.error, load.path)
-        self.sizes[number] = read.size
+        self.sizes[number], load.digest = read.size, read.digest
         self._serve(load)
         return True
+
+    def identity(self, number: int) -> tuple[str, str]:
+        load = self._loads[number]
+        return load.name, load.digest
 
     def release(self, hold: AdapterHold) -> None:
         load = self._loads.get(hold.number)

@@ -59,7 +59,8 @@ class AdapterStore(DeltaSource):
         if not load.done():
             return None
         try:
-            return AdapterRead(load.result().size)
+            held = load.result()
+            return AdapterRead(held.size, digest=held.digest)
         except AdapterError as error:
             return AdapterRead(error=str(error))
         except Exception as error:  # no memory, say: nothing but this adapter suffers from it

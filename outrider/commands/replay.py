@@ -1,0 +1,103 @@
+"""`outrider replay`: computes the tokens of receipts again and says whether every bit is equal."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from outrider import receipts as own
+from outrider.commands.parser import UsageError, engine_config, named_adapter
+from outrider.core.file_digests import canonical
+from outrider.core.status_line import status_line
+from outrider.engine.start import start_engine
+from outrider.llm import LLM
+from outrider.models.sources import DEFAULT_MODEL
+
+if TYPE_CHECKING:
+    from outrider.receipts import Receipt, Verdict
+
+
+def run(args: argparse.Namespace) -> int:
+    receipts = read_receipts(args.receipt_file)
+    path = getattr(args, "receipt_key_file", None)
+    key = None if path is None else own.read_key(path)
+    verdicts: list[Verdict | None] = [own.check_receipt(receipt, key) for receipt in receipts]
+    groups: dict[bytes, list[int]] = {}  # receipts that one engine can compute
+    for index, receipt in enumerate(receipts):
+        if verdicts[index] is None:
+            groups.setdefault(canonical([receipt["model"], receipt["settings"], receipt["exact"]]), []).append(index)
+    for members in groups.values():
+        for index, verdict in zip(members, _replay_group(args, [receipts[i] for i in members], key), strict=True):
+            verdicts[index] = verdict
+    done = [verdict for verdict in verdicts if verdict is not None]
+    for number, verdict in enumerate(done, 1):
+        print(json.dumps({"number": number, **asdict(verdict)}) if args.json else _line(number, verdict), flush=True)
+    num_equal = sum(verdict.is_equal for verdict in done)
+    if not args.json:
+        print(f"{num_equal} of {len(done)} receipts are equal")
+    return int(num_equal < len(done))
+
+
+def read_receipts(path: str) -> list[Receipt]:
+    """The receipts of a file: one JSON value, or one on each line."""
+    if path != "-" and not Path(path).is_file():
+        raise UsageError(f"there is no file {path}: give a receipt, or an answer with receipts, as JSON")
+    text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    try:
+        values: list[Any] = [json.loads(text)]
+    except ValueError:
+        values = _lines(path, text)
+    found = list(own.find_receipts(values))
+    if not found:
+        raise UsageError(f"{path} holds no receipt: a request asks for one with \"receipt\": true")
+    return found
+
+
+def _lines(path: str, text: str) -> list[Any]:
+    values = []
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip():
+            try:
+                values.append(json.loads(line))
+            except ValueError as error:
+                raise UsageError(f"{path}, line {number} is not valid JSON: {error}") from None
+    return values
+
+
+def _replay_group(args: argparse.Namespace, receipts: list[Receipt], key: bytes | None) -> list[Verdict]:
+    """Replay receipts of one model and one set of settings on one engine."""
+    first = receipts[0]
+    adapter = named_adapter(args)
+    try:
+        settings = own.engine_settings(first)
+    except ValueError as error:
+        return [own.Verdict(own.REFUSED, findings=[str(error)])] * len(receipts)
+    if args.model is None:
+        args = argparse.Namespace(**vars(args) | {"model": _model_of(first)})
+    config = engine_config(args, **settings, max_model_len=max(own.num_tokens(receipt) for receipt in receipts),
+                           max_logprobs=-1)
+    with status_line(f"loading {config.model}"):
+        llm = LLM.around(start_engine(config))
+    with llm:
+        return [own.replay(llm, receipt, key=key, beside=args.beside,
+                           lora_request=adapter if receipt["adapter"] else None) for receipt in receipts]
+
+
+def _model_of(receipt: Receipt) -> str:
+    """The model that the receipt names, if its name tells where its files are."""
+    name = receipt["model"]["name"]
+    if receipt["model"]["weights"] is None:
+        raise UsageError("the receipt's weights came by an update: name MODEL, a folder with these weights")
+    if isinstance(name, str) and (name == DEFAULT_MODEL or "/" in name):
+        return name
+    raise UsageError(f"the receipt's model is called {name!r}, which tells no place: name MODEL, its folder or file")
+
+
+def _line(number: int, verdict: Verdict) -> str:
+    what = f" ({verdict.num_tokens} tokens and their log-probabilities)" if verdict.verdict != own.REFUSED else ""
+    more = [f"\n  {line}" for line in (*verdict.findings, *verdict.notes)]
+    return f"receipt {number}: {verdict.verdict}{what}" + "".join(more)

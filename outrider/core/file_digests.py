@@ -1,0 +1,34 @@
+"""SHA-256 digests of files, and of values as JSON in one canonical form. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+
+def canonical(value: Any) -> bytes:
+    """The one form of a JSON value: sorted keys, no spaces, ASCII, and 1.0 as 1, as some writers of JSON have it.
+    Raises ValueError or TypeError for a value that JSON does not have."""
+    return json.dumps(_whole(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _whole(value: Any) -> Any:
+    match value:
+        case float() if value.is_integer():
+            return int(value)
+        case dict():
+            return {name: _whole(own) for name, own in value.items()}
+        case list() | tuple():
+            return [_whole(own) for own in value]
+    return value
+
+
+def value_digest(value: Any) -> str:
+    return hashlib.sha256(canonical(value)).hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

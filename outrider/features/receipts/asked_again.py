@@ -1,0 +1,57 @@
+"""The request and the engine's settings that a receipt tells, to compute its tokens again."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from outrider.config import EngineConfig
+from outrider.core.params import SamplingParams
+from outrider.core.prompts import Prompt
+from outrider.core.structured import StructuredOutputsParams
+from outrider.features.receipts.receipt import Receipt
+
+MATE_TOKENS = 48  # most of the prompt of a random batch mate
+
+
+def engine_settings(receipt: Receipt) -> dict[str, Any]:
+    """The settings of an engine that computes as the receipt's did. Raises ValueError for settings unknown here."""
+    known = EngineConfig.__dataclass_fields__
+    odd = next((name for name in receipt["settings"] if name not in known), None)
+    if odd is not None:
+        raise ValueError(f"settings.{odd}: this version of outrider has no such setting")
+    settings = {name: tuple(value) if isinstance(known[name].default, tuple) else value
+                for name, value in receipt["settings"].items()}
+    return settings | {"exact": receipt["exact"]}
+
+
+def prompt_of(receipt: Receipt) -> Prompt:
+    return {"prompt_token_ids": receipt["prompt_token_ids"], "bidirectional_spans": receipt["bidirectional_spans"]}
+
+
+def params_of(receipt: Receipt) -> SamplingParams:
+    """The parameters of the receipt's request. Raises ValueError for one that is unknown here."""
+    given = dict(receipt["params"])
+    if isinstance(given.get("structured_outputs"), dict):
+        given["structured_outputs"] = StructuredOutputsParams.from_fields(given["structured_outputs"])
+    if isinstance(given.get("bad_words_token_ids"), list):
+        given["bad_words_token_ids"] = tuple(map(tuple, given["bad_words_token_ids"]))
+    return SamplingParams.from_optional(**given)
+
+
+def num_tokens(receipt: Receipt) -> int:
+    """The most tokens of the receipt's request, prompt and answer."""
+    return len(receipt["prompt_token_ids"]) + int(receipt["params"]["max_tokens"])
+
+
+def random_mates(count: int, vocab_size: int, max_len: int, seed: int) -> list[tuple[Prompt, SamplingParams]]:
+    """Requests that a receipt's request is to share its steps with."""
+    draw = random.Random(seed)
+    mates: list[tuple[Prompt, SamplingParams]] = []
+    for _ in range(count):
+        length = draw.randint(1, max(1, min(MATE_TOKENS, max_len // 2)))
+        params = SamplingParams(temperature=draw.choice((0.0, 0.7, 1.0)), top_p=draw.choice((0.9, 1.0)),
+                                seed=draw.randrange(1 << 30), max_tokens=max(1, max_len - length), ignore_eos=True,
+                                detokenize=False)
+        mates.append(([draw.randrange(vocab_size) for _ in range(length)], params))
+    return mates

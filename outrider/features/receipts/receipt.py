@@ -1,0 +1,116 @@
+"""The form of a receipt: one JSON object with a check of every field and, from an operator with a key, a signature.
+
+A check is the beginning of a field's SHA-256. Checks find the field that was changed by mistake. The signature finds
+every change, also one by somebody who computed the checks again.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from outrider.core.file_digests import canonical, value_digest
+
+Receipt: TypeAlias = dict[str, Any]
+VERSION = 1
+CHECK_DIGITS = 16
+ALGORITHM = "hmac-sha256"
+LEAST_KEY_BYTES = 16
+# Every field, with its own fields if it has some. The parameters and the settings of versions to come may have others.
+FIELDS: dict[str, tuple[str, ...]] = {
+    "receipt": (), "exact": (), "model": ("name", "weights", "config", "tokenizer"), "adapter": (),
+    "weights_versions": (), "settings": (), "kernels": (), "prompt_token_ids": (), "bidirectional_spans": (),
+    "params": (), "sample_index": (),
+    "output": ("token_ids", "logprobs", "logprobs_start", "finish_reason", "stop_reason"),
+    "checks": (), "signature": (),
+}
+SEALS = ("checks", "signature")
+
+
+def read_key(path: str) -> bytes:
+    """The operator's key: the bytes of a file, without white space at its ends."""
+    try:
+        key = Path(path).expanduser().read_bytes().strip()
+    except OSError as error:
+        raise ValueError(f"receipt_key_file: {path} cannot be read ({error.strerror}): give a file with at least "
+                         f"{LEAST_KEY_BYTES} random bytes, as `openssl rand -hex 32` writes") from None
+    if len(key) < LEAST_KEY_BYTES:
+        raise ValueError(f"receipt_key_file: {path} has {len(key)} bytes, and a key has at least {LEAST_KEY_BYTES}: "
+                         "`openssl rand -hex 32` writes one")
+    return key
+
+
+def sealed(fields: Mapping[str, Any], key: bytes | None) -> Receipt:
+    """A receipt with checks and, if there is a key, with a signature."""
+    receipt = {**fields, "checks": {path: check(value) for path, value in leaves(fields).items()}, "signature": None}
+    if key is not None:
+        receipt["signature"] = {"algorithm": ALGORITHM, "value": signature(receipt, key)}
+    return receipt
+
+
+def check(value: Any) -> str:
+    return value_digest(value)[:CHECK_DIGITS]
+
+
+def signature(receipt: Mapping[str, Any], key: bytes) -> str:
+    """The HMAC of everything but the signature itself."""
+    signed = {name: value for name, value in receipt.items() if name != "signature"}
+    return hmac.new(key, canonical(signed), "sha256").hexdigest()
+
+
+def leaves(receipt: Mapping[str, Any]) -> dict[str, Any]:
+    """All values by their paths, such as `params.seed`, without checks and signature. Lists are single values."""
+    found: dict[str, Any] = {}
+    for name, value in receipt.items():
+        if name in SEALS:
+            continue
+        if isinstance(value, dict) and value:
+            found |= {f"{name}.{part}": own for part, own in value.items()}
+        else:
+            found[name] = value
+    return found
+
+
+def faults(receipt: Any, key: bytes | None) -> list[str]:
+    """What is wrong with a receipt by itself, before anything is computed. key: None leaves a signature unchecked."""
+    if not isinstance(receipt, dict) or "receipt" not in receipt:
+        raise ValueError('this is no receipt: it has no field "receipt". Give the value of "receipt" of an answer')
+    if receipt["receipt"] != VERSION:
+        return [f"receipt: this version of outrider reads receipts of version {VERSION}, not {receipt['receipt']!r}"]
+    found = _form_faults(receipt)
+    if found:
+        return found
+    checks, values = receipt["checks"], leaves(receipt)
+    found = [f"{path}: it was changed, or its check was" for path, value in values.items()
+             if checks.get(path) != check(value)]
+    found += [f"checks: there is one of {path}, which the receipt does not have"
+              for path in checks if path not in values]
+    return found + _signature_faults(receipt, key)
+
+
+def _form_faults(receipt: Receipt) -> list[str]:
+    found = [f"{name}: the receipt lacks this field" for name in FIELDS if name not in receipt]
+    found += [f"{name}: a receipt has no field of this name" for name in receipt if name not in FIELDS]
+    for name, parts in FIELDS.items():
+        own = receipt.get(name)
+        if not parts or own is None:
+            continue
+        if not isinstance(own, dict) or own.keys() != set(parts):
+            found.append(f"{name}: it must have the fields {', '.join(parts)}")
+    found += [f"{name}: it must be an object" for name in ("checks", "params", "settings", "kernels")
+              if name in receipt and not isinstance(receipt[name], dict)]
+    return found
+
+
+def _signature_faults(receipt: Receipt, key: bytes | None) -> list[str]:
+    if key is None:
+        return []
+    given = receipt["signature"]
+    if given is None:
+        return ["signature: the receipt has none, and a key was given"]
+    expected = {"algorithm": ALGORITHM, "value": signature(receipt, key)}
+    if not isinstance(given, dict) or not hmac.compare_digest(canonical(given), canonical(expected)):
+        return ["signature: it does not fit the receipt, or another key made it"]
+    return []
