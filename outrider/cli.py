@@ -88,6 +88,7 @@ BENCH_EXAMPLES = """examples:
   outrider bench throughput smollm2 --shapes 1x128x256,8x128x256
   outrider bench throughput path/to/folder --load-format dummy --shapes nano
   outrider bench latency smollm2 --shapes 1x128x64 --rounds 5
+  outrider bench steps smollm2 --speculative-config auto --shapes 8x128x64
   outrider bench spec smollm2 --batch-sizes 1,4,16 --plot spec
   outrider bench spec smollm2 --prompts spec_bench.jsonl --prompts-per-set 10 --batch-sizes 1 --max-tokens 128
   outrider bench spec MODEL --speculative-config '{"method": "mtp", "num_speculative_tokens": 3}' --acceptance golden
@@ -244,11 +245,15 @@ BENCH_DECIDES = ("n", "max_tokens", "stop", "ignore_eos", "detokenize", "prompt_
 
 
 def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
-    bench = _add(commands, "bench", "measure throughput, latency, speculation, exact mode, quality or costs",
-                 BENCH_EXAMPLES, usage="throughput|latency|spec|exact|quality|costs [MODEL] [flags], or serve [flags]")
+    bench = _add(commands, "bench", "measure throughput, latency, steps, speculation, exact mode, quality or costs",
+                 BENCH_EXAMPLES,
+                 usage="throughput|latency|steps|spec|exact|quality|costs [MODEL] [flags], or serve [flags]")
     kinds = bench.add_subparsers(dest="kind", metavar="KIND", parser_class=Parser, prog=bench.prog)
     _add_bench_shapes(kinds, "throughput", "output tokens per second of batches of random prompts")
     _add_bench_shapes(kinds, "latency", "time to the first token and between tokens")
+    steps = _add_bench_shapes(kinds, "steps", "drafts of the steps of every round, and what the slowest steps computed")
+    steps.add_argument("--slowest", type=count_flag, default=5, metavar="N",
+                       help="steps of each round to list (default: %(default)s)")
     _add_bench_spec(kinds)
     _add_bench_exact(kinds)
     _add_bench_quality(kinds)
@@ -260,7 +265,7 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     add_engine_flags(costs)
 
 
-def _add_bench_shapes(kinds: argparse._SubParsersAction[Parser], name: str, help_text: str) -> None:
+def _add_bench_shapes(kinds: argparse._SubParsersAction[Parser], name: str, help_text: str) -> Parser:
     parser = _add(kinds, name, help_text, BENCH_EXAMPLES, module="benchmarks.throughput")
     add_model(parser)
     parser.add_argument("--shapes", default="1x128x256,8x128x256" if name == "throughput" else "1x128x128,4x128x64",
@@ -278,6 +283,7 @@ def _add_bench_shapes(kinds: argparse._SubParsersAction[Parser], name: str, help
                              "(default: all)")
     add_sampling_flags(parser, skip=BENCH_DECIDES, temperature=0.0, ignore_eos=True, detokenize=False)
     add_engine_flags(parser)
+    return parser
 
 
 def _add_bench_spec(kinds: argparse._SubParsersAction[Parser]) -> None:

@@ -1,4 +1,4 @@
-"""`outrider bench throughput` and `latency`: random prompts of given shapes, no prefix hits. Last line: JSON.
+"""`outrider bench throughput`, `latency` and `steps`: random prompts of given shapes, no prefix hits. Last line: JSON.
 
 Throughput is shown beside its floor (`roofline`). The prompts depend on the seed and the list of shapes alone, so other
 engines can be measured with the same ones: one stream of random numbers gives 64 for a warm-up, then the prompts of
@@ -28,6 +28,7 @@ from outrider import __version__
 from outrider.benchmarks.prompt_work import four_digits, measure_product, prompt_speed
 from outrider.benchmarks.roofline import Decoding, measure_bandwidth
 from outrider.benchmarks.server_load import percentile
+from outrider.benchmarks.step_listing import StepRecorder, list_steps
 from outrider.benchmarks.worker_facts import CountExperts, DecodingBytes, PromptOperations, ReadExperts
 from outrider.commands.env import cpu_name, version_of
 from outrider.commands.loading import Loaded, OnRanks, load_or_find
@@ -158,8 +159,11 @@ def run(args: argparse.Namespace) -> int:
         for one in work:
             if args.kind == "throughput":
                 rows.append(_throughput(llm, one, args.rounds, bandwidth, product))
-            else:
+            elif args.kind == "latency":
                 rows.append(_latency(llm, one, args.rounds))
+            else:
+                rows.append(_steps(llm, one, args.rounds, args.slowest))
+                continue
             print(_line(rows[-1]), flush=True)
     if config.speculative is not None and config.speculative.is_synthetic:
         print("acceptance was synthetic: the text is not the model's")
@@ -263,6 +267,19 @@ def _throughput(llm: LLM, work: Workload, rounds: int, bandwidth: BestSpeed, pro
             "of_floor": round(of_floor, 3) if of_floor <= 1 else None}
     operations = llm.engine.command(PromptOperations(tuple(len(output.prompt_token_ids) for output in best.outputs)))
     return row | prompt_speed(operations, best.outputs, product.share)
+
+
+def _steps(llm: LLM, work: Workload, rounds: int, num_slowest: int) -> dict[str, Any]:
+    """The steps of every round. Prints them too."""
+    recorder, listed = StepRecorder(), []
+    llm.engine.trace = recorder
+    for index in range(rounds):
+        seconds = run_prompts(llm, work.asks(), label=f"{work.shape.name} round {index + 1}").seconds
+        lines, found = list_steps(recorder.take(), num_slowest)
+        print(f"{work.shape.name} round {index + 1}: {seconds:.3f} s, {found['steps']} steps", *lines, sep="\n",
+              flush=True)
+        listed.append({"s": round(seconds, 3), **found})
+    return {"case": work.shape.name, "rounds": listed}
 
 
 def _distinct_experts(llm: LLM, work: Workload) -> float | None:

@@ -98,7 +98,7 @@ def test_help_is_quick_shows_examples_and_leaves_torch_alone() -> None:
 
 
 @pytest.mark.parametrize("command", ["generate", "chat", "verify", "run-batch", "env", "models", "demo", "bench",
-                                     "bench throughput", "bench latency", "bench spec", "bench exact",
+                                     "bench throughput", "bench latency", "bench steps", "bench spec", "bench exact",
                                      "bench quality", "train-drafter"])
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
@@ -537,6 +537,13 @@ def test_bench_prints_json_last(folder: Path, tmp_path: Path, capsys: pytest.Cap
     result = outrider(capsys, "bench", "latency", folder, "--shapes", "2x9x5", "--num-pages", 99, "--load-format=dummy")
     row = json.loads(result.out.splitlines()[-1])["results"][0]
     assert 0 < row["ttft_ms_p50"] <= row["ttft_ms_p99"] and 0 < row["between_runs_ms_p50"]
+    result = outrider(capsys, "bench", "steps", folder, "--shapes", "2x9x5", "--num-pages", 99, "--rounds", 2,
+                      "--slowest", 2, "--speculative-config", NGRAM)
+    rounds = json.loads(result.out.splitlines()[-1])["results"][0]["rounds"]
+    assert len(rounds) == 2 and "2x9x5 round 2: " in result.out and "times the usual; 2 requests" in result.out
+    for one in rounds:
+        assert one["steps"] == one["steps_with_prompts"] + sum(one["drafts"].values()) and len(one["slowest"]) == 2
+        assert one["slowest"][0]["ms"] >= one["slowest"][1]["ms"] and "no graphs" in one["slowest"][0]["reason"]
     assert "needs 300 tokens" in refused(capsys, "bench", "latency", folder, "--shapes", "1x200x100", "--num-pages", 99)
 
 
