@@ -9,12 +9,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Never, TypeVar, cast
 
 from outrider import compat
-from outrider.core import Output, RequestParams
+from outrider.core import Output, RequestOutput, RequestParams
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.fields import OneOf, check_value, shown
 from outrider.core.lazy_exports import LateModule
 from outrider.core.output_reader import OutputReader
-from outrider.core.outputs import RequestOutput
 from outrider.core.params import RequestOutputKind, SamplingParams
 from outrider.core.prompts import Prompt
 from outrider.engine.engine import Engine
@@ -34,7 +33,7 @@ from outrider.pooling_params import TASKS, PoolingParams
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
 
 if TYPE_CHECKING:
-    from outrider import adapter_loading, llm_engine
+    from outrider import adapter_loading, llm_engine, token_scores
     from outrider import beam_search as beams
     from outrider.beam_search import BeamRound, BeamSearchOutput, BeamSearchParams
     from outrider.compat import Metric
@@ -43,11 +42,13 @@ if TYPE_CHECKING:
     from outrider.llm_engine import LLMEngine
     from outrider.lora_request import AdapterChoice, LoRARequest
     from outrider.runner.commands import WeightsChecksum
+    from outrider.token_scores import TokenScores
 else:
     adapter_loading = LateModule("outrider.adapter_loading")
     beams = LateModule("outrider.beam_search")
     llm_engine = LateModule("outrider.llm_engine")
     named_weights = LateModule("outrider.engine.named_weights")
+    token_scores = LateModule("outrider.token_scores")
 
 T = TypeVar("T")
 
@@ -144,6 +145,21 @@ class LLM(Front):
         return [ScoringRequestOutput(other.request_id, ScoringOutput(cosine(one, other)),
                                      one.prompt_token_ids + other.prompt_token_ids)
                 for one, other in zip(ones, others, strict=True)]
+
+    def score_tokens(self, token_ids: Prompt | Sequence[Prompt], top_k: int = 0,
+                     sampling_params: SamplingParams | None = None, *, logprobs_mode: str = "raw",
+                     return_kept_ids: bool = False, use_tqdm: bool | Callable[..., Any] = True,
+                     lora_request: AdapterChoice = None) -> list[TokenScores]:
+        """The log-probability of each token of the sequences after those before it, and of the `top_k` likeliest (-1:
+        all). "raw": of the model's distribution; "processed": after temperature and filters of `sampling_params`.
+        `return_kept_ids`: also the tokens that the filters keep at each place. In exact mode the bits are those that
+        sampling reports. A sequence may have one token less than max_model_len."""
+        scoring = token_scores.Scoring.from_arguments(sampling_params, top_k, logprobs_mode, return_kept_ids)
+        outputs = self.generate(token_ids, scoring.params, use_tqdm=use_tqdm, lora_request=lora_request)
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(f"request {output.request_id}: {output.error}")
+        return [scoring.read(output, self.engine.limits.vocab_size) for output in outputs]
 
     def enqueue(self, prompts: Prompt | Sequence[Prompt],
                 sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,

@@ -18,6 +18,7 @@ from outrider.core.fields import (
     Count,
     Finite,
     NotEmpty,
+    OneOf,
     Range,
     Text,
     TokenId,
@@ -122,6 +123,7 @@ class SamplingParams(metaclass=_SamplingParamsType):
     allowed_token_ids: Annotated[list[TokenId], NotEmpty] | None = None
     logprobs: Annotated[int, Range(0, INT32, also=(MAX_LOGPROBS_ALL,))] | None = None
     prompt_logprobs: Annotated[int, Range(0, INT32, also=(MAX_LOGPROBS_ALL,))] | None = None
+    prompt_logprobs_mode: Annotated[str, OneOf(("raw", "processed"))] = "raw"  # processed: as tokens are drawn
     detokenize: bool = True
     skip_special_tokens: bool = True
     skip_reading_prefix_cache: bool | None = None
@@ -213,6 +215,12 @@ class SamplingParams(metaclass=_SamplingParamsType):
         self.structured_outputs = StructuredOutputsParams(**own)
 
     def _check_combinations(self) -> None:
+        if self.prompt_logprobs_mode == "processed":
+            wrong = {"presence_penalty and its like": self.has_penalties, "min_tokens": self.min_tokens > 0,
+                     "structured_outputs": self.structured_outputs is not None}
+            for name in (name for name, is_given in wrong.items() if is_given):
+                raise ValueError(f"SamplingParams: {name} depend on where an answer begins, which a prompt does not "
+                                 "tell: leave them out, or use prompt_logprobs_mode='raw'")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"SamplingParams: min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"

@@ -133,7 +133,7 @@ class LiveRequests:
             longest = model.longest(prompt_len, asked.sampling.max_tokens)
             samples = [(Request(next(self._ids), asked, longest, model.eos_ids, key.sample_index),
                         self._make_output(key, asked)) for key in keys]
-        prompt = PromptLogprobsOutput(keys[0], prompt_len, model.tokenizer)
+        prompt = PromptLogprobsOutput(keys[0], prompt_len, model.tokenizer if asked.sampling.detokenize else None)
         return _Live(request_id, metrics, asked, samples, prompt, len(samples))
 
     def _make_output(self, key: SampleKey, asked: CheckedRequest) -> SampleOutput:

@@ -11,13 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from outrider.core import Finish, HiddenReport, RequestResult, ScheduledBatch
+from outrider.core import Finish, HiddenReport, RequestResult, SamplingParams, ScheduledBatch
+from outrider.core.checked_request import NOTHING_SAMPLED
 from outrider.kernels.buffers import to_device
 from outrider.mixers import WantedRows
 from outrider.models.base import Hidden, Model
 from outrider.runner.batch import EagerShape, Inputs
 from outrider.runner.row_state import RowParams, RowState
+from outrider.sample import History, StepExtras, StepNeeds
 from outrider.sample.logprobs import LogprobRows, logprob_rows
+from outrider.sample.sampler import Asked, process_logits
+from outrider.sample.sampling_batch import LogitRows
 
 CHUNK_ROWS = 256  # logit rows at a time: a long prompt times a large vocabulary would not fit
 NOT_FINITE = "the model's hidden states are not finite: check the weights"
@@ -51,14 +55,48 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
     next_position = (view.positions[token_rows] + 1).clamp_max(state.tokens.shape[1] - 1)
     chosen = state.tokens[view.rows[view.request_of[token_rows]], next_position]
     num = -1 if -1 in asked else max(asked)
+    rows = LogitRows(view.request_of[token_rows], view.rows[view.request_of[token_rows]],
+                     torch.zeros_like(token_rows), next_position)
+    processing = PromptProcessing.from_params(params, counts, rows, state, view.max_length.tokens, model.vocab_size)
     height = 1 if row_by_row else CHUNK_ROWS
-    cuts = [slice(first, first + height) for first in range(0, len(starts), height)]
+    cuts = [(first, min(first + height, len(starts))) for first in range(0, len(starts), height)]
     parts = []
-    for cut in cuts:
-        own = WantedRows(token_rows[cut])
+    for start, stop in cuts:
+        own = WantedRows(token_rows[start:stop])
         logits = model.logits(hidden.final[own.token_rows], hidden.context.of_rows(own))
-        parts.append(logprob_rows(logits, chosen[cut], num))
+        if processing is not None:
+            logits = processing.apply(logits, start, stop)
+        parts.append(logprob_rows(logits, chosen[start:stop], num))
     return PromptLogprobs(LogprobRows.join(parts), counts)
+
+
+@dataclass(frozen=True)
+class PromptProcessing:
+    """What requests ask to be done with the logits of their prompts before log-probabilities are taken: what the
+    sampler does with those that it draws from."""
+
+    asked: Asked
+    is_processed: torch.Tensor  # [logit rows] bool
+
+    @classmethod
+    def from_params(cls, params: list[SamplingParams], counts: list[int], rows: LogitRows, state: RowState,
+                    bound: int, vocab: int) -> PromptProcessing | None:
+        """None if no request asks. counts: logit rows of each request."""
+        asks = [p.prompt_logprobs_mode == "processed" and count > 0 for p, count in zip(params, counts, strict=True)]
+        if not any(asks):
+            return None
+        # The others' logit rows are computed along and not used: their parameters ask for nothing.
+        own = [p if is_asked else NOTHING_SAMPLED for p, is_asked in zip(params, asks, strict=True)]
+        flags = [is_asked for is_asked, count in zip(asks, counts, strict=True) for _ in range(count)]
+        history = History(state.tokens, state.known, state.drafts, bound)
+        asked = Asked(rows, state.sampling, history, StepNeeds.from_params(own, counts),
+                      StepExtras.from_params(own, counts, vocab, state.device), "processed")
+        return cls(asked, to_device(flags, torch.bool, state.device))
+
+    def apply(self, logits: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        """The logits of logit rows start to stop, processed where a request asks."""
+        processed = process_logits(logits, self.asked.between(start, stop))
+        return torch.where(self.is_processed[start:stop, None], processed, logits)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ from outrider.core.params import MAX_LOGPROBS_ALL
 from outrider.kernels.cpu.checks import is_index, is_matrix
 from outrider.kernels.cpu.sampling import Report, Text, pack_rows, sample_rows
 from outrider.kernels.reported_logprobs import ReportedLogprobs
-from outrider.sample.filters import keep_likely, scale
 from outrider.sample.logprobs import LogprobRows, many_logprob_rows
-from outrider.sample.sampler import Asked, Sampled, edit_logits, kernels_serve
+from outrider.sample.sampler import Asked, Sampled, edit_logits, kernels_serve, shape_logits
 from outrider.sample.sampling_rows import SamplingRows
 
 _FIELDS = ("temperature", "seed", "sample_index", "flags", "top_k", "min_tokens", "prompt_len", "num_stop_ids",
@@ -65,8 +64,7 @@ def _many_logprobs(logits: torch.Tensor, edited: torch.Tensor | None, tokens: to
     assert num is not None
     shown = logits
     if asked.logprobs == "processed":
-        shown = scale(logits if edited is None else edited, asked.logit_rows.row, asked.rows)
-        keep_likely(shown, asked.logit_rows.row, asked.rows, asked.needs)
+        shown = shape_logits(logits if edited is None else edited, asked)
     return many_logprob_rows(shown, tokens, shown.shape[1] if num == MAX_LOGPROBS_ALL else num, reported)
 
 

@@ -109,8 +109,7 @@ def _sample_chunk(logits: torch.Tensor, asked: Asked) -> Sampled:
     edited = edit_logits(logits, asked) if needs.any_edits else logits
     shaped = edited
     if needs.any_sampled or editor is not None or (num_logprobs is not None and not is_raw):
-        shaped = scale(edited, at.row, rows)
-        keep_likely(shaped, at.row, rows, needs, editor)
+        shaped = shape_logits(edited, asked)
     best = choose_scaled(shaped, at.row, at.position, rows.keys, needs.any_sampled)
     # A NaN or +inf is always the choice, so one look at the chosen logit finds it; -inf means nothing was left.
     bad = ~shaped.gather(1, best[:, None]).squeeze(1).isfinite()
@@ -122,6 +121,19 @@ def _sample_chunk(logits: torch.Tensor, asked: Asked) -> Sampled:
     if num_logprobs is None:
         return Sampled(tokens, bad, None)
     return Sampled(tokens, bad, logprob_rows(logits if is_raw else shaped, tokens, num_logprobs))
+
+
+def shape_logits(edited: torch.Tensor, asked: Asked) -> torch.Tensor:
+    """Edited logits as tokens are drawn from them: divided by the temperatures, and -inf where a filter drops them."""
+    shaped = scale(edited, asked.logit_rows.row, asked.rows)
+    keep_likely(shaped, asked.logit_rows.row, asked.rows, asked.needs, asked.extras.editor)
+    return shaped
+
+
+def process_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
+    """The logits that tokens would be drawn from, which the log-probabilities of a processed report are of."""
+    asked.extras.check(asked.needs)
+    return shape_logits(edit_logits(logits, asked) if asked.needs.any_edits else logits, asked)
 
 
 def edit_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:

@@ -20,9 +20,7 @@ from outrider.server import admin
 from outrider.server.bodies import READERS, BodyRoute, beside_loop
 from outrider.server.body_errors import bad_body
 from outrider.server.chat import chat_completions
-from outrider.server.classification import ClassifyRequest, create_classes
 from outrider.server.completions import completions
-from outrider.server.embeddings import EmbeddingRequest, PoolingRequest, create_embeddings, create_pooling
 from outrider.server.engine_host import Serving
 from outrider.server.errors import INTERNAL, ApiError
 from outrider.server.fair_threads import FairThreads
@@ -30,6 +28,7 @@ from outrider.server.guard import REQUEST_ID_HEADER, TENANT, Guard, RootPath, gu
 from outrider.server.invocations import kind_of, read_body
 from outrider.server.messages import MessagesPrompt, MessagesRequest, count_tokens, create_message
 from outrider.server.page.dashboard import dashboard
+from outrider.server.pooled_routes import pooled_routes
 from outrider.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -38,7 +37,6 @@ from outrider.server.protocol import (
 )
 from outrider.server.reference_page import reference_page
 from outrider.server.responses import response_routes
-from outrider.server.scoring import RerankRequest, ScoreRequest, create_rerank, create_score
 from outrider.server.service import Service
 from outrider.server.work import api_error, compact
 
@@ -74,7 +72,7 @@ def build_app(service: Service) -> FastAPI:
                   servers=[{"url": config.root_path}] if config.root_path else None)
     app.include_router(_openai_routes(service))
     app.include_router(response_routes(service))
-    app.include_router(_pooled_routes(service))
+    app.include_router(pooled_routes(service))
     app.include_router(_invocation_route(service))
     app.include_router(_text_routes(service))
     app.include_router(_state_routes(service))
@@ -120,35 +118,6 @@ def _openai_routes(service: Service) -> APIRouter:
     @routes.post("/v1/messages/count_tokens")
     async def count_message_tokens(body: MessagesPrompt) -> dict[str, int]:
         return {"input_tokens": await count_tokens(service, body)}
-
-    return routes
-
-
-def _pooled_routes(service: Service) -> APIRouter:
-    routes = APIRouter(route_class=BodyRoute)
-
-    @routes.post("/v1/embeddings")
-    async def create_embedding(body: EmbeddingRequest, request: Request) -> Response:
-        return await create_embeddings(service, body, request.scope[TENANT])
-
-    @routes.post("/pooling")
-    async def pooling(body: PoolingRequest, request: Request) -> Response:
-        return await create_pooling(service, body, request.scope[TENANT])
-
-    @routes.post("/classify")
-    async def classify(body: ClassifyRequest, request: Request) -> Response:
-        return await create_classes(service, body, request.scope[TENANT])
-
-    @routes.post("/score")
-    @routes.post("/v1/score")
-    async def score(body: ScoreRequest, request: Request) -> Response:
-        return await create_score(service, body, request.scope[TENANT])
-
-    @routes.post("/rerank")
-    @routes.post("/v1/rerank")
-    @routes.post("/v2/rerank")
-    async def rerank(body: RerankRequest, request: Request) -> Response:
-        return await create_rerank(service, body, request.scope[TENANT])
 
     return routes
 

@@ -210,6 +210,8 @@ class SamplingFields(Generated, Prompted):
     bad_words: Texts | None = None
     allowed_token_ids: TokenIds | None = None
     prompt_logprobs: int | None = None
+    prompt_logprobs_mode: Literal["raw", "processed"] | None = Field(
+        default=None, description="processed: after temperature and filters")
     skip_special_tokens: bool | None = None
     skip_reading_prefix_cache: bool | None = None
     stream_options: StreamOptions | None = None

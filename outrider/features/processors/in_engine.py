@@ -16,6 +16,9 @@ class ProcessorsInEngine(EngineFeature):
         self._kinds = load_processors(config.logits_processors)
 
     def check_params(self, params: SamplingParams) -> None:
+        if params.prompt_logprobs_mode == "processed":
+            raise ValueError("prompt_logprobs_mode='processed' is not served beside logits processors, which see the "
+                             "logits of sampled tokens only")
         for kind in self._kinds:
             try:
                 kind.validate_params(params)

@@ -1,0 +1,91 @@
+"""TokenScores: log-probabilities of given tokens under the engine's weights. No torch.
+
+A prompt's tokens are scored while they are computed, by the function that reports sampled tokens. In exact mode both
+have the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Annotated
+
+from outrider.core.fields import INT32, OneOf, Range, check_value
+from outrider.core.outputs import Logprob, RequestOutput
+from outrider.core.params import MAX_LOGPROBS_ALL, SamplingParams, need_sampling_params
+
+MODES = {"raw": "raw", "processed": "processed", "raw_logprobs": "raw", "processed_logprobs": "processed"}
+TIES = 8  # tokens beyond sampling_params.top_k that are looked at, because all that tie with the last one are kept
+
+
+@dataclass
+class TokenScores:
+    """The scores of one sequence. Each list has an entry for every token; the first token has none (None)."""
+
+    token_ids: list[int]
+    logprobs: list[float | None] = field(default_factory=list)  # of each token, after those before it
+    ranks: list[int | None] = field(default_factory=list)  # 1 + the number of likelier tokens
+    top_ids: list[list[int] | None] = field(default_factory=list)  # the likeliest tokens of each place, by rank
+    top_logprobs: list[list[float] | None] = field(default_factory=list)
+    # The tokens that the filters leave at each place, by rank, if they were asked for. None: too many tie.
+    kept_ids: list[list[int] | None] | None = None
+    weights_version: int = 0  # how many updates of weights had come
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How sequences are scored: the parameters of their requests, and what is read of the outputs."""
+
+    params: SamplingParams
+    top_k: int
+    return_kept_ids: bool
+
+    @classmethod
+    def from_arguments(cls, params: SamplingParams | None, top_k: int, logprobs_mode: str,
+                       return_kept_ids: bool) -> Scoring:
+        """See `LLM.score_tokens`. Raises ValueError for arguments that do not go together."""
+        check_value("top_k", Annotated[int, Range(0, INT32, also=(MAX_LOGPROBS_ALL,))], top_k)
+        check_value("logprobs_mode", Annotated[str, OneOf(tuple(MODES))], logprobs_mode)
+        check_value("return_kept_ids", bool, return_kept_ids)
+        mode = MODES[logprobs_mode]
+        if mode == "raw" and params is not None:
+            raise ValueError("temperature and filters are those of processed scores: give logprobs_mode='processed' "
+                             "too")
+        if mode == "raw" and return_kept_ids:
+            raise ValueError("return_kept_ids: raw scores keep every token: give logprobs_mode='processed'")
+        own = SamplingParams() if params is None else need_sampling_params(params)
+        num = top_k
+        if return_kept_ids and top_k != MAX_LOGPROBS_ALL:
+            num = max(top_k, own.top_k + TIES) if own.top_k > 0 else MAX_LOGPROBS_ALL
+        asked = replace(own, n=1, max_tokens=1, logprobs=None, prompt_logprobs=num, prompt_logprobs_mode=mode,
+                        stop=None, detokenize=False, speculative=False, receipt=False)
+        return cls(asked, top_k, return_kept_ids)
+
+    def read(self, output: RequestOutput, vocab_size: int) -> TokenScores:
+        """The scores in the output of a request with these parameters."""
+        num = self.params.prompt_logprobs
+        num_reported = vocab_size if num is None or num == MAX_LOGPROBS_ALL else min(num, vocab_size)
+        scores = TokenScores(list(output.prompt_token_ids), kept_ids=[] if self.return_kept_ids else None,
+                             weights_version=output.outputs[0].weight_versions[-1].version)
+        for token, entry in zip(scores.token_ids, output.prompt_logprobs or (), strict=True):
+            ranked = None if entry is None else _ranked(entry, num_reported)
+            top = ranked if ranked is None or self.top_k == MAX_LOGPROBS_ALL else ranked[: self.top_k]
+            scores.logprobs.append(None if entry is None else entry[token].logprob)
+            scores.ranks.append(None if entry is None else entry[token].rank)
+            scores.top_ids.append(None if top is None else [other for other, _ in top])
+            scores.top_logprobs.append(None if top is None else [logprob for _, logprob in top])
+            if scores.kept_ids is not None:
+                scores.kept_ids.append(None if ranked is None else _kept(ranked, vocab_size))
+        return scores
+
+
+def _ranked(entry: dict[int, Logprob], num: int) -> list[tuple[int, float]]:
+    """The `num` likeliest tokens of a place, by rank. The place's own token comes before them if it is not among
+    them."""
+    items = [(token, value.logprob) for token, value in entry.items()]
+    return items[len(items) - num :]
+
+
+def _kept(ranked: list[tuple[int, float]], vocab_size: int) -> list[int] | None:
+    kept = [token for token, logprob in ranked if logprob > -inf]
+    return None if len(kept) == len(ranked) < vocab_size else kept
