@@ -6,7 +6,7 @@ What goes wrong with one request is raised where that request is read; a failed 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from itertools import count
@@ -217,6 +217,27 @@ class AsyncLLM(Front):
         """Replace all weights or some of them, by the names of the model's checkpoint. See `LLM.update_weights`."""
         command = await asyncio.to_thread(weights_command, weights)
         return await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.update_weights(command)))
+
+    async def start_weight_update(self) -> None:
+        """Begin an update of all weights, which `finish_weight_update` ends. See `LLM.start_weight_update`."""
+        await asyncio.wrap_future(self._owner.call(self._maintenance.start_weight_update))
+
+    async def load_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+        """Replace weights, each as soon as it comes. They are taken out of an iterable in a thread. See
+        `LLM.load_weights`."""
+        def run(action: Callable[[], None]) -> None:
+            self._owner.call(action).result()
+
+        await asyncio.to_thread(self._maintenance.load_weights, weights, run)
+
+    async def finish_weight_update(self) -> UpdateReport:
+        """End the update that `start_weight_update` began. See `LLM.finish_weight_update`."""
+        return await asyncio.wrap_future(self._owner.call(self._maintenance.finish_weight_update))
+
+    @property
+    def has_weight_update(self) -> bool:
+        """Whether an update that `start_weight_update` began goes on."""
+        return self._maintenance.has_session
 
     async def weights_checksum(self) -> WeightsChecksum:
         """The SHA-256 of each weight under its name in the checkpoint. See `LLM.weights_checksum`."""

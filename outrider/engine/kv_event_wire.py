@@ -8,7 +8,7 @@ digest, 8 bytes long, keyed with the SHA-256 of `hash_secret`.
     message           topic, sequence number (8 bytes, big end first), msgpack of the batch
     BlockStored       block_hashes, parent_block_hash, token_ids, block_size, lora_id (number of the adapter's load),
                       medium, lora_name, extra_keys (the adapter's name, and with `token_ids` salts of first blocks),
-                      group_idx, kv_cache_spec_kind, kv_cache_spec_sliding_window
+                      group_idx, kv_cache_spec_kind, kv_cache_spec_sliding_window, weights_version (after an update)
     BlockRemoved      block_hashes, medium, group_idx
     AllBlocksCleared  after a start, a sleep, a reset and a dropped batch; after a reset that leaves pages of running
                       requests, BlockRemoved of the others
@@ -89,6 +89,9 @@ class EventWriter:
         for key, label in event.labels:
             if (number := key.partition("=")[2]).isdecimal():  # keys of adapters end in their numbers
                 written |= {"lora_id": int(number), "lora_name": label}
+        for key in () if content is None else content.keys:
+            if key.startswith(WEIGHTS_KEY):
+                written["weights_version"] = int(key.removeprefix(WEIGHTS_KEY))
         if (keys := self._extra_keys(event)) is not None:
             written["extra_keys"] = [keys]
         written |= {"group_idx": event.group, "kv_cache_spec_kind": kind}

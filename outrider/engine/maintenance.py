@@ -82,6 +82,11 @@ class Maintenance:
         self._refuses = False  # new requests, from the start of such an update until one is whole
 
     @property
+    def has_session(self) -> bool:
+        """Whether `start_weight_update` has begun an update."""
+        return self._stream is not None and self._stream.is_session
+
+    @property
     def is_sleeping(self) -> bool:
         return bool(self._asleep)
 

@@ -46,6 +46,8 @@ def _named(pair: Any) -> NamedArray:
 
 
 def _given(pair: Any) -> NamedArray | NamedTensor:
+    if isinstance(pair, NamedArray):
+        return pair
     if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
         raise ValueError(f"update_weights: weights must be pairs of a name and a tensor, got {shown(pair)}")
     name, value = pair

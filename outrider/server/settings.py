@@ -30,6 +30,7 @@ class ServerConfig:
     admin: bool = False  # serve the routes that change the server for all clients
     lora_modules: tuple[Text, ...] = ()  # adapters as name=folder, or as JSON objects
     lora_root: Text | None = None  # the folder below which /v1/load_lora_adapter may load; None: it loads nothing
+    weights_root: Text | None = None  # the folder below which /update_weights may read; None: it reads nothing
     served_model_name: tuple[Text, ...] = ()  # none: the model's own name
     chat_template: Text | None = None  # a file, a template's name or a template
     default_chat_template_kwargs: dict[str, Any] | None = None  # of requests that do not set them
@@ -61,6 +62,11 @@ class ServerConfig:
             raise ValueError("lora_root lets clients load adapters: set admin, and api_key to a key of those who may")
         if self.lora_root is not None and not Path(self.lora_root).is_dir():
             raise ValueError(f"lora_root must be a folder, got {shown(self.lora_root)}")
+        if self.weights_root is not None and not (self.admin and self.api_key):
+            raise ValueError("weights_root lets clients replace weights: set admin, and api_key to a key of those who "
+                             "may")
+        if self.weights_root is not None and not Path(self.weights_root).is_dir():
+            raise ValueError(f"weights_root must be a folder, got {shown(self.weights_root)}")
         for name in self.served_model_name:
             if name != name.strip() or not name.isprintable():
                 raise ValueError(f"served_model_name must be a name without spaces around it, got {shown(name)}")

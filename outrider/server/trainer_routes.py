@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
 from pydantic import Field
 
+from outrider.core.fields import shown
 from outrider.core.weights_checksum import WeightsChecksum
+from outrider.engine.weight_files import read_packed, read_safetensors
 from outrider.server.body_errors import check_query, truth
 from outrider.server.errors import ApiError
 from outrider.server.protocol import Body
 from outrider.server.service import Service
 from outrider.server.work import carried_out
 
-TRAINER_PATHS = ("/pause", "/resume", "/is_paused", "/weight_checker", "/weights_checker")
+TRAINER_PATHS = ("/pause", "/resume", "/is_paused", "/weight_checker", "/weights_checker", "/start_weight_update",
+                 "/update_weights", "/finish_weight_update")
 
 
 class WeightCheckerRequest(Body):
     action: Literal["checksum", "compare", "reset"]
     baseline: Annotated[dict[str, str], Field(max_length=100_000)] | None = Field(
         default=None, description="checksums by name to compare with; by default those of the first checksum")
+
+
+class UpdateInfo(Body):
+    path: Annotated[str, Field(min_length=1, max_length=4096, description="below --weights-root")]
+    names: list[str] | None = Field(default=None, description="of tensors whose bytes are all that the file has")
+    dtype_names: list[str] | None = None
+    shapes: list[list[int]] | None = None
+
+
+class UpdateWeightsRequest(Body):
+    update_info: UpdateInfo
 
 
 class WeightChecker:
@@ -49,6 +64,21 @@ class WeightChecker:
         return {"match": not mismatches, "mismatches": mismatches}
 
 
+def weights_path(root: str | None, path: str) -> Path:
+    """Resolve a client's path. Refuse it if it leads out of the root folder."""
+    if root is None:
+        raise ApiError(403, "this server takes no weights: start it with --weights-root")
+    base = Path(root).resolve()
+    try:
+        found = (base / path).resolve()
+        files = [each.resolve() for each in found.iterdir()] if found.is_dir() else [found]
+    except (OSError, ValueError, RuntimeError):  # a loop of links, a null byte
+        files = []
+    if not files or not all(each.is_relative_to(base) and each.exists() for each in files):
+        raise ApiError(400, f"path {shown(path)} is nothing below the server's --weights-root", param="path")
+    return found
+
+
 def trainer_routes(service: Service) -> APIRouter:
     routes, checker = APIRouter(), WeightChecker()
 
@@ -71,6 +101,39 @@ def trainer_routes(service: Service) -> APIRouter:
     @routes.get("/is_paused")
     async def is_paused() -> dict[str, bool]:
         return {"is_paused": await service.host.llm.is_paused()}
+
+    @routes.post("/start_weight_update")
+    async def start_weight_update() -> dict[str, str]:
+        """Begin an update in chunks. Until it has ended, requests that come are refused and those that run wait."""
+        await carried_out(service.host.llm.start_weight_update())
+        return {"status": "started"}
+
+    @routes.post("/update_weights")
+    async def update_weights(body: UpdateWeightsRequest) -> dict[str, Any]:
+        """Replace weights by those of a file below --weights-root: the next chunk of an update that has begun, or by
+        itself an update that is taken whole or not at all."""
+        llm, info = service.host.llm, body.update_info
+        path = weights_path(service.config.weights_root, info.path)
+        try:
+            given: Any = path  # the worker reads it
+            if info.names is not None:
+                given = read_packed(path, info.names, info.dtype_names or [], info.shapes or [])
+            elif llm.has_weight_update:
+                given = read_safetensors(path)
+        except (ValueError, OSError) as error:
+            raise ApiError(400, str(error), param="path") from None
+        if llm.has_weight_update:
+            await carried_out(llm.load_weights(given))
+        else:
+            await carried_out(llm.update_weights(given))
+        return {"status": "updated", "weights_version": llm.weights_version}
+
+    @routes.post("/finish_weight_update")
+    async def finish_weight_update() -> dict[str, Any]:
+        """End an update in chunks. One that lacks weights is refused with their names."""
+        llm = service.host.llm
+        report = await carried_out(llm.finish_weight_update())
+        return {"status": "finished", "num_tensors": report.num_tensors, "weights_version": llm.weights_version}
 
     @routes.post("/weight_checker")
     @routes.post("/weights_checker", include_in_schema=False)  # SGLang's name

@@ -212,11 +212,14 @@ def test_pages_of_an_adapter_are_told_with_its_name(tmp_path: Path) -> None:
         assert not {*plain[0]["block_hashes"]} & {*adapted[0]["block_hashes"]}
 
 
-def test_labels_of_other_features_are_told_and_versions_of_weights_are_not() -> None:
+def test_labels_of_other_features_are_told_and_versions_of_weights_by_themselves() -> None:
     keys = ("weights=3", "scaled=half", "salt=pepper")
     writer = writer_of_all(layout_of_two())
     (event,) = writer.write([PageStored(0, bytes(16), PageContent(None, (1, 2), keys), (("scaled=half", "halved"),))])
     assert (event["lora_id"], event["lora_name"]) == (None, None) and event["extra_keys"] == [["halved", "pepper"]]
+    assert event["weights_version"] == 3
+    (first,) = writer.write([PageStored(0, bytes(16), PageContent(None, (1, 2), keys[1:]))])
+    assert "weights_version" not in first
 
 
 def layout_of_two() -> Any:

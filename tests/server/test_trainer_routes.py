@@ -1,4 +1,4 @@
-"""Routes of a trainer: pauses, and checksums of weights."""
+"""Routes of a trainer: pauses, updates of weights, and checksums of weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from outrider import AsyncLLM
+from outrider.server.settings import ServerConfig
+from tests.engine.harness import with_other_weights
 from tests.engine.test_update_weights import SETTINGS, llama
 from tests.engine.test_weights_checksum import of_file
 from tests.server.rig import Served, serving
@@ -24,7 +27,9 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def served(folder: Path) -> Iterator[Served]:
-    with serving(lambda: AsyncLLM(str(folder), **SETTINGS | LONG), admin=True) as made:
+    with serving(lambda: AsyncLLM(str(folder), **SETTINGS | LONG), admin=True, api_key=("key",),
+                 weights_root=str(folder.parent)) as made:
+        made.http.headers["Authorization"] = "Bearer key"
         yield made
 
 
@@ -84,3 +89,53 @@ def test_a_pause_over_http_in_all_modes(served: Served, folder: Path) -> None:
     for query, param in (("mode=drain", "mode"), ("clear_cache=perhaps", "clear_cache"), ("level=1", "level")):
         refused = served.http.post(f"/pause?{query}")
         assert refused.status_code == 400 and refused.json()["error"]["param"] == param
+
+
+def test_weights_come_over_http_in_chunks_of_files_and_shared_memory(served: Served, folder: Path) -> None:
+    other = with_other_weights(folder, folder.parent / "other")
+    tensors, chunks = load_file(other / "model.safetensors"), folder.parent / "chunks"
+    chunks.mkdir()
+    pairs, body = list(tensors.items()), {"prompt": [5, 6, 7] * 4, "max_tokens": 8, "temperature": 0,
+                                            "return_token_ids": True}
+    for number, some in enumerate((pairs[:5], pairs[5:9])):
+        save_file(dict(some), chunks / f"{number}.safetensors")
+    (chunks / "bare").write_bytes(b"".join(each.numpy().tobytes() for _, each in pairs[9:]) + b"more")
+    bare = {"path": "chunks/bare", "names": [name for name, _ in pairs[9:]],
+            "dtype_names": ["float32"] * len(pairs[9:]), "shapes": [list(each.shape) for _, each in pairs[9:]]}
+    whole = (chunks / "0.safetensors").read_bytes()
+    (chunks / "cut").write_bytes(whole[: len(whole) // 2])
+    ours = served.post("/v1/completions", **body).json()["choices"]
+
+    def update(status: int, **info: Any) -> dict[str, Any]:
+        answer = served.post("/update_weights", update_info=info)
+        assert answer.status_code == status, answer.text
+        return dict(answer.json())
+
+    assert served.post("/start_weight_update").json() == {"status": "started"}
+    update(200, path="chunks/0.safetensors")
+    assert "finish_weight_update() ends it" in served.error("/v1/completions", 503, **body)["message"]
+    for wrong in ({"path": "chunks/cut"}, {"path": "../secret"}, {"path": "/etc/passwd"}, {"path": "nothing"},
+                  bare | {"names": ["model.norm.weight"]}, bare | {"shapes": [[1 << 40]] * len(pairs[9:])}):
+        assert update(400, **wrong)["error"]["param"] == "path", "nothing has changed"
+    update(200, path="chunks/1.safetensors")
+    update(200, **bare)
+    told = served.post("/finish_weight_update").json()
+    assert told == {"status": "finished", "num_tensors": len(pairs), "weights_version": 1}
+    assert served.post("/weight_checker", action="checksum").json()["checksums"] == of_file(other)
+    assert served.post("/v1/completions", **body).json()["choices"] != ours
+    assert update(200, path="target")["weights_version"] == 2
+    assert served.post("/v1/completions", **body).json()["choices"] == ours
+    update(400, path="chunks/cut")
+    assert served.post("/v1/completions", **body).json()["choices"] == ours
+    served.post("/start_weight_update")
+    update(200, path="chunks/1.safetensors")
+    assert "it lacks lm_head.weight" in served.error("/finish_weight_update", 503)["message"]
+    assert "it lacks lm_head.weight" in served.error("/v1/completions", 503, **body)["message"]
+    assert update(200, path="other")["weights_version"] == 3
+
+
+def test_weights_need_a_root_and_keys(folder: Path) -> None:
+    with pytest.raises(ValueError, match="weights_root lets clients replace weights"):
+        ServerConfig(weights_root=str(folder), admin=True)
+    with serving(lambda: AsyncLLM(str(folder), **SETTINGS), admin=True) as made:
+        assert "--weights-root" in made.error("/update_weights", 403, update_info={"path": "target"})["message"]
