@@ -93,6 +93,7 @@ class RequestLoop:
         try:
             queued = self._engine.add(asked)
         except Exception:  # refused, with nothing changed
+            caller.left.difference_update(asked)
             self._is_mid_change = False
             raise
         for request_id, own in queued.items():

@@ -510,3 +510,11 @@ def test_an_update_goes_on_if_the_engine_cannot_sleep(folders: tuple[Path, Path]
         llm.load_weights(tensors)
         llm.finish_weight_update()
         assert generated(llm) == theirs
+
+
+def test_nobody_waits_for_a_request_that_was_refused(folders: tuple[Path, Path]) -> None:
+    with LLM(str(folders[0]), **SETTINGS) as llm:
+        llm.start_weight_update()
+        with pytest.raises(WeightsIncomplete):
+            llm.llm_engine.add_request("a", list(PROMPTS[0]), greedy(4))
+        assert not llm.llm_engine.has_unfinished_requests()
