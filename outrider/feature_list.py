@@ -123,6 +123,10 @@ def worker_half(name: str) -> Any:
     return _need(name, _entry(name).worker, "has a half in a worker")
 
 
+def has_worker_half(name: str) -> bool:
+    return _entry(name).worker is not None
+
+
 def feature_object(name: str, place: str) -> Any:
     """An object of a feature's folder, for a front that uses it only with the feature. place: `module:object`."""
     return _find(name, place)

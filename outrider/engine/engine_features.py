@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import TypeVar
 
 from outrider.config import EngineConfig
@@ -13,7 +14,9 @@ from outrider.core.hidden_params import RequestParams
 from outrider.core.params import SamplingParams
 from outrider.core.request_keeper import RequestKeepers
 from outrider.engine.engine_feature import Caller, EngineFeature, EngineTools
-from outrider.feature_list import asking_parameters, engine_half
+from outrider.feature_list import asking_parameters, engine_half, has_worker_half
+from outrider.runner.commands import MakeFeature, done_errand
+from outrider.runner.interface import WorkerDied
 
 Checked = TypeVar("Checked")
 PartMaker = Callable[[], RequestPart]
@@ -30,19 +33,25 @@ class EngineFeatures:
         self.keepers = RequestKeepers([keeper for keeper in keepers if keeper is not None])
         self._lock = threading.RLock()  # a trace function may raise where `with` ends, before the release
         self._made: dict[str, EngineFeature] = {}  # by name
+        self._in_worker: dict[str, Future[None]] = {}  # by name: done when the worker has its half
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError for parameters that a feature cannot serve."""
-        if params.extra_args is not None and not any(feature.reads_extra_args for feature in self.of_settings):
+        serving = self._serving(params)
+        if params.extra_args is not None and not any(feature.reads_extra_args for feature in serving):
             raise ValueError("extra_args are values for logits processors, and this engine has none: start it with "
                              "logits_processors")
-        for feature in self._serving(params):
+        for feature in serving:
             feature.check_params(params)
 
     def part_makers(self, params: RequestParams, caller: Caller | None) -> list[PartMaker]:
         """Prepare what requests with these parameters need of features. Each maker makes one part of a request."""
         if not isinstance(params, SamplingParams):
             return []
+        for name in self._asked(params):
+            self.need(name)
+            with suppress(WorkerDied):  # the engine says so where the request is read
+                self._in_worker[name].result()
         makers = [feature.part_maker(params, caller) for feature in self._serving(params)]
         return [maker for maker in makers if maker is not None]
 
@@ -61,12 +70,15 @@ class EngineFeatures:
             return self._made[name]
 
     def put(self, name: str, feature: EngineFeature) -> None:
-        """Add a feature that requests ask for. Its keeper comes first: an interrupt leaves no feature without it."""
+        """Add a feature that requests ask for. It is noted last, so an interrupt leaves no feature half made."""
         keeper = feature.make_keeper(self._tools)
         if keeper is not None:
             self.keepers.add(keeper)
+        self._in_worker[name] = self._tools.begin(MakeFeature(name)) if has_worker_half(name) else done_errand()
         self._made[name] = feature
 
     def _serving(self, params: SamplingParams) -> list[EngineFeature]:
-        asked = [name for parameter, name in asking_parameters() if getattr(params, parameter) is not None]
-        return [*self.of_settings, *map(self.need, asked)]
+        return [*self.of_settings, *map(self.need, self._asked(params))]
+
+    def _asked(self, params: SamplingParams) -> list[str]:
+        return [name for parameter, name in asking_parameters() if getattr(params, parameter) is not None]

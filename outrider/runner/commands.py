@@ -66,6 +66,24 @@ class Errand(ABC):
 
 
 @dataclass(frozen=True)
+class MakeFeature(Errand):
+    """Make the worker's half of a feature that a request asks for. Steps that are submitted later have its part."""
+
+    name: str
+
+    def begin(self, worker: Any) -> Future[Any]:
+        worker.feature(self.name)
+        return done_errand()
+
+
+def done_errand() -> Future[Any]:
+    """The future of an errand that is done at once."""
+    done: Future[Any] = Future()
+    done.set_result(None)
+    return done
+
+
+@dataclass(frozen=True)
 class SleepReport:
     """Memory that a worker gave back when it went to sleep."""
 

@@ -130,7 +130,12 @@ class Worker:
         return command.carry_out(self)
 
     def begin(self, errand: Errand) -> Future[Any]:
-        return errand.begin(self)
+        try:
+            return errand.begin(self)
+        except Exception as error:
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
 
     def feature(self, name: str) -> WorkerFeature:
         """The half of a feature that requests ask for. It is made when it is first needed. Any thread may ask."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outrider.features.grammars.compiled_forms import Vocabulary
-from outrider.runner.commands import Errand
+from outrider.runner.commands import Errand, done_errand
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,4 @@ class DropForm(Errand):
 
     def begin(self, worker: Any) -> Future[Any]:
         worker.feature("grammars").forms.drop(self.number)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        return done_errand()
