@@ -24,10 +24,12 @@ from outrider.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from outrider.drafters import suffix
+    from outrider.engine import acceptance_alarm as alarm
     from outrider.engine import kv_events as cache_events
     from outrider.engine.kv_events import EventSockets
     from outrider.engine.text import Tokenizer
 else:
+    alarm = LateModule("outrider.engine.acceptance_alarm")
     cache_events = LateModule("outrider.engine.kv_events")
     suffix = LateModule("outrider.drafters.suffix")
 
@@ -58,5 +60,7 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
     line = WorkerLine(worker)
     features = EngineFeatures(config, of_settings, EngineTools(info, model, line.order, worker.begin))
     requests = LiveRequests(model, features.keepers, config.seed)
+    if info.limits.max_drafts:
+        watchers.append(alarm.AcceptanceAlarm(stats, lambda: requests.weights_version))
     return Engine(scheduler, line, RequestChecks(model, features), requests, stats, watchers=watchers,
                   submits_early=config.overlap is not False)

@@ -38,6 +38,7 @@ class EngineStats:
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    num_acceptance_losses: int = 0  # how often drafts were no longer accepted after an update of the weights
     drafted_per_position: list[int] = field(default_factory=list)
     accepted_per_position: list[int] = field(default_factory=list)
     chosen: list[int] = field(default_factory=list)  # how often k drafts were scheduled for a request that samples

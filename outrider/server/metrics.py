@@ -146,6 +146,8 @@ class ServerMetrics:
             ("spec_decode_num_drafts", "Drafts: of one request in one step.", stats.num_drafts),
             ("spec_decode_num_draft_tokens", "Tokens of drafts.", stats.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Tokens of drafts that were accepted.", stats.num_accepted_tokens),
+            ("spec_decode_acceptance_losses", "Updates of weights after which no draft was accepted any more.",
+             stats.num_acceptance_losses),
         ):
             yield from self._counter(name, help_text, {"": value})
         yield from self._counter("prompt_tokens_by_source", "Prompt tokens of scheduled requests, by their source.",
