@@ -20,7 +20,7 @@ none: a feature's halves are found here by name, and only if the settings or a r
 | `sched/row_resources.py` RowResource | the scheduler, when a request takes or leaves a row |
 | `core/request_keeper.py` RequestKeeper | the engine, when a request comes or ends |
 | `engine/input_reader.py` InputReader | the checks of a request whose prompt has a key of the feature |
-| `core/input_part.py` InputPart | every step that computes a part of this prompt |
+| `core/input_part.py` InputPart | the scheduler, the cache and the steps, for this prompt |
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ FEATURES = (
     FeatureEntry("grammars", worker="outrider.features.grammars.on_device:GrammarsOnDevice",
                  engine="outrider.features.grammars.in_engine:GrammarsInEngine", parameter="structured_outputs"),
     FeatureEntry("pooling", request="outrider.features.pooling.gatherer:PooledVectors"),
+    FeatureEntry("bidirectional spans", reader="outrider.features.spans.reader:SpansReader",
+                 prompt_keys={"bidirectional_spans": list | tuple | None}),
     FeatureEntry("prompt embeddings", reader="outrider.features.embeddings.reader:EmbedsReader",
                  prompt_keys={"prompt_embeds": Any, "prompt_embeds_positions": list | tuple | None}),
     FeatureEntry("receipts", engine="outrider.features.receipts.in_engine:ReceiptsInEngine",

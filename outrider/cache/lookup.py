@@ -15,7 +15,7 @@ from outrider.cache.known_states import DigestAt
 from outrider.cache.pages import PageKey, PagePool
 from outrider.cache.prefix import PageHashes, longest_hit
 from outrider.cache.promises import Promises
-from outrider.core.spans import NO_SPANS, PromptSpans
+from outrider.core.input_part import NO_INPUTS, InputParts
 
 Horizon = int  # promises of steps before this one count; 0: none do
 NO_PROMISES: Horizon = 0
@@ -38,12 +38,12 @@ class PrefixLookup:
 
     # Hashes
 
-    def open(self, request_id: int, keys: tuple[str, ...], spans: PromptSpans = NO_SPANS) -> None:
+    def open(self, request_id: int, keys: tuple[str, ...], inputs: InputParts = NO_INPUTS) -> None:
         """Begin to keep a request's hashes, unless this was done before. `keys`: values that must be equal for pages to
         be shared, in addition to the tokens."""
         if request_id not in self._hashes:
             keys = self._version_keys + keys  # in front: no salt can begin with a version
-            self._hashes[request_id] = {size: PageHashes(size, keys, spans) for size in self._sizes}
+            self._hashes[request_id] = {size: PageHashes(size, keys, inputs) for size in self._sizes}
 
     def use_weights(self, version: int) -> None:
         """Restart all hashes with this version of the weights."""
@@ -113,7 +113,7 @@ class PrefixLookup:
 
     # Prefixes
 
-    def longest(self, request_id: int, token_ids: Sequence[int], spans: PromptSpans, horizon: Horizon) -> int:
+    def longest(self, request_id: int, token_ids: Sequence[int], inputs: InputParts, horizon: Horizon) -> int:
         """The longest prefix that all the target's layers can serve. At least one token is always left to compute, so
         that there are logits to sample from."""
         digest_at, kind = self.digest_at(request_id, token_ids), self._kind
@@ -121,9 +121,9 @@ class PrefixLookup:
         def has_state(boundary: int) -> bool:
             return self.find_state(digest_at(boundary), horizon) is not None
 
-        return self._longest(request_id, token_ids, horizon, lambda most: kind.serves(has_state, spans.floor(most)))
+        return self._longest(request_id, token_ids, horizon, lambda most: kind.serves(has_state, inputs.last_cut(most)))
 
-    def find_common(self, request_id: int, token_ids: Sequence[int], spans: PromptSpans, step: int | None,
+    def find_common(self, request_id: int, token_ids: Sequence[int], inputs: InputParts, step: int | None,
                     hit: int) -> tuple[bool, int]:
         """Whether a request should wait because others compute more of its beginning than `hit` tokens. If the request
         should not wait, and cached pages reach further than any cached state, also returns a boundary at which the
@@ -131,11 +131,11 @@ class PrefixLookup:
         if not self._kind.layers:
             if step is None or self._shares_within_step or not self.promises:
                 return False, 0
-            return self.longest(request_id, token_ids, spans, step + 1) > hit, 0
+            return self.longest(request_id, token_ids, inputs, step + 1) > hit, 0
         digest_at = self.digest_at(request_id, token_ids)
         if self.checkpoints.is_promised(digest_at, len(token_ids), hit):
             return True, 0
-        reach = self._longest(request_id, token_ids, NO_PROMISES if step is None else step + 1, spans.floor)
+        reach = self._longest(request_id, token_ids, NO_PROMISES if step is None else step + 1, inputs.last_cut)
         if reach <= hit:
             return False, 0
         if self.checkpoints.is_awaited(digest_at(reach)):

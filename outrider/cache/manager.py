@@ -17,7 +17,7 @@ from outrider.cache.lookup import NO_PROMISES, Horizon, PrefixLookup
 from outrider.cache.pages import PagePool
 from outrider.cache.promises import Promises
 from outrider.core import NULL_PAGE, Bound, CheckpointWrite, Limits, PageChanges, PageWrite, Settled
-from outrider.core.spans import NO_SPANS, PromptSpans
+from outrider.core.input_part import NO_INPUTS, InputParts
 
 LEAST_SHARED = 256  # tokens of a common beginning whose pages are worth reading once for several requests
 FEWEST_SHARERS = 4
@@ -88,18 +88,18 @@ class CacheManager:
     # Admission
 
     def find_start(self, request_id: int, token_ids: Sequence[int], keys: tuple[str, ...] = (), *,
-                   use_prefix: bool = True, spans: PromptSpans = NO_SPANS, step: int | None = None) -> Start:
+                   use_prefix: bool = True, inputs: InputParts = NO_INPUTS, step: int | None = None) -> Start:
         """Look up the longest cached prefix of a request. `keys`: salt and other values that must be equal for pages
-        to be shared. A hit never ends inside one of `spans`. `step`: the step of the batch that is being made, if the
+        to be shared. A hit ends where `inputs` allow it. `step`: the step of the batch that is being made, if the
         request may share what that step and those in flight have promised; None if it may not. The hashes of the
         request's tokens are kept until `forget`."""
-        self.lookup.open(request_id, keys, spans)
+        self.lookup.open(request_id, keys, inputs)
         fresh = self.pages_to_start(len(token_ids) + 1)
         if not (self.enable_prefix_caching and use_prefix):
             return Start(token_ids, 0, 0, fresh)
         horizon = self.lookup.horizon(step)
-        hit = self.lookup.longest(request_id, token_ids, spans, horizon)
-        must_wait, branch = self.lookup.find_common(request_id, token_ids, spans, step, hit)
+        hit = self.lookup.longest(request_id, token_ids, inputs, horizon)
+        must_wait, branch = self.lookup.find_common(request_id, token_ids, inputs, step, hit)
         state = self.lookup.find_state_after(request_id, token_ids, hit, horizon)
         restoring, needed = self.states.pages_to_restore(state), fresh
         if restoring or fresh > self._num_available:  # otherwise there is room without counting shared pages

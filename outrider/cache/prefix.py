@@ -12,19 +12,19 @@ from collections.abc import Callable, Sequence
 
 from outrider.cache.groups import Group
 from outrider.cache.pages import PageKey
-from outrider.core.spans import NO_SPANS, PromptSpans
+from outrider.core.input_part import NO_INPUTS, InputParts
 
 
 class PageHashes:
     """A request's chain of hashes for one page size, extended as its tokens settle."""
 
-    __slots__ = ("keys", "_page_tokens", "_digests", "_root", "_spans")
+    __slots__ = ("keys", "_page_tokens", "_digests", "_root", "_inputs")
 
-    def __init__(self, page_tokens: int, keys: tuple[str, ...], spans: PromptSpans = NO_SPANS) -> None:
+    def __init__(self, page_tokens: int, keys: tuple[str, ...], inputs: InputParts = NO_INPUTS) -> None:
         self.keys = keys
         self._page_tokens = page_tokens
         self._digests: list[bytes] = []
-        self._spans = spans
+        self._inputs = inputs
         self._root = hashlib.blake2b("\x00".join(keys).encode(), digest_size=16).digest()
 
     def upto(self, token_ids: Sequence[int], num_pages: int) -> list[bytes]:
@@ -35,9 +35,8 @@ class PageHashes:
             parent = digests[-1] if digests else self._root
             page = array("q", token_ids[start : start + size])
             assert len(page) == size, "a page is hashed before it is full"
-            for first, last in self._spans.touching(start, start + size) if self._spans else ():
-                # Keys of a span's tokens depend on all of it, also on what lies in later pages.
-                page.extend((first, last, *token_ids[first:last]))
+            if self._inputs:
+                page.extend(self._inputs.page_content(start, start + size, token_ids))
             digests.append(hashlib.blake2b(parent + page.tobytes(), digest_size=16).digest())
         return digests
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass, replace
 
 from outrider.core.feature_parts import Part, RequestPart, find_part
 from outrider.core.hidden_params import HiddenParams, HiddenReport, RequestParams
-from outrider.core.input_part import InputPart
+from outrider.core.input_part import NO_INPUTS, InputPart, InputParts
 from outrider.core.params import SamplingParams
-from outrider.core.spans import NO_SPANS, PromptSpans
 
 # A request for hidden states samples and drafts nothing; its row has parameters all the same.
 NOTHING_SAMPLED = SamplingParams(temperature=0, max_tokens=1, seed=0, detokenize=False, speculative=False)
@@ -26,7 +25,6 @@ class CheckedRequest:
     text: str | None = None  # the prompt's, if the caller gave any
     priority: int = 0  # within its tenant
     cache_salt: str | None = None
-    spans: PromptSpans = NO_SPANS
     has_ids: bool = True  # False: the prompt is input parts without ids
     parts: tuple[RequestPart, ...] = ()  # what it asks of features, at most one of each kind
     tenant: str | None = None  # whose share of rows, pages and steps the request takes; None: that of all without one
@@ -66,9 +64,11 @@ class CheckedRequest:
         return tuple(key for key in (*parts, salt) if key is not None)
 
     @property
-    def input_parts(self) -> tuple[InputPart, ...]:
-        """What the prompt gives beside its token ids."""
-        return tuple(part for part in self.parts if isinstance(part, InputPart))
+    def input_parts(self) -> InputParts:
+        """What the prompt says in addition to its token ids."""
+        if not self.parts:
+            return NO_INPUTS
+        return InputParts(part for part in self.parts if isinstance(part, InputPart))
 
     @property
     def reads_prefix_cache(self) -> bool:

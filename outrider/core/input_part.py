@@ -1,11 +1,13 @@
-"""InputPart: what a prompt gives by something other than token ids, such as vectors in place of embeddings. No torch.
+"""InputPart: what a prompt says in addition to its token ids, for ranges of its tokens. No torch.
 
-A feature makes the parts of a request from the prompt (`engine/input_reader.py`). The core calls every part of every
-request and does not know the features: positions are those of the prompt's tokens, whose ids hold the places.
+A part may give vectors in place of the embeddings of tokens, let the tokens of a range see each other in both
+directions, or both. A feature makes the parts of a request from its prompt (`engine/input_reader.py`). The scheduler,
+the cache and the steps call all of them and do not know the features. Positions are those of the prompt's tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.core.feature_parts import RequestPart
@@ -13,8 +15,6 @@ from outrider.core.feature_parts import RequestPart
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-    from outrider.core.uncaptured import Uncaptured
 
 
 class InputVectors(NamedTuple):
@@ -25,16 +25,66 @@ class InputVectors(NamedTuple):
 
 
 class InputPart(RequestPart):
-    """The part of a request that gives some of its inputs. A subclass overrides the methods that it needs. It is sent
+    """The part of a request that says more of its inputs. A subclass overrides the methods that it needs. It is sent
     to the worker with the request."""
 
     __slots__ = ()
+
+    def page_content(self, start: int, end: int, token_ids: Sequence[int]) -> Sequence[int]:
+        """Whatever the keys and values of tokens [start, end) depend on beside the tokens up to `end`, as integers: it
+        is part of the hash of a page with these tokens. token_ids: the whole prompt, at least."""
+        return ()
+
+    def last_cut(self, position: int) -> int:
+        """The last position up to this one at which a chunk or a prefix hit may end."""
+        return position
+
+    def next_cut(self, position: int) -> int:
+        """The first position from this one on at which a chunk may end."""
+        return position
 
     def vectors(self, start: int, end: int) -> InputVectors | None:
         """The vectors at positions [start, end). Parts of one request give no two vectors for a position."""
         return None
 
-    def why_uncaptured(self, start: int, end: int) -> Uncaptured | None:
-        """Why no captured step computes the tokens [start, end). None: the step needs nothing of this part. A part
-        that is not needed any more from some position on is dropped."""
-        return None
+    def two_way_ranges(self, start: int, end: int) -> Iterable[tuple[int, int]]:
+        """The ranges within [start, end) whose tokens see each other in both directions. No chunk and no prefix hit may
+        end inside one, one step has room for each, and ranges of one request do not overlap. The engine must serve
+        them (`ServedModel.takes_extra_keys`, `longest_range`)."""
+        return ()
+
+
+class InputParts(tuple[InputPart, ...]):
+    """All input parts of one request."""
+
+    __slots__ = ()
+
+    def page_content(self, start: int, end: int, token_ids: Sequence[int]) -> list[int]:
+        return [number for part in self for number in part.page_content(start, end, token_ids)]
+
+    def last_cut(self, position: int) -> int:
+        """The last position up to this one at which no part forbids a chunk or a prefix hit to end."""
+        return _moved(position, [part.last_cut for part in self])
+
+    def next_cut(self, position: int) -> int:
+        """The first position from this one on at which no part forbids a chunk to end."""
+        return _moved(position, [part.next_cut for part in self])
+
+    def chunk(self, start: int, length: int, most: int) -> int:
+        """The number of tokens of the chunk from `start` on that is nearest to `length` and ends where it may: rather a
+        longer one, if that has at most `most` tokens. 0 if there is none."""
+        longer = self.next_cut(start + length) - start
+        return longer if longer <= most or longer == length else self.last_cut(start + length) - start
+
+
+def _moved(position: int, moves: Sequence[Callable[[int], int]]) -> int:
+    """The position after every move, repeated until no move changes it."""
+    before = -1
+    while position != before:
+        before = position
+        for move in moves:
+            position = move(position)
+    return position
+
+
+NO_INPUTS = InputParts()

@@ -29,7 +29,6 @@ class EmbedsPrompt(TypedDict):
 # Keys of a prompt in the form of a dict, with the types of their values. Features add theirs (`feature_list.py`).
 PROMPT_KEYS: dict[str, Any] = {
     "prompt": str | None, "prompt_token_ids": list | tuple | None, "cache_salt": str | None,
-    "bidirectional_spans": list | tuple | None,
 }
 NEEDED_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds")  # a prompt has one of them
 PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt

@@ -55,7 +55,7 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
                               host_drafter=suffix.SuffixDrafter() if has_suffixes else None, host_faults=host_faults,
                               features=of_settings)
 
-    model = ServedModel(config.model, info.limits, info.eos_ids, tokenizer, info.classes, info.takes_spans,
+    model = ServedModel(config.model, info.limits, info.eos_ids, tokenizer, info.classes, info.takes_extra_keys,
                         info.device_name, config)
     line = WorkerLine(worker)
     features = EngineFeatures(config, of_settings, EngineTools(info, model, line.order, worker.begin))

@@ -16,7 +16,6 @@ from outrider.core.fields import check_value, did_you_mean, shown
 from outrider.core.hidden_params import HiddenParams, RequestParams
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params
 from outrider.core.prompts import NEEDED_KEYS, PROMPT_KEYS, Prompt
-from outrider.core.spans import NO_SPANS, PromptSpans, check_spans
 from outrider.core.token_ids import check_token_ids
 from outrider.engine.engine_feature import Caller
 from outrider.engine.engine_features import EngineFeatures, PartMaker
@@ -81,7 +80,7 @@ class RequestChecks:
         for key, declared in _known_keys().items():
             check_value(key, declared, given.get(key))
         check_value("priority", Priority, priority)
-        text, _, salt, spans = map(given.get, PROMPT_KEYS)
+        text, _, salt = map(given.get, PROMPT_KEYS)
         readers: list[InputReader] = [read(given, params, self.model) for read in input_readers(given)]
         find_ids: Callable[[], Sequence[int]] = partial(self._own_ids, given)
         for reader in readers:
@@ -90,7 +89,6 @@ class RequestChecks:
         self._check_tokens(token_ids, max_len)
         inputs = [part for reader in readers for part in reader.make_parts(token_ids)]
         return CheckedRequest(token_ids, params, text, priority, salt,
-                              self._check_spans(spans, len(token_ids)) if spans else NO_SPANS,
                               has_ids=all(reader.has_ids for reader in readers),
                               parts=(*inputs, *(make() for make in makers)))
 
@@ -141,15 +139,6 @@ class RequestChecks:
                 f"the prompt has {num_tokens} tokens and max_model_len is {self.model.limits.max_len}, which leaves no "
                 "room for an answer: shorten the prompt or raise max_model_len"
             )
-
-    def _check_spans(self, spans: Sequence[Any], prompt_len: int) -> PromptSpans:
-        if not self.model.takes_spans:
-            raise ValueError("bidirectional_spans are not served by this engine: start it with "
-                             "attention_backend='flex' (or 'torch'), for a model whose layers are all attention")
-        # In the worst case every other request computes one token and its drafts beside the span.
-        limits = self.model.limits
-        most = limits.max_batched_tokens - limits.max_requests * (1 + limits.max_drafts)
-        return check_spans(spans, prompt_len, most)
 
     def _with_bad_word_ids(self, params: SamplingParams) -> SamplingParams:
         if not params.bad_words or params.bad_words_token_ids:

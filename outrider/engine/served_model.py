@@ -36,7 +36,7 @@ class ServedModel:
     eos_ids: tuple[int, ...]
     tokenizer: Tokenizer | None  # None: token ids alone go in and out
     classes: ClassHead | None = None  # of a model that classifies and generates no text
-    takes_spans: bool = False  # prompts may mark spans that attend in both directions
+    takes_extra_keys: bool = False  # tokens may see keys after their own
     device_name: str = "CPU"
     config: EngineConfig | None = None  # the settings it was started with; None: they are not known
     loaded_at: float = field(default_factory=time.time)
@@ -52,6 +52,12 @@ class ServedModel:
         """The writer of receipts. Its first use may hash the model's files."""
         made: Receipts = request_half("receipts")(self)
         return made
+
+    @property
+    def longest_range(self) -> int:
+        """The most tokens of a range that a step computes whole. In the worst case every other request computes one
+        token and its drafts beside it."""
+        return self.limits.max_batched_tokens - self.limits.max_requests * (1 + self.limits.max_drafts)
 
     def longest(self, prompt_len: int, max_tokens: int | None) -> int:
         """The most tokens that a request may have, its prompt included."""

@@ -1,4 +1,4 @@
-"""StepTrace: follows a few steps of an engine from their schedule to their result, for a tracer that draws their spans.
+"""StepTrace: follows a few steps of an engine from their schedule to their result, for a tracer.
 
 The engine asks it for batches in place of the scheduler. It marks at most so many steps a second as traced, and all
 others pass through. An engine without a tracer has UntracedSteps in its place. Knows no OpenTelemetry.

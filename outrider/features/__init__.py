@@ -2,7 +2,7 @@
 
 What each needs of the core, as parts that the core calls without knowing who is there:
 
-| | adapters | processors | learning | pooling | embeddings | grammars |
+| | adapters | processors | learning | pooling | spans, embeddings | grammars |
 |---|---|---|---|---|---|---|
 | part of a request | adapter, a key of pages | extra arguments | | | a key of pages | lease of a form |
 | resource, for a row | a slot, with patience | | | | | |
@@ -18,12 +18,12 @@ What each needs of the core, as parts that the core calls without knowing who is
 | keeps for requests | loads | | | | | leases |
 | orders to a worker | commands | | | | | errands: compile, drop |
 | outputs of hidden states | | | | vectors, classes, scores | | |
-| reads keys of a prompt | | | | | vectors, positions | |
-| inputs of a prompt's steps | | | | | vectors for embeddings | |
+| reads keys of a prompt | | | | | ranges; vectors, positions | |
+| inputs of a prompt's tokens | | | | | who sees whom, cuts, keys; vectors | |
 | is loaded by | a setting | a setting | a setting | a request | a request | a request |
 
-A part is a contract if two features need the same, or a feature from outside the package may. Spans and events of the
-cache are still in the core. They take part in what the core decides: spans bound chunks and prefix hits.
+A part is a contract if two features need the same, or a feature from outside the package may. Events of the cache are
+still in the core.
 
 Two files of the core name grammars: `core/params.py` has the parameter by which requests ask for a form, and
 `core/structured.py` the forms. Users build both before there is an engine, and without the feature's folder a request

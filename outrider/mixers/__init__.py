@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from outrider.core.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from outrider.mixers.batch import BatchView, ExactQueries, ForwardBatch, KeysFrom
+    from outrider.mixers.batch import BatchView, ExactQueries, ExtraKeys, ForwardBatch, KeysFrom
     from outrider.mixers.cached import Attend, CachedLayers, WantedRows
     from outrider.mixers.indexed.indexed_mixer import BlockChoice, BlockInputs, BoundIndexedLayer, IndexedLayer
     from outrider.mixers.latent.latent_mixer import (
@@ -40,9 +40,8 @@ else:
 
 __all__ = [
     "Attend", "AttendsTo", "AttentionLayer", "BatchView", "BoundIndexedLayer", "BoundLatentLayer", "CachedLayers",
-    "EveryPosition", "ExactQueries", "ForwardBatch", "Gates", "HeadNorms", "IndexedLayer", "IndexedPositions",
-    "KeysFrom", "LatentLayer", "LatentNorms", "MixerParams", "NoRecurrentStep", "PagedLayer", "PooledPositions",
-    "RecurrentLayer", "RecurrentMixer", "RecurrentRows", "RecurrentState", "RecurrentStep", "ScanOutput",
-    "SharedPositions", "StepOutput", "BlockChoice", "BlockInputs",
-    "WantedRows",
+    "EveryPosition", "ExactQueries", "ExtraKeys", "ForwardBatch", "Gates", "HeadNorms", "IndexedLayer",
+    "IndexedPositions", "KeysFrom", "LatentLayer", "LatentNorms", "MixerParams", "NoRecurrentStep", "PagedLayer",
+    "PooledPositions", "RecurrentLayer", "RecurrentMixer", "RecurrentRows", "RecurrentState", "RecurrentStep",
+    "ScanOutput", "SharedPositions", "StepOutput", "BlockChoice", "BlockInputs", "WantedRows",
 ]

@@ -70,21 +70,20 @@ ALL_KEYS = AllKeys()
 
 
 @dataclass(frozen=True)
-class NoSpans:
-    """The spans of a batch in which no token lies in a marked span."""
+class NoExtraKeys:
+    """No token of a batch sees a key after its own."""
 
 
 @dataclass(frozen=True)
-class TokenSpans:
-    """The marked span that each token lies in, by positions; both are 0 for tokens outside of any span. A span's tokens
-    are all in one batch and see each other in both directions."""
+class ExtraKeys:
+    """A range of keys that each token sees, whatever the causal rule, windows and masks say: the positions
+    [starts, ends), both 0 for a token without a range. The tokens of a range are all in one batch."""
 
     starts: torch.Tensor  # [tokens]
     ends: torch.Tensor  # [tokens] one past the last position
 
 
-Spans = NoSpans | TokenSpans
-NO_SPANS = NoSpans()
+NO_EXTRA_KEYS = NoExtraKeys()
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ class BatchView:
     page_tables: tuple[torch.Tensor, ...]  # per group [requests, columns]; read through page_table()
     token_slots: tuple[torch.Tensor, ...]  # per group [tokens]; read through slots()
     visible: VisibleKeys = ALL_KEYS
-    spans: Spans = NO_SPANS
+    extra_keys: ExtraKeys | NoExtraKeys = NO_EXTRA_KEYS
 
     def page_table(self, group: Group) -> torch.Tensor:
         """[requests, columns]: the page table of a group, cut after the columns that the batch's longest context can

@@ -18,7 +18,6 @@ import torch
 from outrider.cache.groups import Group
 from outrider.core import Admission, ScheduledBatch
 from outrider.core.draft_confidence import DraftSharing
-from outrider.core.spans import MarkedSpans
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.packet import StepExtents, StepPacket, pack, unpack
@@ -30,7 +29,6 @@ from outrider.mixers.batch import (
     ForwardBatch,
     LengthBound,
     MixedQueries,
-    TokenSpans,
 )
 from outrider.runner.row_state import RowState
 from outrider.sample.sampling_batch import LogitRows
@@ -142,18 +140,6 @@ def pack_eager(scheduled: ScheduledBatch, padded: PaddedSize) -> tuple[EagerShap
         LengthBound(max(scheduled.bounds, default=0)), max(scheduled.cache.num_pending, default=0),
     )
     return shape, _packed(scheduled, shape, query_lens, logit_counts, [])
-
-
-def token_spans(scheduled: ScheduledBatch, marked: MarkedSpans, shape: EagerShape, device: torch.device) -> TokenSpans:
-    """The marked span of every padded token of a batch."""
-    first_row = [0, *accumulate(shape.queries.lens)]
-    starts, ends = [0] * shape.tokens, [0] * shape.tokens
-    for request, start, end in marked.spans:
-        before = scheduled.bounds[request] - scheduled.num_known[request]  # a step with a span has no drafts of it
-        row = first_row[request] + start - before
-        starts[row : row + end - start] = [start] * (end - start)
-        ends[row : row + end - start] = [end] * (end - start)
-    return TokenSpans(to_device(starts, torch.int64, device), to_device(ends, torch.int64, device))
 
 
 def pack_captured(scheduled: ScheduledBatch, shape: CapturedShape) -> list[int]:

@@ -90,7 +90,7 @@ class WorkerInfo:
     drafting: NoDrafting | FixedDrafting | MeasuredDrafting
     eos_ids: tuple[int, ...]
     prompt_steps: UnboundedSteps | BoundedSteps = UnboundedSteps()
-    takes_spans: bool = False  # whether prompts may mark spans that attend in both directions
+    takes_extra_keys: bool = False  # whether tokens may see keys after their own (`ExtraKeys`)
     device_name: str = "CPU"
     classes: ClassHead | None = None  # of a model that classifies and generates no text
 

@@ -73,8 +73,8 @@ class StepParts:
         return name_device(self.model.device)
 
     @property
-    def takes_spans(self) -> bool:
-        """Whether every layer can let tokens of a span see each other in both directions."""
+    def takes_extra_keys(self) -> bool:
+        """Whether every layer can let tokens see keys after their own."""
         return self.backend.takes_masks and self.layout.keeps_only_keys
 
     def make_step(self, limits: Limits, num_pages: int) -> DeviceStep:

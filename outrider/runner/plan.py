@@ -10,24 +10,24 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from outrider.core import SamplingParams, ScheduledBatch
-from outrider.core.spans import MarkedSpans
 from outrider.core.step_messages import DeltaReach
 from outrider.layers import GivenRows
-from outrider.mixers.batch import NO_SPANS, Spans
+from outrider.mixers.batch import NO_EXTRA_KEYS, ExtraKeys, NoExtraKeys
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows
-from outrider.runner.batch import EagerShape, token_spans
+from outrider.runner.batch import EagerShape
 from outrider.runner.logits_part import LogitsPart
-from outrider.runner.row_inputs import find_given_rows
+from outrider.runner.row_inputs import find_extra_keys, find_given_rows
 from outrider.runner.row_state import RowState
 from outrider.sample import StepExtras, StepNeeds
 from outrider.sample.sampler import kernels_serve
 
 
 class RowAdditions(NamedTuple):
-    """Inputs of a step's requests beside their token ids: vectors in place of embeddings, and row deltas."""
+    """Inputs of a step's requests beside their token ids."""
 
     given_rows: GivenRows | None = None  # vectors in place of embeddings, at the step's token rows
     drafter_given_rows: GivenRows | None = None  # in a drafter's first pass: of the position after each token row's own
+    extra_keys: ExtraKeys | NoExtraKeys = NO_EXTRA_KEYS  # of the padded tokens
     deltas: DeltaReach = DeltaReach.NOTHING  # what the rows' deltas may change
 
 
@@ -63,17 +63,12 @@ class StepPlan:
     any_sampled: bool  # also for drafters
     num_wanted: int  # most drafts that the drafter shall propose for a request
     checkpoints: CheckpointPlan = NoCheckpoints()
-    spans: Spans = NO_SPANS  # marked spans of the padded tokens
     additions: RowAdditions = IDS_ALONE
 
     @property
     def failures(self) -> Mapping[int, str]:
         """Failures of requests whose logits could not be edited, by index. Complete when the step has sampled."""
         return {} if self.extras.editor is None else self.extras.editor.failures
-
-    @property
-    def has_spans(self) -> bool:
-        return self.spans is not NO_SPANS
 
 
 class StepPlanner:
@@ -106,13 +101,11 @@ class StepPlanner:
             if not (self._has_sampler_kernels() and kernels_serve(self._needs)):
                 self._extras = StepExtras.from_params(asked, counts, self._vocab_size, state.device)
             self._asked = asked, counts, are_placed, any_masks
-        marked = scheduled.part(MarkedSpans)
         any_sampled = any(not params.is_greedy for params in asked)
         targets = self._recurrent.targets(scheduled, shape.requests)
         extras = self._extras if editor is None else replace(self._extras, editor=editor)
         return StepPlan(self._needs, extras, any_sampled, scheduled.drafting.num_wanted,
                         NoCheckpoints() if targets is None else ListedCheckpoints(targets),
-                        NO_SPANS if marked is None else token_spans(scheduled, marked, shape, state.device),
                         self._additions(scheduled, shape))
 
     def _additions(self, scheduled: ScheduledBatch, shape: EagerShape) -> RowAdditions:
@@ -120,5 +113,6 @@ class StepPlanner:
         reach = self._reach_of_deltas(scheduled.rows)
         if not chunks:
             return RowAdditions(deltas=reach) if reach else IDS_ALONE
-        own, ahead = (find_given_rows(chunks, shape.queries.lens, self._state.device, ahead=ahead) for ahead in (0, 1))
-        return RowAdditions(own, ahead, reach)
+        lens, device = shape.queries.lens, self._state.device
+        own, ahead = (find_given_rows(chunks, lens, device, ahead=ahead) for ahead in (0, 1))
+        return RowAdditions(own, ahead, find_extra_keys(chunks, lens, shape.tokens, device), reach)

@@ -21,7 +21,15 @@ from outrider.kernels.buffers import to_device
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.kernels.step import CommittedStep, VerifiedStep
 from outrider.layers import NO_DELTAS, DeltaSource, RowDeltas, StepContext, TokenHistory
-from outrider.mixers import BatchView, CachedLayers, NoRecurrentStep, RecurrentRows, RecurrentStep, WantedRows
+from outrider.mixers import (
+    BatchView,
+    CachedLayers,
+    ExtraKeys,
+    NoRecurrentStep,
+    RecurrentRows,
+    RecurrentStep,
+    WantedRows,
+)
 from outrider.mixers.paged.backend import Backend
 from outrider.mixers.pool import DevicePool
 from outrider.models.base import Hidden, Model
@@ -232,8 +240,8 @@ class DeviceStep:
         recurrent = self.recurrent.begin(view, inputs.computed_before, inputs.num_known, inputs.num_drafts,
                                          known=shape.known, max_drafts=shape.max_drafts, max_pending=shape.max_pending,
                                          targets=targets)
-        if plan.has_spans:
-            view = replace(view, spans=plan.spans)  # for the target alone: drafters attend to what lies before
+        if isinstance(plan.additions.extra_keys, ExtraKeys):  # for the target alone: drafters see what lies before
+            view = replace(view, extra_keys=plan.additions.extra_keys)
         rows = None
         if self._needs_only_logit_rows(shape):
             rows = WantedRows(inputs.logit_token_rows, lambda: self.cached.bind_rows(logit_view(inputs)))

@@ -92,7 +92,7 @@ class Worker:
         self._background = parts.background
         self._background.start()
         self.info = WorkerInfo(limits, parts.layout, num_pages, parts.drafting.lookahead, drafting, eos_ids,
-                               prompt_steps, takes_spans=parts.takes_spans, device_name=parts.device_name,
+                               prompt_steps, takes_extra_keys=parts.takes_extra_keys, device_name=parts.device_name,
                                classes=model.classes)
 
     @classmethod

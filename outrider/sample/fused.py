@@ -19,20 +19,20 @@ from outrider.sample.sampling_rows import SamplingRows
 
 def sample_fused(logits: torch.Tensor, asked: Asked) -> Sampled:
     at, rows, needs, history = asked.logit_rows, asked.rows, asked.needs, asked.history
-    spans = plan_spans(logits)
+    tile_spans = plan_spans(logits)
     edited = edit_logits(logits, at.row, at.draft_index, at.position, _edit_rows(rows),
-                         Text(history.tokens, history.known, history.drafts), spans, any_edits=needs.any_edits,
+                         Text(history.tokens, history.known, history.drafts), tile_spans, any_edits=needs.any_edits,
                          num_counts=rows.counts.table.width)
     is_processed = needs.max_logprobs is not None and asked.logprobs == "processed"
     filter_rows = FilterRows(rows.flags, rows.temperature, rows.top_k, rows.top_p, rows.min_p_floor, rows.seed,
                              rows.sample_index, rows.num_logprobs)
-    tokens, bad, thresholds = draw_filtered(logits, edited, at.row, at.position, filter_rows, spans,
+    tokens, bad, thresholds = draw_filtered(logits, edited, at.row, at.position, filter_rows, tile_spans,
                                             any_searched=needs.any_top_k or needs.any_top_p, thresholds=is_processed)
     if needs.max_logprobs is None:
         return Sampled(tokens, bad, None)
     inputs = LogprobLogits(logits, edited, at.row, rows.num_logprobs, rows.flags, rows.temperature, thresholds,
-                           spans.greatest)
-    found = token_logprobs(inputs, tokens, spans, needs.max_logprobs, processed=is_processed)
+                           tile_spans.greatest)
+    found = token_logprobs(inputs, tokens, tile_spans, needs.max_logprobs, processed=is_processed)
     return Sampled(tokens, bad, LogprobRows(found.ids, found.values))
 
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from outrider.cache.checkpoints import StateProgress
 from outrider.core import Admission, ScheduledBatch, StepForm
 from outrider.core.feature_parts import BatchPart
-from outrider.core.spans import MarkedSpan, MarkedSpans
 from outrider.core.step_messages import CacheOrders, DraftOrders, StepMode
 from outrider.sched.request import Request
 
@@ -27,7 +26,6 @@ class BatchBuilder:
         self._samples: list[bool] = []
         self.num_pending: list[int] = []  # accepted drafts of each request that wait to be folded, at most
         self._before: list[int] = []  # bounds before the step
-        self._spans: list[MarkedSpan] = []
 
     @property
     def is_empty(self) -> bool:
@@ -55,10 +53,6 @@ class BatchBuilder:
         """Whether every request has one known token and samples."""
         return all(self._samples) and max(self._num_known, default=1) == 1
 
-    def mark(self, start: int, end: int) -> None:
-        """Add a marked span to the request that was added last."""
-        self._spans.append(MarkedSpan(len(self.requests) - 1, start, end))
-
     @property
     def form(self) -> StepForm:
         """Whether the step is split. It is if a request samples by masks, because the host writes them before the
@@ -81,8 +75,6 @@ class BatchBuilder:
     def build(self, admissions: Iterable[Admission], cache: CacheOrders, drafting: DraftOrders, form: StepForm,
               parts: tuple[BatchPart, ...] = ()) -> ScheduledBatch:
         requests = self.requests
-        if self._spans:
-            parts = (*parts, MarkedSpans(self._spans))
         return ScheduledBatch(
             step=self.step,
             request_ids=[r.id for r in requests],

@@ -48,7 +48,7 @@ class FullStep:
     """Room for prompts in a step that delays no decoding request: all the tokens that are left."""
 
     def __init__(self, budget: int, line: PromptLine) -> None:
-        self.tokens_left = budget  # a span of a prompt may take them all, since it cannot be cut
+        self.tokens_left = budget  # a range of a prompt that cannot be cut may take them all
         self._line = line
         self._max_short = self._num_kept = -1  # tokens of a short prompt, and kept for those behind; -1: not known yet
 

@@ -250,9 +250,9 @@ class Scheduler:
     def _schedule_known(self, request: Request, step: FullStep, batch: BatchBuilder) -> int:
         context = request.bound.at_most
         left = request.admitted_len - context
-        chunk, spans = min(left, step.room_for(request)), request.input.spans
-        if spans:
-            chunk = spans.chunk(context, chunk, step.tokens_left)
+        chunk, inputs = min(left, step.room_for(request)), request.input.input_parts
+        if inputs:
+            chunk = inputs.chunk(context, chunk, step.tokens_left)
         bound = context + chunk
         if not chunk or (bound + self.cache.lookahead > request.covered
                          and not self._make_room(request, bound, batch)):
@@ -260,8 +260,6 @@ class Scheduler:
         batch.add(request, chunk, 0, chunk == left and request.input.generates, bound)
         request.prompt_done_at = self.stats.num_steps
         self._shares.compute(request.input.tenant, chunk)
-        for start, end in spans.within(context, bound) if spans else ():
-            batch.mark(start, end)
         step.add(chunk, context)
         if not self._suspects.has_trial:
             self.cache.promise(batch.step, request.id, request.token_ids, bound)
@@ -331,7 +329,7 @@ class Scheduler:
     def _find_start(self, request: Request, step: int) -> Start:
         asked = request.input
         may_share = request.shares_promises and not self._suspects.has_trial
-        return self.cache.find_start(request.id, request.token_ids, asked.cache_keys, spans=asked.spans,
+        return self.cache.find_start(request.id, request.token_ids, asked.cache_keys, inputs=asked.input_parts,
                                      use_prefix=asked.reads_prefix_cache, step=step if may_share else None)
 
     def _start(self, request: Request, start: Start) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from outrider.cache.groups import CacheLayout, LayerCache, plan_groups
 from outrider.cache.kinds import FullSpec, SlidingSpec
-from outrider.mixers.batch import BatchView, ExactQueries, LengthBound, TokenSpans
+from outrider.mixers.batch import BatchView, ExactQueries, ExtraKeys, LengthBound
 from outrider.mixers.paged.backend import AttentionLayer
 from outrider.mixers.pool import DevicePool
 from tests.engine.masks import ChunkedMask, DocumentMask
@@ -69,7 +69,7 @@ class Case:
             lengths=lengths, live=live, query_starts_int32=starts.int(), lengths_int32=lengths.int(),
             live_int32=live.int(), token_ids=torch.zeros_like(of), positions=positions, request_of=of,
             page_tables=tuple(tables), token_slots=tuple(slots),
-            spans=TokenSpans(spans[:, 0] * inside, spans[:, 1] * inside),
+            extra_keys=ExtraKeys(spans[:, 0] * inside, spans[:, 1] * inside),
         )
         self.fill(generator)
 

@@ -92,7 +92,8 @@ def test_f5_captured_batches_have_the_same_mask(index: int) -> None:
         case = random_case(seed, 16, spans=False)
         most = max(m.scheduled for m in case.members)
         queries: Queries = DecodeQueries(4) if most <= 4 else MixedQueries(4)
-        view = replace(case.view, queries=queries, max_length=LengthBound(limits.max_len), spans=BatchView.spans)
+        view = replace(case.view, queries=queries, max_length=LengthBound(limits.max_len),
+                       extra_keys=BatchView.extra_keys)
         plan = assert_mask(case, backend, case.layer(index), view)
         (group,) = case.layout.groups_of(index)
         extents = FlexExtents.from_limits(group, limits)
@@ -109,7 +110,8 @@ def test_f5_a_step_that_the_index_buffer_cannot_hold_is_refused(short_of: str, m
     backend, whole = FlexBackend(), FlexExtents.from_limits(group, limits)
     backend.prepare_capture(CPU, limits)
     backend.attach(len(case.pool.data), CPU)
-    view = replace(case.view, queries=MixedQueries(4), max_length=LengthBound(limits.max_len), spans=BatchView.spans)
+    view = replace(case.view, queries=MixedQueries(4), max_length=LengthBound(limits.max_len),
+                   extra_keys=BatchView.extra_keys)
     assert backend.plan(view, group).pages.shape[1] == whole.columns
     small = replace(whole, tiles=1) if short_of == "tiles" else replace(whole, columns=whole.columns - 1)
     monkeypatch.setattr(FlexExtents, "from_limits", lambda *_: small)

@@ -285,6 +285,14 @@ def test_what_no_receipt_can_tell_is_refused(folder: Path, tmp_path: Path) -> No
         read_key(str(short))
 
 
+def test_spans_of_a_prompt_are_told(folder: Path) -> None:
+    prompt = {"prompt_token_ids": prompt_of(1, 12, VOCAB), "bidirectional_spans": [[7, 9], [2, 5]]}
+    with LLM(str(folder), attention_backend="torch", **ENGINE | {"exact": False}) as llm:
+        (output,) = llm.generate([prompt], replace(SAMPLED, max_tokens=3), use_tqdm=False)  # type: ignore[list-item]
+    made = output.outputs[0].receipt
+    assert made is not None and made["bidirectional_spans"] == [[2, 5], [7, 9]]
+
+
 def test_an_adapter_is_named_by_its_digest(tmp_path: Path) -> None:
     config = FAMILIES["llama"] | {"tie_word_embeddings": False}
     path, model = save_folder(tmp_path / "model", config), random_model(config, torch.float32, 0)

@@ -14,7 +14,13 @@ from hypothesis import strategies as st
 
 from outrider import LLM, SamplingParams
 from outrider.cache.prefix import PageHashes
-from outrider.core.spans import MarkedSpans, PromptSpans, check_spans
+from outrider.core import ScheduledBatch
+from outrider.core.input_part import InputParts
+from outrider.features.spans.part import PromptSpans
+from outrider.features.spans.reader import check_spans
+from outrider.mixers import ExtraKeys
+from outrider.runner.batch import EagerShape
+from outrider.runner.plan import StepPlan
 from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.flex_cases import FEW_PAGES
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
@@ -83,15 +89,30 @@ def run_alone(family: str, ask: Ask, backend: str = "torch") -> Any:
         return rig.run([ask])
 
 
+def watched_ranges(rig: Rig) -> set[tuple[int, int]]:
+    """The ranges whose tokens see each other in the steps that the engine plans from now on."""
+    found: set[tuple[int, int]] = set()
+    plan = rig.step.planner.plan
+
+    def watched(scheduled: ScheduledBatch, shape: EagerShape) -> StepPlan:
+        made = plan(scheduled, shape)
+        keys = made.additions.extra_keys
+        if isinstance(keys, ExtraKeys):
+            found.update({*zip(keys.starts.tolist(), keys.ends.tolist(), strict=True)} - {(0, 0)})
+        return made
+
+    rig.step.planner.plan = watched  # type: ignore[method-assign]
+    return found
+
+
 @pytest.mark.parametrize(("family", "backend"), [
     ("llama", "torch"), pytest.param("llama", "flex", marks=pytest.mark.long),
     pytest.param("gemma3", "torch", marks=pytest.mark.long), ("gemma3", "flex"),
 ])
 def test_text_does_not_depend_on_chunks_mates_hits_or_preemption(family: str, backend: str, wanted: Any) -> None:
     with Rig(tiny_model(family), attention_backend=backend, max_num_batched_tokens=36, num_pages=FEW_PAGES) as rig:
+        whole = watched_ranges(rig)
         assert tokens_of(rig.run(asks())) == wanted[family]
-        whole = {(span.start, span.end) for batch in rig.batches if (marked := batch.part(MarkedSpans))
-                 for span in marked.spans}
         assert whole == {span for ask in asks() for span in ask.spans} and len(rig.batches) > 12
         again = tokens_of(rig.run(asks(), after_step=rig.preempt))
         assert again == wanted[family]
@@ -106,29 +127,44 @@ def test_drafts_do_not_change_text_after_spans(wanted: Any) -> None:
         assert rig.engine.stats.num_accepted_tokens > 0
 
 
+def marked(*spans: tuple[int, int]) -> InputParts:
+    return InputParts((PromptSpans(spans),))
+
+
 def test_pages_are_shared_by_equal_spans_alone() -> None:
     tokens, size = PROMPT[:32], 16
-    chain = PageHashes(size, (), PromptSpans(((12, 20),))).upto(tokens, 2)
-    assert chain == PageHashes(size, (), PromptSpans(((12, 20),))).upto(tokens, 2)
+    chain = PageHashes(size, (), marked((12, 20))).upto(tokens, 2)
+    assert chain == PageHashes(size, (), marked((12, 20))).upto(tokens, 2)
     assert chain[0] != PageHashes(size, ()).upto(tokens, 2)[0]
-    assert chain[0] != PageHashes(size, (), PromptSpans(((12, 21),))).upto(tokens, 2)[0]
+    assert chain[0] != PageHashes(size, (), marked((12, 21))).upto(tokens, 2)[0]
     # Keys of the first page depend on the span's tokens in the second one.
     other = [*tokens[:19], tokens[19] ^ 1, *tokens[20:]]
-    assert chain[0] != PageHashes(size, (), PromptSpans(((12, 20),))).upto(other, 2)[0]
-    later = PromptSpans(((18, 20),))
+    assert chain[0] != PageHashes(size, (), marked((12, 20))).upto(other, 2)[0]
+    later = marked((18, 20))
     assert PageHashes(size, (), later).upto(tokens, 1)[0] == PageHashes(size, ()).upto(tokens, 1)[0]
 
 
-@given(st.integers(0, 70), st.integers(1, 70), st.integers(1, 70), st.randoms(use_true_random=False))
+@given(st.integers(0, 70), st.integers(1, 70), st.integers(1, 70), st.integers(0, 3),
+       st.randoms(use_true_random=False))
 @settings(max_examples=100)
-def test_a_chunk_cuts_no_span(start: int, length: int, most: int, draw: random.Random) -> None:
+def test_a_chunk_cuts_no_span(start: int, length: int, most: int, num_others: int, draw: random.Random) -> None:
+    """Whichever part of the request the spans belong to."""
     ends = sorted(draw.sample(range(80), 6))
-    spans = PromptSpans(tuple(zip(ends[::2], ends[1::2], strict=True)))
-    start, length = spans.floor(start), min(length, most)
-    chunk = spans.chunk(start, length, most)
-    assert 0 <= chunk <= most and spans.floor(start + chunk) == start + chunk
+    spans = tuple(zip(ends[::2], ends[1::2], strict=True))
+    inputs = InputParts((PromptSpans(spans[num_others:]), PromptSpans(spans[:num_others])))
+    start, length = inputs.last_cut(start), min(length, most)
+    chunk = inputs.chunk(start, length, most)
+    assert 0 <= chunk <= most
+    assert inputs.last_cut(start + chunk) == start + chunk == inputs.next_cut(start + chunk)
     if chunk == 0:
-        assert any(first == start and last - first > most for first, last in spans.spans)
+        assert any(first == start and last - first > most for first, last in spans)
+
+
+def test_a_cut_lies_outside_of_the_ranges_of_all_parts() -> None:
+    inputs = InputParts((PromptSpans(((2, 5), (8, 12))), PromptSpans(((4, 9),))))
+    assert [inputs.last_cut(position) for position in (2, 3, 8, 11, 12)] == [2, 2, 2, 2, 12]
+    assert [inputs.next_cut(position) for position in (2, 3, 8, 11, 12)] == [2, 12, 12, 12, 12]
+    assert inputs.chunk(2, 4, 10) == 10 and inputs.chunk(2, 4, 9) == 0 and inputs.chunk(0, 4, 9) == 2
 
 
 @pytest.mark.parametrize(

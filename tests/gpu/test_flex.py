@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from outrider.core.params import SamplingParams
-from outrider.mixers.batch import BatchView, TokenSpans
+from outrider.mixers.batch import BatchView, ExtraKeys
 from outrider.mixers.paged.backend import Backend, PagedMixer
 from outrider.mixers.paged.flex_backend import FlexBackend
 from outrider.mixers.paged.torch_backend import TorchBackend
@@ -33,8 +33,8 @@ def num_compiled() -> int:
 
 def on_card(view: BatchView) -> BatchView:
     def moved(value: Any) -> Any:
-        if isinstance(value, TokenSpans):
-            return TokenSpans(value.starts.cuda(), value.ends.cuda())
+        if isinstance(value, ExtraKeys):
+            return ExtraKeys(value.starts.cuda(), value.ends.cuda())
         if isinstance(value, tuple) and value and isinstance(value[0], torch.Tensor):
             return tuple(part.cuda() for part in value)
         return value.cuda() if isinstance(value, torch.Tensor) else value

@@ -13,12 +13,12 @@ from outrider.core import Admission
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
-from outrider.core.spans import PromptSpans
 from outrider.drafters.base import Step
 from outrider.features.embeddings.part import PromptEmbeds
 from outrider.features.grammars.form_lease import FormLease
 from outrider.features.learning import learner as learner_module
 from outrider.features.learning.traffic import RingSegment, ServedText, TrafficRing
+from outrider.features.spans.part import PromptSpans
 from outrider.lora_request import LoadedAdapter
 from outrider.pooling_params import PoolingParams
 from tests.engine.captured import AsCaptured
@@ -149,7 +149,7 @@ def test_nothing_is_kept_of_aborted_requests_and_of_those_with_a_salt(is_preempt
 
 
 @pytest.mark.parametrize("fields", [
-    {"parts": (LoadedAdapter(1),)}, {"cache_salt": "tenant"}, {"spans": PromptSpans(((0, 2),))},
+    {"parts": (LoadedAdapter(1),)}, {"cache_salt": "tenant"}, {"parts": (PromptSpans(((0, 2),)),)},
     {"parts": (PromptEmbeds(np.zeros((1, 4)), np.arange(1), ""),)},
     {"is_pooled": True}, {}], ids=lambda fields: next(iter(fields), "plain"))
 def test_what_is_not_the_models_own_answer_is_never_recorded(fields: dict[str, Any],

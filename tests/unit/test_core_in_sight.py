@@ -26,8 +26,8 @@ NONE_TESTS = {
 NAMED = {
     "adapters": (r"adapter|lora", 9),
     "cache events": (r"kv_?event", 5),
-    "prompt embeddings": (r"prompt_?embeds|stand_?in", 2),
-    "spans": (r"\bspans?\b", 28),
+    "prompt embeddings": (r"prompt_?embeds|stand_?in", 3),
+    "spans": (r"\bspans?\b", 2),
     "learning": (r"adapt_drafter|adaptation|\blearner", 3),
     "grammars": (r"grammar|structured", 2),
     "pooling": (r"pooling", 1),

@@ -21,6 +21,7 @@ from outrider.core.decode_sizes import size_for, unequal_sizes
 from outrider.core.params import SamplingParams
 from outrider.core.step_messages import CacheOrders, DraftOrders, StepMode
 from outrider.features.embeddings.part import PromptEmbeds
+from outrider.features.spans.part import PromptSpans
 from outrider.kernels.packet import StepPacket, empty_packet, unpack
 from outrider.kernels.step import NUM_COUNTS
 from outrider.mixers import EveryPosition, LatentLayer
@@ -49,13 +50,13 @@ def batch_of(num_drafts: list[int], num_known: int = 1) -> ScheduledBatch:
 
 
 def rows_of(*, prompt_len: int = 1, is_placed: bool = True, pooling: PoolingParams | None = None,
-            num_embeds: int = 0, **params: Any) -> Any:
+            num_embeds: int = 0, spans: tuple[tuple[int, int], ...] = (), **params: Any) -> Any:
     """Rows that all ask for the same; a request that wants nothing special had them first."""
     made = RowParams()
     for asked in (SamplingParams(temperature=0), pooling or SamplingParams(temperature=0, **params)):
         values = np.zeros((num_embeds, 4), dtype=np.float32)
-        parts = (PromptEmbeds(values, np.arange(num_embeds), ""),) if num_embeds else ()
-        request = CheckedRequest((1,) * prompt_len, asked, parts=parts)
+        embeds = (PromptEmbeds(values, np.arange(num_embeds), ""),) if num_embeds else ()
+        request = CheckedRequest((1,) * prompt_len, asked, parts=(PromptSpans(spans), *embeds))
         made.admit([Admission(row, request, computed=0, max_len=9) for row in range(1, 70)])
     return SimpleNamespace(params=made, sampling=SimpleNamespace(lists=SimpleNamespace(
         are_placed=lambda rows: is_placed)))
@@ -108,16 +109,18 @@ def test_large_steps_with_prompts_run_at_their_own_size() -> None:
     (batch_of([0], num_known=9), rows_of(prompt_logprobs=1, prompt_len=50), Uncaptured.PROMPT_LOGPROBS),
     (batch_of([0], num_known=9), rows_of(pooling=PoolingParams(pooling="mean")), Uncaptured.HIDDEN_STATES),
     (batch_of([0], num_known=9), rows_of(num_embeds=42), Uncaptured.PROMPT_EMBEDS),
+    (batch_of([0], num_known=9), rows_of(spans=((2, 20), (41, 50))), Uncaptured.SPANS),
     (batch_of([0] * 65), PLAIN, Uncaptured.TOO_MANY_REQUESTS),
     (batch_of([0], num_known=513), PLAIN, Uncaptured.TOO_MANY_TOKENS),
-], ids=["all logprobs", "many logprobs", "unplaced", "prompt logprobs", "hidden states", "embeddings",
+], ids=["all logprobs", "many logprobs", "unplaced", "prompt logprobs", "hidden states", "embeddings", "spans",
         "too many requests", "too many tokens"])
 def test_what_no_graph_serves_runs_eagerly(batch: ScheduledBatch, state: Any, reason: Uncaptured) -> None:
     assert graphs().key_for(batch, state) is reason
 
 
-def test_embeddings_behind_the_step_keep_no_graph_away() -> None:
-    batch, state = batch_of([0], num_known=9), rows_of(num_embeds=41)
+@pytest.mark.parametrize("inputs", [{"num_embeds": 41}, {"spans": ((2, 41), (50, 60))}], ids=["embeddings", "spans"])
+def test_inputs_outside_of_the_step_keep_no_graph_away(inputs: dict[str, Any]) -> None:
+    batch, state = batch_of([0], num_known=9), rows_of(**inputs)
     assert graphs().key_for(batch, state) == graphs().key_for(batch, PLAIN)
 
 

@@ -23,6 +23,7 @@ FOLDERS = {  # of FEATURES, by their names
     "drafter that learns": "learning",
     "grammars": "grammars",
     "pooling": "pooling",
+    "bidirectional spans": "spans",
     "prompt embeddings": "embeddings",
     "receipts": "receipts",
 }
@@ -36,6 +37,7 @@ REQUESTS = {  # that ask for the other features
     "grammars": "llm.generate('The sea is', form)",
     "pooling": "llm.encode('The sea is', PoolingParams())",
     "receipts": "llm.generate('The sea is', SamplingParams(receipt=True))",
+    "bidirectional spans": "llm.generate({'prompt': 'The sea is', 'bidirectional_spans': [[0, 2]]})",
     "prompt embeddings": "llm.generate({'prompt_embeds': numpy.zeros((2, 576))})",
 }
 

@@ -8,7 +8,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.input_part import InputPart, InputVectors
-from outrider.core.uncaptured import Uncaptured
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,16 +25,5 @@ class PromptEmbeds(InputPart):
         return f"embeds={self.digest}"
 
     def vectors(self, start: int, end: int) -> InputVectors | None:
-        own = self._within(start, end)
-        return InputVectors(self.positions[own], self.values[own]) if own.start < own.stop else None
-
-    def why_uncaptured(self, start: int, end: int) -> Uncaptured | None:
-        """Steps are not captured while they compute an embedding, or the token before one: a drafter reads the
-        embedding with that token."""
-        own = self._within(start, end + 1)
-        return Uncaptured.PROMPT_EMBEDS if own.start < own.stop else None
-
-    def _within(self, start: int, end: int) -> slice:
-        """The embeddings at positions [start, end)."""
         first, last = self.positions.searchsorted((start, end)).tolist()
-        return slice(first, last)
+        return InputVectors(self.positions[first:last], self.values[first:last]) if first < last else None

@@ -93,8 +93,8 @@ class TrafficRing:
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         """Give segments to requests that take rows. Some requests are never recorded: those with a `cache_salt`, which
-        keeps a tenant's texts apart, and those whose texts are not the model's own tokens (an adapter, embeddings in
-        place of ids, spans, hidden states)."""
+        keeps a tenant's texts apart, and those whose texts are not the model's own tokens (an adapter, inputs beside
+        token ids, hidden states)."""
         rows, starts = [], []
         with self._lock:
             for own in admissions:
@@ -224,5 +224,5 @@ class TrafficRing:
 
 def _may_record(admission: Admission) -> bool:
     asked = admission.request
-    return (asked.generates and asked.cache_salt is None and not asked.input_parts and not asked.spans
+    return (asked.generates and asked.cache_salt is None and not asked.input_parts
             and all(part.cache_key is None for part in asked.parts))

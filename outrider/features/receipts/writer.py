@@ -59,7 +59,7 @@ class ReceiptWriter:
 
     def make_output(self, key: SampleKey, asked: CheckedRequest, keepers: RequestKeepers) -> SampleOutput:
         """What turns a sample's runs into its output, and ends with a receipt."""
-        if asked.input_parts:
+        if any(part.vectors(0, len(asked.token_ids)) is not None for part in asked.input_parts):
             raise ValueError("receipt: a receipt tells the token ids of a prompt, and not prompt_embeds beside them: "
                              "leave these out")
         asks = self._describe(key, asked, keepers)
@@ -76,12 +76,13 @@ class ReceiptWriter:
     def _describe(self, key: SampleKey, asked: CheckedRequest, keepers: RequestKeepers) -> dict[str, Any]:
         """The fields that are known before the first token."""
         params = params_to_json(asked.sampling)
-        room = self._max_len - len(asked.token_ids)
+        num_tokens = len(asked.token_ids)
+        room = self._max_len - num_tokens
+        ranges = [list(own) for part in asked.input_parts for own in part.two_way_ranges(0, num_tokens)]
         params["max_tokens"] = room if params["max_tokens"] is None else min(params["max_tokens"], room)
         return {"receipt": VERSION, "exact": self._exact, "adapter": _describe_adapter(asked, keepers),
                 "settings": self._settings, "kernels": self._kernels, "prompt_token_ids": list(asked.token_ids),
-                "bidirectional_spans": [list(span) for span in asked.spans.spans], "params": params,
-                "sample_index": key.sample_index}
+                "bidirectional_spans": ranges, "params": params, "sample_index": key.sample_index}
 
 
 class ReceiptOutput(SampleOutput):

@@ -1,10 +1,11 @@
 """Attention over keys and values in pages.
 
-A layer may carry a *mask* beside the causal rule and its window, and a prompt may mark *spans* whose tokens see each
-other in both directions (`mixers/paged/masks.py`). Kernels written by hand know neither: the `flex` backend
-(`mixers/paged/flex_backend.py`) hands both to torch's FlexAttention, compiled once, with a page as its block of keys,
-and the `torch` backend computes them plainly. Keys and values of a span depend on the whole span, so one step computes
-it, and no prefix hit ends within it (`core/spans.py`). Steps with spans run uncaptured; masks alone are captured.
+A layer may carry a *mask* beside the causal rule and its window, and a step may have *extra keys*: ranges of a prompt
+whose tokens see each other in both directions (`mixers/paged/masks.py`). Kernels written by hand know neither: the
+`flex` backend (`mixers/paged/flex_backend.py`) hands both to torch's FlexAttention, compiled once, with a page as its
+block of keys, and the `torch` backend computes them plainly. Keys and values of such a range depend on the whole range,
+so one step computes it, and no prefix hit ends within it (`core/input_part.py`). Steps with extra keys run uncaptured;
+masks alone are captured.
 
 In fp8 (`kernels/fp8_cache.py` and `kernels/gpu/pages/fp8.py`) a stored number is divided by the scale of its kv
 head,

@@ -110,7 +110,7 @@ class Backend(ABC):
     is_capturable: bool = True  # False: its plan reads the device, so steps run uncaptured
     serves_rows: bool = False  # whether it can write all tokens and attend for some: it has `write_fused`
     reads_shared_once: bool = False  # whether it reads pages that several requests hold once for several of them
-    takes_masks: bool = False  # whether it serves layers with masks and batches with marked spans
+    takes_masks: bool = False  # whether it serves layers with masks and batches with extra keys
     takes_sinks: bool = True  # whether it serves layers with sinks
     needs_whole_parts: bool = False  # whether pages must lie apart by a multiple of every part of a layer's cache
     skips_collected: bool = False  # whether it skips attention in steps whose launches are only collected

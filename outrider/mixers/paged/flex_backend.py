@@ -1,7 +1,7 @@
 """The `flex` backend: torch's FlexAttention over pages, for masks that no kernel was written for.
 
 A layer's keys are one long sequence of slots, as they lie in the pool, and the block mask names a request's pages in
-it: a block of keys is a page. A tile of queries never spans requests, so a tile's pages are its request's row of the
+it: a block of keys is a page. A tile of queries never crosses requests, so a tile's pages are its request's row of the
 page table. On CUDA the attention is compiled, and a step can be captured; on a CPU it runs uncompiled over the whole
 pool, so pools must be tiny there.
 """
@@ -24,9 +24,9 @@ from outrider.mixers.batch import (
     BatchView,
     DecodeQueries,
     ExactQueries,
+    ExtraKeys,
     KeysFrom,
     MixedQueries,
-    TokenSpans,
     check_rows,
 )
 from outrider.mixers.paged.backend import AttentionLayer, Backend, KeyValueCache, check_writes
@@ -158,9 +158,9 @@ class FlexBackend(Backend):
         positions = torch.where(tiles.is_live, view.positions[tiles.token_rows], -1)
         none = torch.zeros_like(positions)
         marks = QueryMarks(positions, none, none)
-        if isinstance(view.spans, TokenSpans):
+        if isinstance(view.extra_keys, ExtraKeys):
             marks = QueryMarks(positions, *(torch.where(tiles.is_live, ends[tiles.token_rows], 0)
-                                            for ends in (view.spans.starts, view.spans.ends)))
+                                            for ends in (view.extra_keys.starts, view.extra_keys.ends)))
         key_starts = none
         if isinstance(view.visible, KeysFrom):
             key_starts = tiles.spread(view.visible.starts[tiles.request])
@@ -220,7 +220,7 @@ class FlexBackend(Backend):
         first_column = first.view(-1, size).amin(1).clamp(min=0) // group.page_tokens
         num_pages = torch.where(last >= 0, last // group.page_tokens + 1 - first_column, 0)
         width = table.shape[1]
-        if window is not None and not isinstance(view.spans, TokenSpans):
+        if window is not None and not isinstance(view.extra_keys, ExtraKeys):
             width = min(width, most_columns(group, size))
         columns = torch.arange(width, device=table.device)
         index = (first_column[:, None] + columns).clamp(max=table.shape[1] - 1)
@@ -246,9 +246,9 @@ class FlexBackend(Backend):
 
 
 def _can_be_captured(view: BatchView, limits: Limits) -> bool:
-    """Whether a captured step can have this view. Steps with spans, and steps padded beyond the limits, never are."""
+    """Whether a captured step can have this view. No step with extra keys can, nor one padded beyond the limits."""
     has_few_tokens = isinstance(view.queries, DecodeQueries) or view.num_tokens <= limits.max_batched_tokens
-    return not isinstance(view.spans, TokenSpans) and view.num_requests <= limits.max_requests and has_few_tokens
+    return not isinstance(view.extra_keys, ExtraKeys) and view.num_requests <= limits.max_requests and has_few_tokens
 
 
 def pages_apart(cache: torch.Tensor) -> int:

@@ -2,7 +2,7 @@
 
 A mask is a value that edits the causal mask by elementwise torch operations on positions. It is compiled and captured
 once, so it may not read anything that changes: `check_mask` refuses every mask that is not a frozen dataclass of plain
-values. Spans are marked by a prompt, not by a layer: tokens of one span see each other in both directions.
+values. A batch may let queries see a range of keys whatever the mask says (`ExtraKeys`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ UNCHANGING = (ModuleType, FunctionType, BuiltinFunctionType, type, property, sta
 
 
 class QueryMarks(NamedTuple):
-    """A query's own position and the span it lies in, [span_starts, span_ends); both are 0 outside of any span. The
-    three tensors have the same shape, which can be broadcast with the positions of keys."""
+    """A query's own position, and the range of keys that it sees in any case, [span_starts, span_ends); both are 0 if
+    there is none. The three tensors have the same shape, which can be broadcast with the positions of keys."""
 
     positions: torch.Tensor
     span_starts: torch.Tensor
@@ -93,6 +93,6 @@ def visible_keys(mask: Mask, window: int | None, is_chunked: bool, query: QueryM
     causal = key_positions <= query.positions
     if window is not None:
         causal = causal & (key_positions >= first_seen(query.positions, window, is_chunked))
-    # Without a span the end is 0, and no key lies before it.
+    # Without a range the end is 0, and no key lies before it.
     in_span = (key_positions >= query.span_starts) & (key_positions < query.span_ends)
     return mask(causal, query, key_positions) | in_span

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from outrider.cache.groups import Group
-from outrider.mixers.batch import BatchView, ExactQueries, KeysFrom, TokenSpans, VisibleKeys, check_rows
+from outrider.mixers.batch import BatchView, ExactQueries, ExtraKeys, KeysFrom, VisibleKeys, check_rows
 from outrider.mixers.paged.backend import AttentionLayer, Backend, KeyValueCache, check_writes
 from outrider.mixers.paged.masks import QueryMarks, visible_keys
 
@@ -27,7 +27,7 @@ class PaddedRequests:
     is_query: torch.Tensor  # [requests * query] token rows that are written back
     lengths: torch.Tensor  # [requests]
     visible: VisibleKeys  # keys that these requests see
-    marks: QueryMarks  # positions and spans of the queries, [requests, query, 1] each
+    marks: QueryMarks  # of the queries, [requests, query, 1] each
 
 
 @dataclass(frozen=True)
@@ -91,16 +91,16 @@ def _part(view: BatchView, group: Group, members: list[int], lengths: list[int],
     token_rows = first[:, None] + torch.minimum(steps, count[:, None] - 1)
     positions = view.positions[token_rows]
     none = torch.zeros_like(positions)
-    spans = (none, none)
-    if isinstance(view.spans, TokenSpans):
-        spans = view.spans.starts[token_rows], view.spans.ends[token_rows]
+    extra = (none, none)
+    if isinstance(view.extra_keys, ExtraKeys):
+        extra = view.extra_keys.starts[token_rows], view.extra_keys.ends[token_rows]
     return PaddedRequests(
         pages=view.page_table(group)[index, :columns].long(),
         token_rows=token_rows,
         is_query=(steps < count[:, None]).reshape(-1).nonzero().squeeze(1),
         lengths=view.lengths[index],
         visible=_of_requests(view.visible, index),
-        marks=QueryMarks(positions[..., None], spans[0][..., None], spans[1][..., None]),
+        marks=QueryMarks(positions[..., None], extra[0][..., None], extra[1][..., None]),
     )
 
 

@@ -1,7 +1,7 @@
 """The `triton` backend: paged attention on CUDA, with norms, rope and cache write as one kernel before it.
 
 Requests with few tokens use the decode kernel, which splits over keys; longer ones use the prefill kernel, in tiles
-that never span requests. A decode tile spans requests only where the device has found their pages to be the same.
+that never cross requests. A decode tile crosses requests only where the device has found their pages to be the same.
 Grids come from host bounds; lengths are read on the device.
 """
 

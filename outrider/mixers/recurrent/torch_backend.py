@@ -112,7 +112,7 @@ class TorchStep(RecurrentStep):
         from_tokens = layers.scan_from_tokens
         self._most_short = max((n for n in counts.known_lens if n < from_tokens), default=0)
         host_starts = list(accumulate(counts.query_lens, initial=0))
-        self._spans = [(i, slice(host_starts[i], host_starts[i] + n))
+        self._slices = [(i, slice(host_starts[i], host_starts[i] + n))
                        for i, n in enumerate(counts.known_lens) if n >= from_tokens]
         # [requests] known tokens that are computed one by one, together with those of the other requests.
         lens = torch.where(self._is_live, counts.num_known, 0)
@@ -134,10 +134,10 @@ class TorchStep(RecurrentStep):
                       self._is_live & (j < counts.pending))
         for j in range(self._most_short):
             self._step(walk, out, conv_in, gates, self._starts + j, j < self._short_lens)
-        for request, span in self._spans:
+        for request, own in self._slices:
             moves = self._is_live[request]
-            y = walk.scan(request, conv_in[span], tuple(gate[span] for gate in gates), moves)
-            out[span] = torch.where(moves, y, 0)
+            y = walk.scan(request, conv_in[own], tuple(gate[own] for gate in gates), moves)
+            out[own] = torch.where(moves, y, 0)
         rows.state.index_copy_(0, at_row, walk.state)  # those that did not move write back what they hold
         rows.tail.index_copy_(0, at_row, walk.tail)
         if counts.targets is not None:

@@ -52,7 +52,7 @@ Every reason for which a step runs uncaptured is a `core.Uncaptured`, with words
 
 - the runner, for all steps: no graphs here, `can_capture` (`mixers/cached.py`) says no, or a feature edits
   logits
-- `GraphKeys.key_for`, for a batch: folds, spans, row deltas that no captured step computes, inputs of a prompt beside
+- `GraphKeys.key_for`, for a batch: folds, row deltas that no captured step computes, inputs of a prompt beside
   its token ids, several checkpoints of one request, hidden states, log-probabilities of a prompt or too many of them,
   lists that found no place on the device, prompts whose lengths the host must know, parameters that no kernel samples,
   more requests or tokens than any graph

@@ -18,7 +18,6 @@ from typing import Any
 
 from outrider.core import Limits, ScheduledBatch, StepForm, Uncaptured
 from outrider.core.decode_sizes import FEW, size_for
-from outrider.core.spans import MarkedSpans
 from outrider.core.step_messages import DeltaReach
 from outrider.drafters.guard import DrafterGuards
 from outrider.layers import NO_DELTAS, DeltaSource
@@ -94,13 +93,11 @@ class GraphKeys:
         rows = {write.row for write in batch.cache.checkpoints}
         if batch.cache.folds:
             return Uncaptured.FOLDS
-        if batch.part(MarkedSpans):
-            return Uncaptured.SPANS
+        if (reason := state.params.inputs.why_uncaptured(batch)) is not None:
+            return reason
         deltas = DeltaReach.NOTHING
         if self._deltas.serves(batch.rows) and not (deltas := self._reach_of_deltas()):
             return Uncaptured.DELTAS
-        if (reason := state.params.inputs.why_uncaptured(batch)) is not None:
-            return reason
         if len(rows) < len(batch.cache.checkpoints):
             return Uncaptured.SEVERAL_CHECKPOINTS
         if batch.num_requests > self.limits.max_requests:
