@@ -237,7 +237,7 @@ def _add_synthetic(parser: Parser) -> None:
                         help="the same by request: requests have these probabilities in turn, at every position")
     parser.add_argument("--acceptance", metavar="NAME", default=None,
                         help="the same with the lengths that benchmarks of several engines use: golden, or golden:NAME "
-                             "(benchmarks/golden_acceptance.py)")
+                             "(commands/golden_acceptance.py)")
 
 
 BENCH_DECIDES = ("n", "max_tokens", "stop", "ignore_eos", "detokenize", "prompt_logprobs", "bad_words",

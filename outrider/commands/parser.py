@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_type_hints
 
-from outrider.benchmarks.golden_acceptance import golden_rates
 from outrider.commands.flag_values import CONVERTERS, whole_number
+from outrider.commands.golden_acceptance import golden_rates
 from outrider.commands.help import HelpAction, help_text
 from outrider.commands.server_help import SERVER_HELP
 from outrider.commands.vllm_flags import add_unlisted_flags, own_flags

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from outrider.benchmarks.golden_acceptance import AT_ONE_NUMBER, BY_NUM_DRAFTS, NAMES, golden_rates
 from outrider.cli import build_parser
+from outrider.commands.golden_acceptance import AT_ONE_NUMBER, BY_NUM_DRAFTS, NAMES, golden_rates
 from outrider.commands.parser import UsageError, engine_config
 
 
