@@ -27,7 +27,6 @@ from tests.adapters.folders import write_adapter
 from tests.engine.harness import byte_tokenizer, prompt_of, random_model, save_folder
 from tests.engine.test_exact_mode import FAMILIES, VOCAB
 
-LONG = os.environ.get("OUTRIDER_LONG") == "1"
 KEY = "a key of at least sixteen bytes"
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "auto": False}
 ENGINE: dict[str, Any] = {"exact": True, "device": "cpu", "max_model_len": 112, "max_num_seqs": 4, "num_pages": 64}

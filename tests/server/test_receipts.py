@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from base64 import b64encode
 from collections.abc import Iterator
@@ -23,7 +22,6 @@ from tests.engine.harness import byte_tokenizer, save_folder
 from tests.engine.test_exact_mode import FAMILIES, VOCAB
 from tests.server.rig import DRAFTS, Served, serving
 
-NUM = 1000 if os.environ.get("OUTRIDER_LONG") == "1" else 100
 THREADS = 8
 KEY = "the operator's own key, which is secret"
 ENGINE: dict[str, Any] = {"exact": True, "device": "cpu", "max_model_len": 112, "max_num_seqs": 6, "num_pages": 64}
@@ -78,15 +76,16 @@ def random_body(number: int) -> dict[str, Any]:
     return body
 
 
-def test_receipts_of_a_busy_server_replay_alone(served: Served, llm: LLM) -> None:
+@pytest.mark.parametrize("num", [100, pytest.param(1000, marks=pytest.mark.long)])
+def test_receipts_of_a_busy_server_replay_alone(served: Served, llm: LLM, num: int) -> None:
     def ask(number: int) -> list[Receipt]:
         answer = post(served, "/v1/completions", KEYS[number % 2], **random_body(number))
         assert answer.status_code == 200, answer.text
         return list(find_receipts(answer.json()))
 
     with ThreadPoolExecutor(THREADS) as pool:
-        receipts = [receipt for found in pool.map(ask, range(NUM)) for receipt in found]
-    assert len(receipts) >= NUM and served.llm.engine.stats.num_accepted_tokens
+        receipts = [receipt for found in pool.map(ask, range(num)) for receipt in found]
+    assert len(receipts) >= num and served.llm.engine.stats.num_accepted_tokens
     verdicts = [replay(llm, receipt, key=KEY.encode()) for receipt in receipts]
     assert not [verdict for verdict in verdicts if not verdict.is_equal]
 
