@@ -29,6 +29,7 @@ class EngineFeatures:
     def __init__(self, config: EngineConfig, of_settings: Sequence[EngineFeature], tools: EngineTools) -> None:
         self.of_settings = tuple(of_settings)
         self._config, self._tools = config, tools
+        self._asking = asking_parameters()
         keepers = [feature.make_keeper(tools) for feature in of_settings]
         self.keepers = RequestKeepers([keeper for keeper in keepers if keeper is not None])
         self._lock = threading.RLock()  # a trace function may raise where `with` ends, before the release
@@ -81,4 +82,4 @@ class EngineFeatures:
         return [*self.of_settings, *map(self.need, self._asked(params))]
 
     def _asked(self, params: SamplingParams) -> list[str]:
-        return [name for parameter, name in asking_parameters() if getattr(params, parameter) is not None]
+        return [name for parameter, name in self._asking if getattr(params, parameter) is not None]

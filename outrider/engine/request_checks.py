@@ -77,11 +77,13 @@ class RequestChecks:
         max_len = self.model.limits.max_len - isinstance(params, SamplingParams)
         if isinstance(given.get("prompt_token_ids"), (list, tuple)):  # before millions of ids are looked at
             self._check_length(len(given["prompt_token_ids"]), max_len)
-        for key, declared in _known_keys().items():
+        of_features = {} if given.keys() <= PROMPT_KEYS.keys() else prompt_keys()
+        for key, declared in (PROMPT_KEYS | of_features).items():
             check_value(key, declared, given.get(key))
         check_value("priority", Priority, priority)
         text, _, salt = map(given.get, PROMPT_KEYS)
-        readers: list[InputReader] = [read(given, params, self.model) for read in input_readers(given)]
+        found = input_readers(given) if of_features else []
+        readers: list[InputReader] = [read(given, params, self.model) for read in found]
         find_ids: Callable[[], Sequence[int]] = partial(self._own_ids, given)
         for reader in readers:
             find_ids = partial(reader.token_ids, find_ids)
@@ -154,11 +156,6 @@ class RequestChecks:
         return replace(params, bad_words_token_ids=tuple(words))
 
 
-def _known_keys() -> dict[str, Any]:
-    """The keys that a prompt may have, with the types of their values."""
-    return PROMPT_KEYS | prompt_keys()
-
-
 def _as_dict(prompt: Prompt) -> dict[str, Any]:
     """Convert a prompt of any form into the dict form, which has a key for every field."""
     if isinstance(prompt, str):
@@ -171,9 +168,8 @@ def _as_dict(prompt: Prompt) -> dict[str, Any]:
         *others, last = map(repr, NEEDED_KEYS)
         raise ValueError(f"a prompt needs {', '.join(others)} or {last}, got "
                          f"{', '.join(map(str, prompt)) or 'nothing'}")
-    known = _known_keys()
     for key in prompt:
-        if key not in known and prompt[key] is not None:
+        if key not in PROMPT_KEYS and prompt[key] is not None and key not in (known := PROMPT_KEYS | prompt_keys()):
             hint = did_you_mean(str(key), known) or ":"
             raise ValueError(f"a prompt's {shown(key)} is not supported{hint} {ONLY_TEXT}; known are "
                              f"{', '.join(known)}")
