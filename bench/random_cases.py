@@ -38,7 +38,7 @@ GRAMMARS: list[dict[str, Any]] = [{"regex": "[ab]{3,20}c"}, {"choice": ["red", "
 HAS_GRAMMARS = importlib.util.find_spec("llguidance") is not None
 # Fields whose effect on a greedy token can be computed from logits alone.
 COMPARABLE = {"max_tokens", "temperature", "ignore_eos", "logit_bias", "allowed_token_ids", "logprobs", "stop",
-              "speculative", "stop_token_ids"}
+              "speculative", "stop_token_ids", "prompt_logprobs", "skip_reading_prefix_cache"}
 
 
 class Wrong(AssertionError):
@@ -134,9 +134,9 @@ def _load(target: Target, dtype: torch.dtype, group: RankGroup | None = None) ->
 
 
 def draw_settings(random: Random) -> dict[str, Any]:
-    page_size = random.choice([16, 16, 32, 64])
     padding = random.choice([{}, {}, {"pad_requests": (4, 8), "pad_tokens": (6, 24, 72)}])
     backend = random.choice(["auto"] * 16 + ["torch"] * 3 + ["flex"])
+    page_size = 16 if backend == "flex" else random.choice([16, 16, 32, 64])
     return padding | {
         "page_size": page_size, "max_model_len": random.choice([100, 200]), "eos_ids": (2,),
         "max_num_seqs": random.choice([1, 2, 3, 5, 8, 16]),
