@@ -17,7 +17,7 @@ TESTS = ["tests/engine/test_drafter_faults.py::test_wrong_values_are_dropped_on_
 def apply() -> None:
     def store(rows: torch.Tensor, proposals: Sequence[Proposal], goes_on: torch.Tensor, is_on: torch.Tensor, *,
               drafts: torch.Tensor, num_drafts: torch.Tensor, counts: torch.Tensor, **_: Any) -> None:
-        tokens, offered = proposals[0]
+        tokens, offered, _ = proposals[0]
         columns = torch.arange(tokens.shape[1], device=rows.device)
         drafts.index_put_((rows[:, None], columns), tokens)
         counts[:, PROPOSED] = torch.where(goes_on, offered, 0)

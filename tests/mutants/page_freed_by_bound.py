@@ -13,9 +13,8 @@ TESTS = ["tests/unit/test_scheduler.py"]
 def apply() -> None:
     settle = Scheduler._settle
 
-    def settle_and_drop(self: Scheduler, request: Request, part: RequestResult, known: int, drafts: int,
-                        sampled: bool) -> None:
-        settle(self, request, part, known, drafts, sampled)
+    def settle_and_drop(self: Scheduler, request: Request, part: RequestResult) -> None:
+        settle(self, request, part)
         if request.state is State.RUNNING:
             for group in self.cache.groups:
                 self.cache._drop(self.cache._requests[request.id], group, request.bound.at_most)

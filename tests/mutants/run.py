@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import time
@@ -21,6 +22,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PASSED, FAILED = 0, 1  # pytest's exit codes; a collection or usage error is neither
 TIMEOUT = 900.0
 PARALLEL = 2
+# A patch that is called with other arguments breaks the package, whatever the rule, so that any test fails.
+MISFIT = re.compile(r"TypeError: apply\.<locals>\.\w+\(\) (takes|got|missing) .*")
 
 
 @dataclass(frozen=True)
@@ -87,6 +90,8 @@ def judge(mutant: Mutant, without: Run, broken: Run) -> Verdict:
     if without.code != PASSED:
         why = f"its tests do not pass without it (pytest gave {without.code})"
         return Verdict(mutant, False, why, seconds, without.output)
+    if code == FAILED and (misfit := MISFIT.search(output)):
+        return Verdict(mutant, False, f"its patch does not fit what it replaces ({misfit[0]})", seconds, output)
     if code == FAILED:
         return Verdict(mutant, True, summary(output), seconds)
     if code == PASSED:

@@ -38,6 +38,13 @@ class TestRunner:
         code, out = _run(tmp_path, idle="pass", broken="raise RuntimeError('no such rule')")
         assert code == 1 and "survived" in out and "could not run" in out and "0 of 2" in out, out
 
+    def test_a_patch_that_takes_other_arguments_proves_nothing(self, tmp_path: Path) -> None:
+        body = f"NAME = 'stale'\nTESTS = [{TARGET!r}]\n\n\ndef apply():\n    def patch(only): ...\n    patch(1, 2)\n"
+        (tmp_path / "stale.py").write_text(body.replace("patch(1, 2)", "import outrider\n    del outrider.__version__\n"
+                                                        "    outrider.__getattr__ = lambda _: patch(1, 2)"))
+        code, out = _run(tmp_path)
+        assert code == 1 and "its patch does not fit what it replaces" in out and "0 of 1" in out, out
+
     def test_a_mutant_whose_tests_fail_without_it_proves_nothing(self, tmp_path: Path) -> None:
         (tmp_path / "test_red.py").write_text("def test_red():\n    assert False\n")
         (tmp_path / "mutants").mkdir()
