@@ -96,6 +96,7 @@ class Asked:
     version: int  # of the weights when it was added
     output: CompletionOutput | None = None
     in_place: set[int] = field(default_factory=set)  # versions from whose predecessors it went on in place
+    may_be_again: bool = False  # a refused update may have preempted it since: then it was computed again
 
 
 class Order:
@@ -231,6 +232,8 @@ class Order:
     def fail_first(self) -> None:
         """Refused before anything changes."""
         pair = self.bad_pair()
+        for asked in self.live if not self.is_in_place else ():
+            asked.may_be_again = bool(asked.in_place)
         tries: list[Callable[[], Any]] = [
             lambda: self.llm.update_weights(self.rig.sets[1].truncated),
             lambda: self.llm.update_weights(self.rig.sets[1].tensors | dict([pair])),
@@ -337,7 +340,7 @@ class Order:
         known, cache, num_cached, before = list(asked.prompt), None, 0, asked.version
         for version, start, end in asked.output.weight_versions:
             stays = [each in asked.in_place for each in range(before + 1, version + 1)]
-            if asked.adapter is not None or (any(stays) and not (start and all(stays))):
+            if asked.adapter is not None or asked.may_be_again or (any(stays) and not (start and all(stays))):
                 return  # what was computed between two versions, without a token, is not known here
             if not all(stays):
                 cache, num_cached = None, 0  # computed again
