@@ -25,8 +25,8 @@ All captures share memory that was reserved for the largest one (`StepGraphs.res
 order. A size without a graph of its own runs on the cheapest captured graph that covers it. If the step has prompts,
 and waiting for the host's launches costs less time than the padding, it runs without a graph (`Uncaptured.NEW_SIZE`).
 Either way the step loses time, which `runner/graphs/losses.py` adds up by size. A capture is due when its size has lost
-as much time as the capture takes, and the load of its kernels if they were never launched; half of that is enough for a
-decode size. If this takes over 20 ms, the size must have lost more, in proportion.
+as much time as the capture takes; half of that is enough for a decode size. If a capture takes over 20 ms, the size
+must have lost more, in proportion.
 
 How a step runs:
 

@@ -97,8 +97,8 @@ class CaptureChooser:
             return way
         choice, loss, may_capture = way
         self.losses.add(key, loss)
-        is_loaded = key in self._loaded
-        if may_capture and self.losses.is_due(key, is_loaded=is_loaded):
+        if may_capture and self.losses.is_due(key):
+            is_loaded = key in self._loaded
             if isinstance(choice, Replay):
                 return choice._replace(behind=CaptureOrder(key, only_loads=not is_loaded, pauses=True))
             if is_loaded:  # else the step that is launched now loads what the capture needs
@@ -131,7 +131,6 @@ class CaptureChooser:
         if seconds is None:
             self._refused.add(order.key)
         elif order.only_loads:
-            self.losses.loaded(seconds, pauses=order.pauses)
             return
         else:
             self.losses.captured(order.key, seconds, pauses=order.pauses)

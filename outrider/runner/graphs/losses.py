@@ -18,7 +18,7 @@ from outrider.runner.graphs.keys import GraphKey
 
 PATIENCE = 1.0  # times a capture's duration that must be lost before it
 DECODE_PATIENCE = 0.5  # the same for decode steps: many of a size follow each other
-PAUSE = 20  # times a capture's or a load's duration in which no other is made while requests run
+PAUSE = 20  # times a capture's duration in which no other is made while requests run
 LONG = 0.02  # seconds; a longer capture delays streams, so its steps must have lost more before it is due
 DRAFT_SECONDS = 0.3e-3  # rough cost of one more draft
 LENGTH_SECONDS = 0.1e-3  # rough loss of a step with short contexts on a graph for long ones
@@ -64,7 +64,6 @@ class Losses:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.times = LossRates()
         self.capture_seconds = 0.0  # how long the next capture is expected to take
-        self._load_seconds = 0.0  # the same for loading the kernels of a step; 0: none was loaded beside requests
         self._clock = clock
         self._lost: defaultdict[GraphKey, float] = defaultdict(float)
         self._next = 0.0  # time before which nothing is due
@@ -72,12 +71,10 @@ class Losses:
     def add(self, key: GraphKey, seconds: float) -> None:
         self._lost[key] += seconds
 
-    def is_due(self, key: GraphKey, *, is_loaded: bool = True) -> bool:
-        """Whether the key's graph should be captured now, though requests wait for it. Not `is_loaded`: its kernels
-        have to be loaded first, which delays requests as well."""
+    def is_due(self, key: GraphKey) -> bool:
+        """Whether the key's graph should be captured now, though requests wait for it."""
         patience = PATIENCE if key.has_prompts else DECODE_PATIENCE
-        seconds = self.capture_seconds + (0.0 if is_loaded else self._load_seconds or self.times.launch_seconds)
-        reason = patience * seconds * max(1.0, seconds / LONG)
+        reason = patience * self.capture_seconds * max(1.0, self.capture_seconds / LONG)
         return self._lost[key] > 0 and self._lost[key] >= reason and self._clock() >= self._next
 
     def worst(self, excluded: Collection[GraphKey] = ()) -> GraphKey | None:
@@ -91,13 +88,4 @@ class Losses:
         self._lost.pop(key, None)
         self.capture_seconds = (self.capture_seconds + seconds) / 2 if self.capture_seconds else seconds
         if pauses:
-            self._pause(seconds)
-
-    def loaded(self, seconds: float, *, pauses: bool) -> None:
-        """Note how long it took to load the kernels of a step."""
-        if pauses:
-            self._load_seconds = (self._load_seconds + seconds) / 2 if self._load_seconds else seconds
-            self._pause(seconds)
-
-    def _pause(self, seconds: float) -> None:
-        self._next = self._clock() + PAUSE * seconds
+            self._next = self._clock() + PAUSE * seconds
