@@ -121,10 +121,14 @@ class SizedDrafts(LearnedDrafts):
         self._next_learning = self._next_weighing = 0  # numbers of steps
         self._looks = TimeLooks(k, self._times, misses_rests=misses_rests)
         self._has_checked = False  # some drafts
+        self._reads_along = False  # the step proposes one draft only so that the drafter sees its tokens
         self._sampling = 0.0  # seconds of a logit row in the mean of the requests planned last
 
     def choose(self, requests: Sequence[DraftedRequest], is_exact: bool) -> DraftPlan:
         self._step += 1
+        if self._reads_along:
+            self._looks.spend()
+            self._reads_along = False
         self._looks.next_step(is_awake=self._depth.proposed > 0)
         new = self._next_step(requests)
         request_ids = [request.id for request in requests]
@@ -157,10 +161,16 @@ class SizedDrafts(LearnedDrafts):
             self._depth.proposed = max(1, *plan.sharing.fixed_drafts)
             return DraftPlan(plan.sharing.fixed_drafts, self._depth.proposed)
         if not plan.num_wanted and self._misses_rests and self._looks.are_left and self._may_pay():
-            self._looks.spend()
-            self._depth.proposed = 1
+            self._depth.proposed, self._reads_along = 1, True
             return DraftPlan(plan.num_drafts, 1)
         return plan
+
+    def begin(self, requests: Sequence[DraftedRequest]) -> int:
+        num_wanted = super().begin(requests)
+        if self._reads_along and not self._requests and (best := self._best_depth(requests)):
+            self._reads_along = False  # the next step checks drafts of these requests alone
+            self._depth.proposed = num_wanted = best
+        return num_wanted
 
     def _may_pay(self) -> bool:
         """Whether drafts nearly pay for the requests of this step. Nothing is known if there are none yet."""
