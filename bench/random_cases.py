@@ -17,6 +17,7 @@ from random import Random
 from typing import Any
 
 import torch
+import transformers
 
 from bench.random_targets import BRIDGE, PAIRS, TEXT_VOCAB, Target, make_drafter, make_target, store_in_form
 from outrider.commands.compare import TOLERANCE
@@ -106,7 +107,10 @@ class Refused(Exception):
 
 
 def draw_case(seed: int, family: str, method: str, random: Random, folder: Path) -> Case:
-    target = make_target(family, method, random, folder / "target")
+    try:
+        target = make_target(family, method, random, folder / "target")
+    except Exception as error:  # versions of transformers name the parts of a young family differently
+        raise Refused(f"transformers {transformers.__version__} makes no such model: {error}") from error
     is_exact = native.available() and random.random() < 0.5
     dtype = torch.float32 if is_exact or family == BRIDGE or random.random() < 0.6 else torch.float64
     if dtype == torch.float32 and method != "mtp" and random.random() < 0.15:

@@ -165,21 +165,7 @@ def run(args: argparse.Namespace) -> int:
                 rows.append(_steps(llm, one, args.rounds, args.slowest))
                 continue
             print(_line(rows[-1]), flush=True)
-    if config.speculative is not None and config.speculative.is_synthetic:
-        print("acceptance was synthetic: the text is not the model's")
-    if args.routing == "spread":
-        print("experts were drawn, not chosen by the routers: the text is not the model's")
-    if args.kind == "throughput":
-        print("s: seconds of the best round; first_s: of the first; of_first: the best's share of the first's\n"
-              "step_mb: megabytes that a decode step must read and write in one device's memory, in the mean\n"
-              f"floor_tok_s: speed if only that took time, at {bandwidth.best / 1e9:.1f} GB/s; "
-              "prompts are not counted\n"
-              "prompts_s: until all first tokens were there; prompt_tflop_s: operations of prompts in that time\n"
-              f"of_product: that over the {four_digits(product.best / 1e12):g} TFLOP/s of one large product of torch; "
-              "above 1 where kernels of our own are faster")
-        if any(row["of_floor"] is None for row in rows):
-            print("of_floor: none where a run was faster than reading memory allows: the processor's caches hold the "
-                  "weights, or other programs slowed each look at the memory")
+    _explain(args, config, rows, bandwidth.best, product.best)
     report = _conditions(args, config, loaded) | {
         "start_s": round(start_seconds, 2), "process_s": process_seconds,
         "bandwidth_gb_s": round(bandwidth.best / 1e9, 1), "product_tflop_s": four_digits(product.best / 1e12),
@@ -189,6 +175,26 @@ def run(args: argparse.Namespace) -> int:
         Path(args.save_result).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report))
     return 0
+
+
+def _explain(args: argparse.Namespace, config: EngineConfig, rows: list[dict[str, Any]], bandwidth: float,
+             product: float) -> None:
+    """Print what the columns mean, and what a reader should know of the figures."""
+    if config.speculative is not None and config.speculative.is_synthetic:
+        print("acceptance was synthetic: the text is not the model's")
+    if args.routing == "spread":
+        print("experts were drawn, not chosen by the routers: the text is not the model's")
+    if args.kind == "throughput":
+        print("s: seconds of the best round; first_s: of the first; of_first: the best's share of the first's\n"
+              "step_mb: megabytes that a decode step must read and write in one device's memory, in the mean\n"
+              f"floor_tok_s: speed if only that took time, at {bandwidth / 1e9:.1f} GB/s; "
+              "prompts are not counted\n"
+              "prompts_s: until all first tokens were there; prompt_tflop_s: operations of prompts in that time\n"
+              f"of_product: that over the {four_digits(product / 1e12):g} TFLOP/s of one large product of torch; "
+              "above 1 where kernels of our own are faster")
+        if any(row["of_floor"] is None for row in rows):
+            print("of_floor: none where a run was faster than reading memory allows: the processor's caches hold the "
+                  "weights, or other programs slowed each look at the memory")
 
 
 def _started(loaded: Loaded | OnRanks, config: EngineConfig, *, spreads: bool) -> LLM:

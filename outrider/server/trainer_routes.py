@@ -80,8 +80,13 @@ def weights_path(root: str | None, path: str) -> Path:
 
 
 def trainer_routes(service: Service) -> APIRouter:
-    routes, checker = APIRouter(), WeightChecker()
+    routes = APIRouter()
+    _add_pauses(routes, service)
+    _add_updates(routes, service)
+    return routes
 
+
+def _add_pauses(routes: APIRouter, service: Service) -> None:
     @routes.post("/pause")
     async def pause(request: Request, mode: Annotated[str, Query()] = "abort",
                     clear_cache: Annotated[str, Query()] = "true") -> dict[str, str]:
@@ -101,6 +106,10 @@ def trainer_routes(service: Service) -> APIRouter:
     @routes.get("/is_paused")
     async def is_paused() -> dict[str, bool]:
         return {"is_paused": await service.host.llm.is_paused()}
+
+
+def _add_updates(routes: APIRouter, service: Service) -> None:
+    checker = WeightChecker()
 
     @routes.post("/start_weight_update")
     async def start_weight_update() -> dict[str, str]:
@@ -144,5 +153,3 @@ def trainer_routes(service: Service) -> APIRouter:
                                 "come, as an update that is not whole is refused", param="action")
         found = await carried_out(service.host.llm.weights_checksum())
         return checker.report(found) if body.action == "checksum" else checker.compare(found, body.baseline)
-
-    return routes
