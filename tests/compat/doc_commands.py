@@ -110,6 +110,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "outrider bench exact bench/configs/llama8b --load-format dummy --batch-sizes 1,8,64 --prompt-len 4096 "
         "--max-model-len 4352",
         "python bench/exact.py bench/configs/llama8b --load-format dummy --out results",
+        "python bench/logprob_bits.py bench/configs/qwen06b --load-format dummy",
     ),
     MEASUREMENT: (
         "python bench/cpu_speed.py", "python bench/cpu_speed.py --repeats 3 --llama package/bins/linux-arm64",
