@@ -44,7 +44,7 @@ class PaddedSize:
 
 @dataclass(frozen=True)
 class EagerShape(StepExtents):
-    """The shape of an uncaptured batch, which the host knows exactly."""
+    """The sizes of an uncaptured step. The host knows them exactly, because they are those of one batch."""
 
     scheduled_requests: int
     scheduled_tokens: int
@@ -63,7 +63,8 @@ class EagerShape(StepExtents):
 
 @dataclass(frozen=True)
 class CapturedShape(StepExtents):
-    """Extents of a captured step, which serves every batch that fits. Only here is the worst-case length bound made."""
+    """The sizes of a captured step, which serves every batch that fits into them. A captured step does not know its
+    batch, so its context lengths are bounded by the longest that may come."""
 
     queries: DecodeQueries | MixedQueries
     known: DecodeQueries | MixedQueries  # the host's knowledge of the known tokens alone
@@ -74,21 +75,22 @@ class CapturedShape(StepExtents):
     @classmethod
     def decoding(cls, requests: int, tokens: int, max_drafts: int, *, window: int, max_len: int,
                  takes_checkpoints: bool = False, shares_pages: bool = False) -> CapturedShape:
-        """Every request has one known token and samples. window: accepted drafts that a row may have to fold."""
+        """Make the shape of a decode step: every request has one known token and samples. window: the most accepted
+        drafts that a row may have to fold into its recurrent state."""
         return cls(requests, tokens, tokens, max_drafts, DecodeQueries(1 + max_drafts, shares_pages), DecodeQueries(1),
                    LengthBound(max_len), window, takes_checkpoints)
 
     @classmethod
     def with_prompts(cls, requests: int, tokens: int, max_drafts: int, *, window: int, max_len: int,
                      takes_checkpoints: bool = False) -> CapturedShape:
-        """Requests have any number of known tokens."""
+        """Make the shape of a step in which requests have any number of known tokens."""
         queries = MixedQueries(1 + max_drafts)
         return cls(requests, tokens, requests * (1 + max_drafts), max_drafts, queries, queries, LengthBound(max_len),
                    window, takes_checkpoints)
 
     @property
     def logit_rows_are_tokens(self) -> bool:
-        """Whether a padded logit row may be made from any token row."""
+        """Whether logit row l comes from token row l, as in decode steps. Padding may come from any."""
         return isinstance(self.queries, DecodeQueries)
 
 
@@ -120,14 +122,15 @@ class Inputs:
 
 
 class PackedBatch(NamedTuple):
-    """The host's part of an uncaptured step: all that is known before the rows are read."""
+    """The shape of an uncaptured step, and the host's integers for it: all that is known before the rows are read."""
 
     shape: EagerShape
     ints: torch.Tensor  # on the device, as `pack_eager` made them
 
 
 def pack_eager(scheduled: ScheduledBatch, padded: PaddedSize) -> tuple[EagerShape, list[int]]:
-    """The shape and the integers of a batch that runs uncaptured. Its checkpoints are listed in its plan."""
+    """Make the shape and the packed integers of a batch that runs uncaptured. The integers leave out its checkpoints,
+    which the step's plan lists."""
     if padded.requests < scheduled.num_requests or padded.tokens < scheduled.num_tokens:
         sizes = f"{scheduled.num_requests}, {scheduled.num_tokens}"
         raise ValueError(f"padded size {padded} is below the scheduled {sizes}")
@@ -143,7 +146,7 @@ def pack_eager(scheduled: ScheduledBatch, padded: PaddedSize) -> tuple[EagerShap
 
 
 def pack_captured(scheduled: ScheduledBatch, shape: CapturedShape) -> list[int]:
-    """The integers of a batch that a captured step serves."""
+    """Pack the integers of a batch for the captured step of this shape."""
     boundaries: list[int] = []
     if shape.takes_checkpoints:
         by_row = {write.row: write.boundary for write in scheduled.cache.checkpoints}
@@ -158,7 +161,7 @@ def pack_captured(scheduled: ScheduledBatch, shape: CapturedShape) -> list[int]:
 
 
 def _lens(scheduled: ScheduledBatch) -> tuple[list[int], list[int]]:
-    """(tokens, logit rows) of each scheduled request."""
+    """Return the number of tokens, and the number of logit rows, of each scheduled request."""
     query_lens = [k + d for k, d in zip(scheduled.num_known, scheduled.num_drafts, strict=True)]
     return query_lens, [1 + d if s else 0 for d, s in zip(scheduled.num_drafts, scheduled.samples, strict=True)]
 
@@ -181,7 +184,7 @@ def _packed(scheduled: ScheduledBatch, extents: StepExtents, query_lens: list[in
 
 
 def _spread(lens: list[int]) -> tuple[list[int], list[int]]:
-    """(owner, offset) of every item. Owner i has lens[i] items, at offsets from 0 on."""
+    """Return the owner and the offset of every item. Owner i has lens[i] items, with offsets from 0 on."""
     if sum(lens) == len(lens) and all(lens):  # one each: decoding
         return list(range(len(lens))), [0] * len(lens)
     return list(chain.from_iterable(map(repeat, range(len(lens)), lens))), list(chain.from_iterable(map(range, lens)))
@@ -212,7 +215,7 @@ def _batch(shape: StepShape, packet: StepPacket, made: PreparedStep) -> ForwardB
 
 
 def _cut(view: BatchView, shape: EagerShape) -> BatchView:
-    """The view without padding."""
+    """Cut the padded requests and tokens off the view."""
     requests, tokens = shape.scheduled_requests, shape.scheduled_tokens
     if (requests, tokens) == (shape.requests, shape.tokens):
         return view
@@ -228,8 +231,9 @@ def _cut(view: BatchView, shape: EagerShape) -> BatchView:
 
 
 def admitted_view(admissions: Sequence[Admission], state: RowState, *, pads: bool) -> BatchView:
-    """A view of one token row for each admitted row: the first token that the row is to compute. Its slots are -1, so
-    nothing is written. pads: add dead rows up to a power of two, so that few kernels serve all numbers of rows."""
+    """Make a view with one token row for each admitted row: the first token that the row is to compute. Its cache slots
+    are -1, so nothing is written. pads: add dead rows up to a power of two, so that few kernels serve all numbers of
+    rows."""
     count = len(admissions)
     padding = [0] * ((1 << (count - 1).bit_length()) - count) if pads else []
     fields = ([a.row for a in admissions], [a.computed for a in admissions], [1] * count)
@@ -254,8 +258,8 @@ def dead_view(view: BatchView) -> BatchView:
 
 
 def logit_view(inputs: Inputs) -> BatchView:
-    """The tokens of a step that make logits, one row for each logit row: the last tokens of the requests that sample.
-    Nothing is written at these rows, which the step's own view writes."""
+    """Make a view of the tokens of a step that make logits, with one token row for each logit row. Its cache slots are
+    -1: the step's own view writes these tokens' keys and values."""
     view, at, shape = inputs.batch.padded, inputs.logit_rows, inputs.shape
     device, requests = view.rows.device, view.num_requests
     owner = torch.where(at.draft_index > shape.max_drafts, requests, at.request)  # padded rows belong to no request

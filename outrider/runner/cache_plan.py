@@ -46,8 +46,9 @@ def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = Non
 
 
 def store_claims(config: EngineConfig, dtype: torch.dtype, claims: Sequence[LayerCache]) -> list[LayerCache]:
-    """Return the claims of the layers on the cache, in a model of this dtype, with keys and values stored as
-    the config says. Layers that read another layer's cache are skipped together with it."""
+    """Return what each layer needs of the cache, with keys and values in the type that the config says. The layers that
+    the config excepts (`kv_cache_dtype_skip_layers`) keep their type, and so do layers that read the cache of an
+    excepted layer."""
     cache_type, skipped = cache_type_of(config, dtype), config.kv_cache_dtype_skip_layers
     sliding = SLIDING in skipped
     return [claim if str(claim.layer if claim.reads is None else claim.reads) in skipped
@@ -84,8 +85,8 @@ def _check_fp8_on_gpu(name: str, layers: Sequence[AttentionLayer | LatentLayer],
 
 
 def find_cache_scales(config: EngineConfig, source: ModelSource, model: Model) -> dict[int, ScaleNumbers]:
-    """The scales that the model's files have for a cache in fp8, by layer; none for another cache. Latents have no
-    scale: they are normed, so their numbers fit."""
+    """Return the scales of an fp8 cache from the model's files, by layer; none for another cache. Cached latents have
+    no scale: they are normed, so their numbers fit."""
     if config.kv_cache_dtype not in FP8_NAMES or config.load_format == "dummy":
         return {}
     found, scales = source.cache_scales(), {}
@@ -98,8 +99,8 @@ def find_cache_scales(config: EngineConfig, source: ModelSource, model: Model) -
 
 
 def _of_heads(scales: list[float], layer: AttentionLayer, group: RankGroup | None) -> tuple[float, ...]:
-    """One scale for every kv head. `scales` has no scale, one scale for all heads, or one for each head of the model. A
-    rank takes the scales of its heads."""
+    """Return one scale for every kv head that this rank holds. `scales` is empty, or has one scale for all heads, or
+    one for each head of the model."""
     if group is not None and len(scales) > 1:
         held = Ranks.from_group(group).share(ModelSize(len(scales)), min(len(scales), group.count))
         scales = scales[held.start : held.stop]
@@ -121,5 +122,5 @@ def choose_backend(config: EngineConfig, model: Model, max_drafts: int) -> Backe
 
 
 def cache_type_of(config: EngineConfig, dtype: torch.dtype) -> CacheType:
-    """How a model of this dtype stores keys and values."""
+    """Return the type that a model of this dtype stores keys and values as."""
     return find_cache_type(config.kv_cache_dtype, dtype)

@@ -1,4 +1,4 @@
-"""Times of the parts of a step, for steps that are traced. A step that is not traced has a clock that does nothing."""
+"""Clocks that time the parts of a step for a trace. A step that is not traced has a clock that does nothing."""
 
 from __future__ import annotations
 

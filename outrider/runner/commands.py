@@ -45,29 +45,30 @@ class Command(ABC, Generic[Answer]):
 
     @abstractmethod
     def carry_out(self, worker: Any) -> Answer:
-        """Called in the worker, on the thread of its steps. `worker`: a `runner.worker.Worker`. The answer must be
-        picklable, and importable without torch."""
+        """Do the work in the worker, on the thread of its steps, and return the answer. `worker` is a
+        `runner.worker.Worker`. The answer must be picklable, and importable without torch."""
 
     def combine(self, answers: Sequence[Answer]) -> Answer:
-        """The answer of a worker with several ranks, from the answers of all ranks in their order."""
+        """Combine the answers of all ranks, in their order, into the answer of a worker with several ranks."""
         return answers[0]
 
 
 class Errand(ABC):
-    """Something that a feature does in a worker beside the steps: it begins as soon as it comes, and neither steps nor
-    commands wait for it. A feature reads and compiles in errands. Plain data, like a command. If it fails, its future
+    """Work that a feature does in a worker beside the steps, such as reading files or compiling. It begins as soon as
+    it arrives, and neither steps nor commands wait for it. It is plain data, like a command. If it fails, its future
     raises ValueError, and steps go on."""
 
     @abstractmethod
     def begin(self, worker: Any) -> Future[Any]:
-        """Called in the worker, on the thread that reads its messages, and so must not take long. `worker`: a
-        `runner.worker.Worker`, whose `feature` finds the half that does the work on a thread of its own. The future is
-        done when the errand is; its result is not used."""
+        """Begin the errand, and return a future that is done when the errand is; its result is not used. It is called
+        in the worker, on the thread that reads its messages, so it must not take long. `worker` is a
+        `runner.worker.Worker`, whose `feature` finds the half that does the work on a thread of its own."""
 
 
 @dataclass(frozen=True)
 class MakeFeature(Errand):
-    """Make the worker's half of a feature that a request asks for. Steps that are submitted later have its part."""
+    """Make the worker's half of a feature that a request asks for. Steps that are submitted later include the feature's
+    part."""
 
     name: str
 
@@ -77,7 +78,7 @@ class MakeFeature(Errand):
 
 
 def done_errand() -> Future[Any]:
-    """The future of an errand that is done at once."""
+    """Return the future of an errand that was finished at once."""
     done: Future[Any] = Future()
     done.set_result(None)
     return done
@@ -115,7 +116,8 @@ class UpdateReport:
 
 
 class WeightsIncomplete(RuntimeError):
-    """An update of weights failed after it had changed some: nothing may run before a whole update succeeds."""
+    """An update of weights failed after it had changed some of them. No step may run until an update with all weights
+    succeeds."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class WakeUp(Command[WakeReport]):
 
 @dataclass(frozen=True)
 class NamedArray:
-    """A tensor of a checkpoint in the host's memory, of any dtype that torch has a name for."""
+    """A tensor of a checkpoint in the host's memory, as an array with its name and the name of its torch dtype."""
 
     name: str
     dtype: str
@@ -168,14 +170,14 @@ class NamedArray:
 
 @dataclass(frozen=True)
 class NamedTensor:
-    """A tensor of torch under its name in a checkpoint. A worker in the same process gets the tensor itself, on any
-    device; a worker in another process gets a NamedArray."""
+    """A torch tensor with its name in a checkpoint. A worker in the same process gets the tensor itself, on any device;
+    a worker in another process gets a NamedArray."""
 
     name: str
     tensor: Any
 
     def as_array(self) -> NamedArray:
-        """The tensor in the host's memory."""
+        """Copy the tensor to the host's memory as a NamedArray."""
         data = self.tensor.cpu().contiguous()
         return NamedArray(self.name, str(data.dtype).removeprefix("torch."), tuple(data.shape),
                           data.reshape(-1).view(sys.modules["torch"].uint8).numpy())
@@ -236,8 +238,8 @@ class ChecksumWeights(Command["WeightsChecksum"]):
 
 @dataclass(frozen=True)
 class PrepareIdle(Command["float | None"]):
-    """Let a worker prepare for later steps: see `Runner.idle`. One of a single rank also does so by itself, while no
-    message comes."""
+    """Let an idle worker prepare for later steps: see `Runner.idle`. A worker with a single rank also does so by itself
+    while no message comes."""
 
     quiet_seconds: float
 

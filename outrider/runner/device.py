@@ -20,7 +20,7 @@ INSTRUCTIONS = {
 
 
 def cpu_computes_in(dtype: str) -> bool | None:
-    """Whether the CPU has instructions for a type; None if this cannot be found out."""
+    """Whether the CPU has instructions for this dtype; None if this cannot be found out."""
     if dtype not in INSTRUCTIONS:
         return True
     try:

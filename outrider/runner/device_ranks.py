@@ -1,7 +1,7 @@
 """DeviceRanks: ranks whose GPUs can read each other's memory. A sum or a gather is one launch, which can be captured.
 
-A GPU's memory is made known to the processes of other ranks by CUDA's IPC handles; what is done with it says
-kernels/gpu/rank_exchange.py.
+A GPU's memory is made known to the processes of other ranks by CUDA's IPC handles. kernels/gpu/rank_exchange.py
+describes how it is used.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class DeviceRanks:
 
     @property
     def late_rank(self) -> int | None:
-        """The rank that did not come to an exchange in time. What steps computed since is undefined."""
+        """The rank that did not come to an exchange in time. The results of all steps since then are undefined."""
         number = int(self._late[0])
         return number - 1 if number else None
 

@@ -18,7 +18,7 @@ from outrider.runner.cache_plan import cache_type_of
 
 
 def refuse_inexact(config: EngineConfig, model: Model, editors: Sequence[str] = ()) -> None:
-    """Raise ValueError if a token's logits could depend on more than its request. editors: features that edit
+    """Raise ValueError if the logits of a request's token could depend on other requests. editors: features that edit
     logits."""
     if config.speculative is not None and config.speculative.is_synthetic:
         raise ValueError("exact=True: synthetic acceptance changes the text on purpose")

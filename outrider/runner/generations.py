@@ -1,4 +1,5 @@
-"""Generations: which steps still count. A step that fails takes along all later ones of its generation.
+"""Generations: cancels steps that were queued behind a failed one. A step that fails cancels all later steps of its
+generation.
 
 The host answers a failed step with a batch of a new generation, in which every request is admitted anew.
 """

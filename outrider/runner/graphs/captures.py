@@ -67,7 +67,7 @@ class StepGraphs:
         self._dropped: list[GraphKey] = []  # captured before `drop`
 
     def run(self, key: GraphKey, ints: torch.Tensor, host_turn: HostTurn) -> DeviceResult:
-        """Run the step that the key's graph would be, without a graph."""
+        """Run the step of this key launch by launch, without its graph."""
         self.loaded.add(key)
         plan = self.keys.plan(key)
         half = self._step.forward_half(self.keys.shape(key), ints, plan)
@@ -107,8 +107,8 @@ class StepGraphs:
         self._record(self._reserved, lambda: torch.empty(num_bytes, dtype=torch.uint8, device=device)[:1].zero_())
 
     def load_while(self, is_waiting: Callable[[], bool]) -> None:
-        """Load, while start-up waits, the kernels and libraries that later steps need: to fill a drafter's slots, for
-        products of steps with prompts, and for captures."""
+        """Load, while start-up waits for compilers, the kernels and libraries that later steps need: kernels that fill
+        a drafter's cache slots, matrix products of steps with prompts, and what captures need."""
         for count in FILLED_ROWS if is_waiting() else ():
             self._step.load_filling(count)
         for key in chain(self.keys.prompts_by_size(), self.keys.likely()):
@@ -117,9 +117,10 @@ class StepGraphs:
             self.load(key)
 
     def run_sizes(self) -> None:
-        """Run the steps that start-up will capture, others that do more, and steps with prompts, for their kernels.
-        Those with all sampling parameters are captured late, but have kernels that take seconds to compile: they come
-        behind the first step. Steps with fewer drafts than the most launch no kernel that these do not."""
+        """Run steps whose kernels are to be compiled: those that start-up captures, steps with longer contexts, more
+        requests or row deltas (LoRA), and steps with prompts. The steps with all sampling parameters come second,
+        because their kernels take seconds to compile. A step with fewer drafts than the most launches no further
+        kernel."""
         first = islice(self.keys.decoding(), 1)
         sampled = self.keys.with_parameters()
         rest = self.keys.at_start()
@@ -128,8 +129,8 @@ class StepGraphs:
         self._run_all(dict.fromkeys(chain(first, sampled, rest, others)))
 
     def run_sharing(self) -> None:
-        """Run steps that read shared pages once, so that their kernels are compiled. Until these kernels are ready,
-        steps read a shared page once for each request, like other pages."""
+        """Run steps whose attention reads a page once for all requests that share it, so that their kernels are
+        compiled. Until these kernels are ready, steps read a shared page once for each request, like other pages."""
         self._run_all(self.keys.sharing())
 
     def _run_all(self, keys: Iterable[GraphKey]) -> None:
@@ -143,8 +144,8 @@ class StepGraphs:
         return not self._compiles_sharing
 
     def carry_out(self, order: CaptureOrder) -> float | None:
-        """Capture the order's step, or only load its kernels. Returns the seconds that it took; None if there is no
-        memory for it."""
+        """Carry out the order: capture its step, or only load the step's kernels. Returns the seconds that this took;
+        None if there was no memory for it."""
         start = time.perf_counter()
         for _ in range(2):
             try:
@@ -159,8 +160,8 @@ class StepGraphs:
         return None
 
     def capture(self, key: GraphKey) -> CapturedStep:
-        """Capture the key's step with its buffers, which no other capture uses. `load` must have loaded the same key
-        before.
+        """Capture the key's step, with a buffer of its own for the step's integers. `load` must have loaded the same
+        key before.
 
         A drafter that fails during the capture, for example because it reads the device, is switched off; the step is
         then captured again without the drafter."""
@@ -184,15 +185,16 @@ class StepGraphs:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def take_dropped(self) -> Iterable[GraphKey]:
-        """The keys of the captures that `drop` dropped, to be captured again in the memory that is reserved here."""
+        """Reserve the captures' memory again, and return the keys of the captures that `drop` dropped, to be captured
+        again in it."""
         keys, self._dropped = dict.fromkeys(self._dropped), []
         if self._reserved_bytes:
             self.reserve(self._reserved_bytes)
         return keys
 
     def _renew_pool(self) -> None:
-        """After a capture that CUDA has ended: torch does not close the memory pool of such a capture, and refuses to
-        open it for another one."""
+        """Take a new memory pool after a capture that CUDA ended with an error: torch does not close the pool of such a
+        capture, and refuses to open it for another one."""
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
         if self._reserved is not None:
             self._reserved = None
@@ -211,9 +213,9 @@ class StepGraphs:
         return CapturedStep(shape, ints, result, first, rest)
 
     def _record(self, graph: torch.cuda.CUDAGraph, run: Callable[[], Made]) -> Made:
-        """Capture a run, as `torch.cuda.graph` does, but without its garbage collection, which takes longer than a
-        capture. Collection is off meanwhile, because an object that is collected could be a graph or an event. What
-        other threads ask of the device has nothing to do with the capture."""
+        """Capture what `run` launches, as `torch.cuda.graph` does, but without its garbage collection, which takes
+        longer than a capture. Collection is off meanwhile, because an object that is collected could be a graph or an
+        event. What other threads do with the device does not disturb the capture."""
         with self._step.drafting.observers_resting():
             return self._record_alone(graph, run)
 

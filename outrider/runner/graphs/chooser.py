@@ -1,7 +1,8 @@
-"""CaptureChooser: which captured step serves a batch, and what is captured when. Decided once, from the host's data.
+"""CaptureChooser: chooses which captured step serves a batch, and what is captured when. It chooses once for each
+batch, before the batch runs, from the host's data.
 
-A choice is plain data that can be sent with its batch. `CudaRunner` carries it out and decides nothing more: the clock
-that decides is read here, and a capture that fails leaves the step's size as it was chosen.
+A choice is plain data that can be sent with its batch. `CudaRunner` carries it out and decides nothing more: only the
+chooser reads the clock, and if a capture fails, the step still runs at the size that was chosen.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ QUIET, LONG_QUIET = 0.02, 0.5  # seconds without requests before a capture that 
 
 
 class CaptureOrder(NamedTuple):
-    """An order to capture the key's step."""
+    """An order to capture the key's step, or only to load the step's kernels."""
 
     key: GraphKey
     only_loads: bool = False  # load its kernels and capture nothing yet
@@ -31,13 +32,13 @@ class CaptureOrder(NamedTuple):
 
 
 class RunEagerly(NamedTuple):
-    """Run exactly the batch: no graph could serve it."""
+    """Run the batch uncaptured at exactly its size, because no graph could serve it."""
 
     reason: Uncaptured
 
 
 class Launch(NamedTuple):
-    """Run the step that the key's graph would be, launched by the host."""
+    """Run the step of this key without its graph: the host launches every kernel."""
 
     key: GraphKey
     reason: Uncaptured
@@ -55,7 +56,7 @@ StepChoice = Replay | Launch | RunEagerly
 
 
 class _Substitute(NamedTuple):
-    """The way in which a step runs while its key has no graph."""
+    """How a step runs as long as its key has no graph."""
 
     choice: StepChoice
     loss: float  # seconds
@@ -64,8 +65,8 @@ class _Substitute(NamedTuple):
 
 class CaptureChooser:
     def __init__(self, keys: GraphKeys, captured: Collection[GraphKey], loaded: Collection[GraphKey]) -> None:
-        """captured, loaded: keys whose graphs there are, and keys whose kernels have been launched. Both grow when
-        choices are carried out."""
+        """captured: keys that have graphs. loaded: keys whose kernels have been launched. Both grow when choices are
+        carried out."""
         self.keys, self._captured, self._loaded = keys, captured, loaded
         self.losses = Losses()
         self._refused: set[GraphKey] = set()
@@ -84,12 +85,12 @@ class CaptureChooser:
         return self.choose_for(key)
 
     def choose_for(self, key: GraphKey) -> StepChoice:
-        """How a batch of this key runs.
+        """Choose how a batch of this key runs.
 
-        A key without a graph runs on the cheapest wider graph, and is captured behind that step once that is due. A
-        step with prompts is launched where that costs less than padding it. A decode step that no graph covers is
-        captured now, since more steps of its size will follow. Nothing is captured if memory is short or MOST_LATER
-        captures have been made."""
+        A step whose key has no graph runs on the cheapest wider graph; once a capture of the key is due, it follows
+        that step. A step with prompts is launched without a graph if that costs less time than padding it. A decode
+        step that no graph covers is captured now, since more steps of its size will follow. Nothing is captured if
+        memory is short or MOST_LATER captures have been made."""
         way = self._ways.get(key)
         if way is None:
             way = self._ways[key] = self._find_way(key)
@@ -106,9 +107,9 @@ class CaptureChooser:
         return choice
 
     def choose_idle(self, quiet_seconds: float) -> CaptureOrder | float | None:
-        """One capture to make now, if the engine has been idle long enough: QUIET seconds before a capture that is
-        expected to be short, LONG_QUIET before any other. Otherwise the seconds after which to ask again; None if there
-        is nothing to capture before the next step.
+        """Choose one capture to make now, if the engine has been idle long enough: QUIET seconds for a capture that is
+        expected to be short, LONG_QUIET for any other. Otherwise return the seconds after which to ask again; None if
+        there is nothing to capture before the next step.
 
         First comes the key whose steps have lost the most time, then the usual keys."""
         missed = self.losses.worst(self._refused)
@@ -126,8 +127,7 @@ class CaptureChooser:
         self._goes_ahead = False
 
     def learn(self, order: CaptureOrder, seconds: float | None) -> None:
-        """Note that an order was carried out in so many seconds. None means that it failed; its key is then refused for
-        good."""
+        """Note how many seconds an order took. None means that it failed; its key is then refused for good."""
         if seconds is None:
             self._refused.add(order.key)
         elif order.only_loads:

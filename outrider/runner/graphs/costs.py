@@ -1,6 +1,8 @@
-"""Measures what a step costs by its number of tokens, what the drafter adds, and what launches cost, once at start-up.
+"""Measures at start-up what a step costs by its number of tokens, what a drafter's proposal adds, and what launches
+cost.
 
-Runs whole steps of null rows: everything but the reading of context and of recurrent states, which is counted by bytes.
+The measured steps are whole steps of null rows, which have no context and no recurrent states. The cost of reading
+those is estimated from their bytes.
 """
 
 from __future__ import annotations
@@ -65,22 +67,23 @@ def measure_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None = 
 
 
 def _most_measured(limits: Limits, graphs: StepGraphs | None) -> int:
-    """Requests of the largest step that is measured. Costs of larger steps are extrapolated with the last slope."""
+    """Return the number of requests in the largest step that is measured. Costs of larger steps are extrapolated along
+    the line through the last two measured sizes."""
     return limits.max_requests if graphs is None else graphs.keys.sizes.at_start[-1]
 
 
 def measured_sizes(most: int, *, is_cuda: bool) -> list[int]:
-    """Token counts to measure of steps with up to `most` tokens. On a CPU large steps take long to measure and are easy
-    to predict: costs of larger steps are extrapolated with the last slope."""
+    """Return the token counts to measure for steps of up to `most` tokens. On a CPU only small steps are measured:
+    large ones take long, and their costs are extrapolated along the line through the last two measured sizes."""
     if is_cuda:
         return sorted({size for size in MEASURED_CAPTURED if size < most} | {most})
     return sorted({min(size, most) for size in MEASURED_UNCAPTURED})
 
 
 def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, float]:
-    """Seconds that the sampler adds for one logit row, by load. Steps of dead tokens are timed while the null row asks
-    for no draw, for a temperature, and for a top-p too. A top-k is not timed: it is slow where all logits are equal, as
-    those of dead tokens may be."""
+    """Measure the seconds that the sampler adds for one logit row that is greedy, drawn at a temperature, or drawn with
+    a top-p. Steps of dead tokens are timed while the null row asks for one after the other. A top-k is not timed: it is
+    slow where all logits are equal, as those of dead tokens may be."""
     requests, rows, device = graphs.keys.sizes.at_start[-1], step.state.sampling, step.state.device
     plain = graphs.keys.shortened(GraphKey(requests, requests, 0, False))
     full = replace(plain, sampler=SamplerForm.FULL) if step.has_sampler_kernels else plain
@@ -98,9 +101,9 @@ def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, f
 
 def _uncaptured(step: DeviceStep, limits: Limits, sizes: Sequence[int],
                 has_network: bool) -> tuple[StepCosts, list[DraftCost]]:
-    """Costs of steps of these sizes, and of a proposal. Sizes are measured in some sweeps over all of them, and in more
-    over small ones while these still bring shorter times. Other work on the machine only ever adds time, so the best
-    counts, and a step takes no longer than one with more tokens did."""
+    """Measure the costs of uncaptured steps of these sizes, and of a proposal. All sizes are measured a few times in
+    turn, and small ones further, as long as shorter times come up. Other work on the machine only ever adds time, so
+    the shortest time counts, and no step is taken to cost more than a larger one did."""
     best = [float("inf")] * len(sizes)
     for sweep in range(MOST_SWEEPS):
         before = best
@@ -113,9 +116,9 @@ def _uncaptured(step: DeviceStep, limits: Limits, sizes: Sequence[int],
 
 
 def _uncaptured_drafting(step: DeviceStep, limits: Limits, none: float) -> DraftCost:
-    """The cost of a proposal, from steps of one token, which take `none` seconds, with proposals of no, one and all
-    drafts right after each other. A proposal takes a fraction of a step, and steps of a busy machine differ by more, so
-    the medians of their ratios count."""
+    """Measure the cost of a proposal on steps of one token, which take `none` seconds. Steps that propose no, one and
+    all drafts are timed right after each other, and the median of their ratios counts: on a busy machine the times of
+    two steps can differ by more than a proposal takes."""
     ratios = []
     for _ in range(PROPOSALS):
         alone, *others = (step_seconds(step, limits, None, 1, num_wanted, SWEEP_REPEATS)
@@ -130,7 +133,7 @@ def _draft_cost(requests: int, one: float, most: float, num_drafts: int) -> Draf
 
 
 def _drafting(step: DeviceStep, limits: Limits, graphs: StepGraphs, requests: int, plain: StepCosts) -> DraftCost:
-    """The cost of a proposal, measured on captured steps that check as many drafts as they propose. Start-up captures
+    """Measure the cost of a proposal on captured steps that check as many drafts as they propose. Start-up captures
     these steps for batches, so no graph is captured only for a measurement."""
     def seconds_of(drafts: int) -> float:
         key = graphs.keys.shortened(GraphKey(requests, requests * (1 + drafts), drafts, True))
@@ -145,8 +148,9 @@ def _replay_seconds(graphs: StepGraphs, key: GraphKey, device: torch.device) -> 
 
 
 def read_costs(step: DeviceStep) -> tuple[tuple[ReadCost, ...], float]:
-    """Seconds that a step takes for each token of context that it attends to, and for the recurrent states of a
-    request, from the speed of reading the pool. Measured on a GPU only: elsewhere a step's tokens cost far more."""
+    """Estimate the seconds that a step takes for each token of context that it attends to, and for the recurrent states
+    of a request. Both follow from their bytes and the measured speed of reading the page pool. Measured on a GPU only:
+    on a CPU a step's own tokens cost far more."""
     data = step.pool.data
     if data.device.type != "cuda":
         return (), 0.0
@@ -163,7 +167,8 @@ def read_costs(step: DeviceStep) -> tuple[tuple[ReadCost, ...], float]:
 
 def step_seconds(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, tokens: int, num_wanted: int,
                  repeats: int = REPEATS) -> float:
-    """The best of a few runs of a step of `tokens` token rows. repeats: how many, of a step that is not captured."""
+    """Measure a step with `tokens` token rows and a proposal of `num_wanted` drafts, and return the seconds of its
+    fastest run. repeats: the number of runs of a step that is not captured."""
     requests, device = min(tokens, _most_measured(limits, graphs)), step.state.device
     if graphs is not None:
         tokens = -(-tokens // requests) * requests
@@ -182,7 +187,8 @@ def step_seconds(step: DeviceStep, limits: Limits, graphs: StepGraphs | None, to
 
 def best_seconds(run: Callable[[], object], device: torch.device, enough: float = float("inf"),
                  repeats: int = REPEATS) -> float:
-    """The best of a few runs; of fewer once they have taken `enough` seconds."""
+    """Run `run` up to `repeats` times, until the runs have taken `enough` seconds in all, and return the seconds of the
+    fastest run."""
     times: list[float] = []
     while len(times) < repeats and sum(times) < enough:
         start = time.perf_counter()
@@ -194,8 +200,8 @@ def best_seconds(run: Callable[[], object], device: torch.device, enough: float 
 
 
 def begin_replay(captured: CapturedStep) -> Callable[[], float]:
-    """Begin a replay, and return at once. The function that is returned waits for the replay and gives the seconds that
-    the device took."""
+    """Begin a replay without waiting for it. The returned function waits for the end of the replay and returns the
+    seconds that the device took."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     captured.replay(lambda: None)
@@ -209,8 +215,8 @@ def begin_replay(captured: CapturedStep) -> Callable[[], float]:
 
 
 def measure_times(step: DeviceStep, graphs: StepGraphs, largest: GraphKey, device_seconds: float) -> LossRates:
-    """Measure how long the host takes to launch a small step. device_seconds: what the device takes for the largest
-    step."""
+    """Measure how long the host takes to launch a small step, and return it with the device's time for each token.
+    device_seconds: the device's time for the largest step."""
     tokens = ROUND_TO if largest.has_prompts else largest.tokens // largest.requests
     small = replace(largest, requests=1, tokens=min(tokens, largest.tokens))
     shape, plan = graphs.keys.shape(small), graphs.keys.plan(small)

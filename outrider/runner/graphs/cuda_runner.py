@@ -73,7 +73,7 @@ def _unchanged(result: StepResult) -> StepResult:
 
 
 def _nothing() -> None:
-    """The check of a step that has nothing to check."""
+    """Check nothing. It stands in for the check of a step that needs none."""
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -84,7 +84,8 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _explained(error: Exception) -> Exception:
-    """The error itself, or WorkerDied if the device no longer answers: some errors leave it unusable."""
+    """Return WorkerDied if the device no longer answers, as some errors leave it unusable; otherwise the error
+    itself."""
     try:
         if torch.cuda.is_initialized():
             torch.cuda.synchronize()
@@ -124,13 +125,14 @@ class CudaRunner:
 
     @torch.inference_mode()
     def begin_compiling(self) -> None:
-        """Begins to compile the kernels of all steps. Measuring the memory of steps begins this too."""
+        """Begin to compile the kernels of all steps. (The measurement of a step's memory, if there is one, has begun
+        this already.)"""
         compile_steps(self.device_step, self._limits, self.graphs)
 
     @torch.inference_mode()
     def capture_decoding(self, *, reserved_bytes: int = 0) -> None:
-        """Captures the usual steps without prompts, while other kernels are compiled. reserved_bytes: what the largest
-        step takes, for captures of steps with prompts."""
+        """Capture the usual decode steps, while other kernels are still being compiled. reserved_bytes: the memory of
+        the largest step, which is reserved for later captures of steps with prompts."""
         torch.cuda.empty_cache()  # captures cannot use what other steps have left
         if self.graphs is not None:
             if reserved_bytes and self.graphs.keys.largest_with_prompts() is not None:
@@ -139,14 +141,14 @@ class CudaRunner:
 
     @torch.inference_mode()
     def capture_fewer_drafts(self) -> None:
-        """Captures decode steps with every number of drafts, because the scheduler will choose a number for each
+        """Capture decode steps with every number of drafts, because the scheduler will choose a number for each
         step."""
         if self.graphs is not None:
             self._capture_at_start(self.graphs, self.graphs.keys.fewer_drafts())
 
     @torch.inference_mode()
     def capture_prompts(self) -> None:
-        """Captures some steps with prompts too, and waits for all kernels."""
+        """Capture some steps with prompts too, and wait until all kernels are compiled."""
         device = self.device_step.state.device
         if self.graphs is not None:
             self.graphs.load_while(lambda: self._link.decide(lambda: compiling.is_compiling(device)))
@@ -168,8 +170,8 @@ class CudaRunner:
 
     @torch.inference_mode()
     def idle(self, quiet_seconds: float) -> float | None:
-        """Capture one step that has no graph yet, if that is due. Called when nothing is in flight and nothing has come
-        for `quiet_seconds`. Returns after how many seconds to call again; None: not before there were steps again."""
+        """Capture one step that has no graph yet, if that is due. Called when no step is in flight and no message has
+        come for `quiet_seconds`. Returns the seconds after which to call again; None: only after further steps."""
         if self.graphs is None:
             return None
         order = self._link.decide(lambda: self.chooser.choose_idle(quiet_seconds))
@@ -197,7 +199,7 @@ class CudaRunner:
         self.chooser.learn(order, graphs.carry_out(order))
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
-        """Queue a step. An error on the way ends that step, in its turn, and not the engine."""
+        """Queue a step. If this raises an error, the step's future gets the error, and the engine goes on."""
         try:
             with self._generations.running(batch):
                 return self._queue(batch)
@@ -210,13 +212,13 @@ class CudaRunner:
             return _failed(self._on_ranks(_explained(error)))
 
     def _on_ranks(self, error: Exception) -> Exception:
-        """The error of a step that was not queued whole. With several ranks it is RankLost: some ranks may have queued
-        more of the step's sums than others, and these sums would pair with those of later steps."""
+        """Return the error to report if not all of a step was queued. With several ranks it is RankLost: some ranks may
+        have queued more of the step's sums than others, and these sums would pair with those of later steps."""
         return error if self._link.count == 1 else RankLost(f"a step was not queued whole: {error}")
 
     def in_order(self, work: Callable[[], Made]) -> Future[Made]:
-        """Run `work` now. What it queues on the device comes after the steps submitted before it; work that looks at
-        the device, or frees memory, waits for them itself."""
+        """Run `work` now. What it queues on the device comes after the steps submitted before it. Work that reads the
+        device, or frees memory, must wait for those steps itself."""
         done: Future[Made] = Future()
         try:
             done.set_result(work())
@@ -260,8 +262,8 @@ class CudaRunner:
         return pending
 
     def _capture_behind(self, graphs: StepGraphs, order: CaptureOrder) -> None:
-        """Load or capture the graph that the step just queued had to do without. The device runs that step in this
-        time, and the host would only wait. If this fails, wider graphs still serve."""
+        """Load or capture the graph that the step just queued had to do without. This happens while the device runs
+        that step and the host would only wait. If it fails, wider graphs still serve."""
         try:
             self._capture(graphs, order)
         except Exception:
@@ -269,14 +271,14 @@ class CudaRunner:
             self.chooser.learn(order, None)
 
     def _run_eagerly(self, batch: ScheduledBatch, reason: Uncaptured) -> PendingStep:
-        """A step of exactly this batch, which no graph could serve."""
+        """Run a step of exactly this batch, which no graph could serve."""
         self.num_uncaptured += 1
         size = self._padding.size_for(batch)
         self._count_padding(batch, size)
         return PendingStep(batch, self.device_step.run(batch, self.device_step.pack(batch, size)), reason)
 
     def _launch(self, batch: ScheduledBatch, choice: Launch, graphs: StepGraphs) -> PendingStep:
-        """The step that the key's graph would be, launched by the host."""
+        """Run the step of the choice's key without a graph: the host launches every kernel."""
         self.num_uncaptured += 1
         shape = graphs.keys.shape(choice.key)
         self._count_padding(batch, shape)

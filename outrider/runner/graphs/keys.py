@@ -31,8 +31,8 @@ from outrider.sample.logprobs import KERNEL_MAX_LOGPROBS
 
 
 class SamplerForm(enum.Enum):
-    """Which sampler a captured step has. The row state says which stages a row needs. So a step with all stages also
-    serves batches that need fewer, and a row's token does not depend on the form."""
+    """The sampler that a captured step has. A step with all stages also serves batches that need fewer: the row state
+    says which stages a row needs, so a row's token does not depend on the form."""
 
     DRAW = "a temperature"
     FULL = "all parameters"
@@ -67,12 +67,11 @@ class GraphKeys:
                  whole_len: int = EVERY_LENGTH, is_sharing_ready: Callable[[], bool] = lambda: True,
                  deltas: DeltaSource = NO_DELTAS, captures_deltas: bool = True) -> None:
         """takes_prompts: whether the step can do without the host's counts of tokens. takes_parameters: whether kernels
-        sample, which read all parameters from the rows. takes_shared: whether attention can read pages once for several
-        requests; is_sharing_ready: whether the kernels for that are compiled. takes_checkpoints: whether requests write
-        states of recurrent layers to pages. captures_deltas: whether steps are captured whose rows have deltas,
-        where the source of the deltas allows it.
-        whole_len: the most tokens of contexts behind which steps do less; decode steps have graphs of their own
-        there."""
+        sample, which read all parameters from the rows. takes_shared: whether attention can read a page once for
+        several requests; is_sharing_ready: whether the kernels for that are compiled. takes_checkpoints: whether
+        requests write states of recurrent layers to pages. captures_deltas: whether steps with row deltas (LoRA) are
+        captured, where the source of the deltas allows it. whole_len: the longest context with which steps do less
+        work; decode steps up to this length have graphs of their own."""
         self.limits = limits
         # Drafting goes on behind the longest context of a step.
         short = whole_len - limits.max_drafts
@@ -89,7 +88,8 @@ class GraphKeys:
         self._is_costly = drafting.has_layers
 
     def key_for(self, batch: ScheduledBatch, state: RowState) -> GraphKey | Uncaptured:
-        """The graph that serves a batch, or the reason why none does. After the batch's admissions."""
+        """Return the key of the graph that serves the batch, or the reason why no graph can. Called after the batch's
+        admissions."""
         rows = {write.row for write in batch.cache.checkpoints}
         if batch.cache.folds:
             return Uncaptured.FOLDS
@@ -161,8 +161,8 @@ class GraphKeys:
     @staticmethod
     def wider(key: GraphKey, captured: Iterable[GraphKey],
               loss: Callable[[GraphKey], float] = lambda wide: 0.0) -> GraphKey | None:
-        """The cheapest captured key that covers `key`. loss: seconds that a step of `key` loses on a wider graph, as
-        far as they are known."""
+        """Return the cheapest captured key that covers `key`. loss: returns the seconds that a step of `key` is
+        expected to lose on a wider graph."""
         covering = [wide for wide in captured if wide.covers(key)]
         return min(covering, key=lambda wide: (loss(wide), wide.tokens, wide.num_wanted, wide.requests,
                                                wide.takes_checkpoints, wide.longest), default=None)
@@ -177,9 +177,9 @@ class GraphKeys:
         return StepPlan(needs, StepExtras(), True, key.num_wanted, checkpoints, additions=additions)
 
     def decoding(self) -> Iterator[GraphKey]:
-        """Keys of the decode steps that a server meets, largest first so that their memory is shared. Where steps with
-        short contexts do less work, the keys are for short contexts: steps with longer ones are captured while the
-        engine is idle, or when a batch needs them."""
+        """Keys of the decode steps that are captured at start-up, largest first so that smaller ones use the memory of
+        larger ones. If steps with short contexts do less work, the keys are for short contexts; steps with longer
+        contexts are captured while the engine is idle, or when a batch needs them."""
         most = self.limits.max_drafts
         for requests in reversed(self.sizes.at_start):
             for own in (False, True) if self.takes_checkpoints else (False,):
@@ -190,7 +190,7 @@ class GraphKeys:
 
     def fewer_drafts(self) -> Iterator[GraphKey]:
         """Keys of decode steps with many requests and fewer drafts than the most. On a graph with the most drafts a
-        step with one draft would compute twice its tokens and three times its proposal."""
+        step with one draft would compute twice its tokens and propose three times as long."""
         sizes = [requests for requests in reversed(self.sizes.at_start) if requests > FEW and self._is_costly]
         yield from self._of_sizes(sizes, range(1, self.limits.max_drafts), takes_checkpoints=self.takes_checkpoints,
                                   longest=self._short)
@@ -203,19 +203,20 @@ class GraphKeys:
             yield GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, **kind)
 
     def shortened(self, key: GraphKey) -> GraphKey:
-        """The key of this step for short contexts, if steps do less there; otherwise the key itself."""
+        """Return the key of this step for short contexts, if steps with short contexts do less work; otherwise the key
+        itself."""
         return replace(key, longest=self._short)
 
     def behind_long_contexts(self) -> Iterator[GraphKey]:
-        """Keys of a few decode steps with long contexts, with and without drafts. The steps that start-up captures are
-        for short contexts and do less."""
+        """Keys of a few decode steps with long contexts, with and without drafts, that are run so that their kernels
+        are compiled. The steps that start-up captures are for short contexts and launch less."""
         sizes = self.sizes.at_start
         for requests in {sizes[0], sizes[len(sizes) // 2], sizes[-1]} if self._short < EVERY_LENGTH else ():
             for drafts in {0, self.limits.max_drafts}:
                 yield GraphKey(requests, requests * (1 + drafts), drafts, drafts > 0)
 
     def beyond_start(self) -> Iterator[GraphKey]:
-        """The largest decode steps, if start-up does not capture them: their kernels must be compiled too."""
+        """Keys of the largest decode steps, if start-up does not capture them: their kernels must be compiled too."""
         requests, most = self.limits.max_requests, self.limits.max_drafts
         if requests > self.sizes.at_start[-1]:
             yield from self._of_sizes([requests], range(most + 1), longest=self._short)
@@ -223,29 +224,31 @@ class GraphKeys:
                 yield from self._of_sizes([requests], {0, most}, sampler=SamplerForm.FULL)
 
     def sharing(self) -> Iterator[GraphKey]:
-        """Decode steps of requests that share pages, which are captured when they are met."""
+        """Keys of decode steps whose attention reads a page once for all requests that share it. They are captured when
+        a batch needs them."""
         for requests in self.sizes.shared if self._takes_shared else ():
             for drafts in range(min(SHARED_DRAFTS, self.limits.max_drafts) + 1):
                 num_wanted = drafts if self._is_costly else self.limits.max_drafts
                 yield GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, shares_pages=True)
 
     def prompts_by_size(self) -> Iterator[GraphKey]:
-        """Keys of steps with prompts, one for every size, largest first. Libraries choose their kernels by the size."""
+        """Keys of steps with prompts, one for every number of tokens, largest first. They are run because libraries
+        choose their kernels by that number."""
         largest = self.largest_with_prompts()
         if largest is not None:
             for tokens in reversed(self.sizes.prompt_tokens):
                 yield replace(largest, tokens=tokens)
 
     def with_parameters(self) -> Iterator[GraphKey]:
-        """Keys of a few decode steps with the sampler for all parameters. They serve all sizes until a batch needs a
-        graph of another size."""
+        """Keys of the decode steps with all sampling parameters that start-up captures. Until a batch has another size
+        captured, wider ones of these serve it."""
         if self._takes_parameters:
             yield from self._of_sizes(reversed(self.sizes.full_at_start), dict.fromkeys((self.limits.max_drafts, 0)),
                                       takes_checkpoints=self.takes_checkpoints, sampler=SamplerForm.FULL)
 
     def with_deltas(self) -> Iterator[GraphKey]:
-        """Keys of some steps of each kind whose rows have deltas. All steps of this kind are captured when a batch
-        needs them."""
+        """Keys of the steps with row deltas (LoRA) that are run at start-up, so that their kernels are compiled: a few
+        of each kind of step. Such steps are captured when a batch needs them."""
         sizes = self.sizes.at_start
         if reach := self._reach_of_deltas():
             for key in self._of_sizes({sizes[0], sizes[-1]}, {0, self.limits.max_drafts}, longest=self._short):
@@ -255,7 +258,8 @@ class GraphKeys:
                 yield replace(largest, deltas=reach)
 
     def prompts(self) -> Iterator[GraphKey]:
-        """Keys of some steps with prompts of each kind. There are too many sizes to run all of them."""
+        """Keys of a few steps with prompts of each kind, to be run so that their kernels are compiled. There are too
+        many sizes to run all of them."""
         most, sizes = self.limits.max_drafts, self.sizes.prompt_requests
         for requests, num_wanted, has_drafts in product({sizes[0], sizes[-1]}, {0, most}, {False, most > 0}):
             if self._takes_prompts:
@@ -270,9 +274,9 @@ class GraphKeys:
                         has_prompts=True)
 
     def usual(self) -> Iterator[GraphKey]:
-        """Decode steps to capture while the engine is idle, the least important first: sizes that requests with
-        different numbers of drafts share, sizes that wider graphs serve until then, and sizes of start-up with long
-        contexts, which no graph serves."""
+        """Keys of the decode steps to capture while the engine is idle, the least important first: sizes that requests
+        with different numbers of drafts share, sizes that wider graphs serve until then, and the sizes of start-up
+        again for long contexts, which no graph serves yet."""
         most = self.limits.max_drafts
         for requests, drafts in self.sizes.unequal_when_idle(most):
             yield self.shortened(GraphKey(requests, requests * (1 + drafts), most, True, self.takes_checkpoints))
@@ -283,8 +287,8 @@ class GraphKeys:
                 yield key if is_long else self.shortened(key)
 
     def likely(self) -> Iterator[GraphKey]:
-        """Decode steps with short contexts and any number of drafts that start-up does not capture. They are captured
-        when a batch needs them."""
+        """Keys of the decode steps with short contexts, and any number of drafts, that start-up does not capture. They
+        are captured when a batch needs them."""
         at_start = set(self.decoding())
         for key in self._of_sizes(self.sizes.requests, range(self.limits.max_drafts, -1, -1),
                                   takes_checkpoints=self.takes_checkpoints, longest=self._short):

@@ -1,4 +1,5 @@
-"""Whether a size should get a graph of its own: what its steps lose without one, against what a capture takes.
+"""Decides whether a size of step should get a graph of its own, from the time that its steps lose without one and the
+time that a capture takes.
 
 A graph has one size, and a step of 7,400 tokens on a graph of 8,192 computes 800 token rows of padding. Where the
 device takes longer for a step than the host takes to launch it, the launches cost no time, and the step need not be
@@ -29,7 +30,7 @@ MARGIN = 2.0  # times the launches' duration that the device must take for a ste
 
 @dataclass(frozen=True)
 class LossRates:
-    """Measured times. They give an estimate of the seconds that a step loses because there is no graph of its size."""
+    """Measured times, from which the seconds are estimated that a step loses because its size has no graph."""
 
     launch_seconds: float = 0.0  # the host's time to launch a step of any size
     token_seconds: float = 0.0  # the device's time for each token of a large step; 0: not measured
@@ -40,21 +41,22 @@ class LossRates:
         return MARGIN * self.launch_seconds / self.token_seconds if self.token_seconds else math.inf
 
     def own_size(self, key: GraphKey, num_tokens: int) -> GraphKey | None:
-        """The key of a step with prompts at its own size; None if the step should run on a graph."""
+        """Return the key of a step with prompts that is launched at its own size; None if the step should run on a
+        graph."""
         own = -(-num_tokens // ROUND_TO) * ROUND_TO
         if num_tokens < self.least_own_tokens or key.tokens - own < LEAST_PADDING:
             return None
         return replace(key, tokens=own)
 
     def of_padding(self, key: GraphKey, wider: GraphKey) -> float:
-        """Extra seconds of a step that runs on the wider graph. In a step with prompts each padded request also costs a
-        logit row."""
+        """Estimate the extra seconds that a step of `key` takes on the graph of `wider`. In a step with prompts each
+        padded request also costs a logit row."""
         extra = wider.tokens - key.tokens + (wider.requests - key.requests if key.has_prompts else 0)
         longer = LENGTH_SECONDS if wider.longest != key.longest else 0.0
         return self.token_seconds * extra + DRAFT_SECONDS * (wider.num_wanted - key.num_wanted) + longer
 
     def of_launches(self, key: GraphKey) -> float:
-        """Seconds that the device waits for the host if the step runs without a graph."""
+        """Estimate the seconds that the device waits for the host's launches if the step runs without a graph."""
         return max(0.0, self.launch_seconds - self.token_seconds * key.tokens)
 
 
@@ -72,7 +74,7 @@ class Losses:
         self._lost[key] += seconds
 
     def is_due(self, key: GraphKey) -> bool:
-        """Whether the key's graph should be captured now, though requests wait for it."""
+        """Whether the key's graph should be captured now, although requests wait for the capture."""
         patience = PATIENCE if key.has_prompts else DECODE_PATIENCE
         reason = patience * self.capture_seconds * max(1.0, self.capture_seconds / LONG)
         return self._lost[key] > 0 and self._lost[key] >= reason and self._clock() >= self._next
@@ -83,8 +85,8 @@ class Losses:
         return max(lost, key=lost.__getitem__, default=None)
 
     def captured(self, key: GraphKey, seconds: float, *, pauses: bool) -> None:
-        """Note how long the key's capture took. `pauses`: it delayed running requests, so no other key is due for PAUSE
-        times its duration."""
+        """Note how long the key's capture took. `pauses`: the capture delayed running requests, so no other key is due
+        for PAUSE times its duration."""
         self._lost.pop(key, None)
         self.capture_seconds = (self.capture_seconds + seconds) / 2 if self.capture_seconds else seconds
         if pauses:

@@ -1,7 +1,8 @@
-"""Measures what steps with prompts cost among requests that decode, once at start-up: products by the number of tokens,
-attention by the pairs of tokens and keys.
+"""Measures at start-up what steps cost in which prompts run beside requests that decode: matrix products by the number
+of tokens, attention by the number of pairs of a token and a key.
 
-The measured steps are captured ones and are kept, so that no step of these sizes waits for a capture later.
+The measured steps are captured, if steps can be, and the captures are kept, so that no step of these sizes waits for a
+capture later.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ CALLS = 4  # calls of a kernel between two looks at the clock
 @torch.inference_mode()
 def measure_mixed_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None,
                         max_seconds: float) -> MixedStepCosts:
-    """Costs of steps with prompts that are to take no more than `max_seconds`."""
+    """Measure the costs of steps with prompts, up to sizes that take well over `max_seconds`."""
     def seconds_of(size: int) -> float:
         own = best_seconds(_step_of(step, limits, graphs, size), step.state.device)
         return step.ranks.link.decide(lambda: own)  # it decides whether larger steps run
@@ -50,8 +51,9 @@ def measure_mixed_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | N
 
 
 def seconds_up_to(max_seconds: float, sizes: Sequence[int], seconds_of: Callable[[int], float]) -> dict[int, float]:
-    """Seconds by size, up to the first size that takes far more than `max_seconds`: or, where reading the weights alone
-    takes longer, far more than the first size. Prompts then get as much time as decoding."""
+    """Measure the seconds of each size in turn, up to the first size that takes far more than `max_seconds`. If even
+    the first size takes longer than `max_seconds`, because a step reads all weights, its time is the bound instead, so
+    that prompts get as much time as decoding."""
     found: dict[int, float] = {}
     for size in sizes:
         found[size] = seconds_of(size)
@@ -61,7 +63,7 @@ def seconds_up_to(max_seconds: float, sizes: Sequence[int], seconds_of: Callable
 
 
 def useful_sizes(found: dict[int, float]) -> dict[int, float]:
-    """Sizes and seconds in ascending order, without the sizes that take longer than a larger one."""
+    """Drop the sizes that took longer than a larger one, and sort the rest in ascending order."""
     useful: dict[int, float] = {}
     for size in sorted(found, reverse=True):
         if found[size] <= min(useful.values(), default=found[size]):
@@ -70,21 +72,23 @@ def useful_sizes(found: dict[int, float]) -> dict[int, float]:
 
 
 def with_larger_sizes(measured: dict[int, float], sizes: Sequence[int]) -> dict[int, float]:
-    """Add the sizes beyond the largest one that was measured, which steps have in a burst of prompts. Such steps occupy
-    the whole device, so the time grows with the tokens, and measuring them would only make start-up longer."""
+    """Add the sizes beyond the largest measured one, which steps have in a burst of prompts. Their time is taken to be
+    proportional to their tokens, because they occupy the whole device; measuring them would only make start-up
+    longer."""
     largest = max(measured)
     return {**measured, **{size: measured[largest] / largest * size for size in sizes if size > largest}}
 
 
 def mixed_sizes(sizes: GraphSizes) -> list[int]:
-    """Sizes of steps with prompts among requests that decode, ascending. Steps with fewer tokens than the first size
-    are padded to it: they would take hardly less time, because all weights are read in any case."""
+    """Return the sizes of the steps to measure, ascending. Steps with fewer tokens than the first size are padded to
+    it: they would take hardly less time, because every step reads all weights."""
     return [size for size in sizes.prompt_tokens if size >= LEAST_TOKENS] or sizes.prompt_tokens[-1:]
 
 
 def _step_of(step: DeviceStep, limits: Limits, graphs: StepGraphs | None,
              tokens: int) -> Callable[[], None]:
-    """Returns a function that runs one step of `tokens` token rows, with all that a step with prompts may have."""
+    """Return a function that runs one step of `tokens` token rows, with the longest contexts, the most drafts and, if
+    captured, checkpoints."""
     if graphs is None:
         lens = [min(limits.max_len, tokens - start) for start in range(0, tokens, limits.max_len)]
         return lambda: run_dead(step, lens, num_wanted=limits.max_drafts, bound=limits.max_len)
@@ -98,8 +102,8 @@ def _mixed_key(graphs: StepGraphs, requests: int, tokens: int) -> GraphKey:
 
 
 def attend_costs(step: DeviceStep) -> tuple[ReadCost, ...]:
-    """Seconds for each pair of a prompt's token and a key, over all layers of the same window. Empty where the backend
-    has nothing to time."""
+    """Measure the seconds of attention for each pair of a prompt's token and a key, summed over all layers with the
+    same window. Empty if the backend has nothing to time."""
     every = [*step.model.attention_layers, *(() if step.drafter is None else step.drafter.attention_layers)]
     layers = [layer for layer in every if isinstance(layer, AttentionLayer)]  # latent ones have kernels of their own
     kinds = Counter((own.num_heads, own.num_kv_heads, own.head_dim, own.window) for own in layers)
@@ -115,7 +119,7 @@ def attend_costs(step: DeviceStep) -> tuple[ReadCost, ...]:
 
 
 def _pair_seconds(attend: Callable[[], object], layer: AttentionLayer, device: torch.device) -> float:
-    """Seconds that attention takes for one pair of a query and a key, in one layer."""
+    """Measure the seconds that attention takes in one layer for one pair of a query and a key."""
     def run() -> None:
         for _ in range(CALLS):
             attend()

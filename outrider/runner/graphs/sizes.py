@@ -1,4 +1,6 @@
-"""The table of sizes: which padded sizes steps are captured in, which of them at start-up, which are measured."""
+"""The table of sizes: the padded sizes that steps are captured in, those that are captured at start-up, and those that
+are measured.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,9 @@ class GraphSizes:
         )
 
     def unequal_when_idle(self, max_drafts: int) -> list[tuple[int, int]]:
-        """(requests, mean number of drafts) of steps that are captured while the engine is idle, since requests with
-        different numbers of drafts may share their token rows. Each stands in for the sizes below it."""
+        """Return (requests, mean number of drafts) of the steps to capture while the engine is idle for requests with
+        different numbers of drafts, which share their token rows. Until smaller ones are captured, each also serves the
+        sizes below it."""
         sizes = [requests for requests in reversed(self.at_start) if requests > FEW]
         return list(product(sizes, range(max_drafts - 1, 0, -1)))
 
@@ -64,5 +67,5 @@ def _up_to(most: int, sizes: Iterable[int]) -> list[int]:
 
 
 def next_size(sizes: list[int], at_least: int) -> int:
-    """The smallest of `sizes` that is large enough; there must be one."""
+    """Return the smallest of `sizes` that is at least `at_least`; there must be one."""
     return sizes[bisect_left(sizes, at_least)]

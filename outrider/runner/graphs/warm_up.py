@@ -1,7 +1,8 @@
-"""Whole steps of dead tokens, run at start-up: what memory the largest takes, and kernels compiled before they serve.
+"""Runs whole steps of dead tokens at start-up: to measure the memory of the largest step, and to compile kernels before
+requests need them.
 
-A dead token has the null row, so a step of them computes everything and changes nothing. What compiles anew by shape is
-known here by its sizes alone: long and short queries, few requests and several, short contexts and long ones.
+A dead token has the null row, so a step of dead tokens computes everything and changes nothing. The sizes that need
+different kernels are listed here: long and short queries, few requests and several, short contexts and long ones.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ ADVICE = "lower max_num_batched_tokens, max_num_seqs or max_model_len, or choose
 
 
 def dead_batch(lens: list[int], drafts: int, bound: int, num_pending: int = 0) -> ScheduledBatch:
-    """A batch of dead requests. `lens`: the number of tokens of each request, of which `drafts` are drafts. All
-    requests sample."""
+    """Make a batch of dead requests that all sample. `lens`: the number of tokens of each request, the last `drafts` of
+    which are drafts. `bound`: the length that every request may have."""
     count = len(lens)
     return ScheduledBatch(
         step=0, request_ids=[0] * count, epochs=[0] * count, rows=[NULL_ROW] * count,
@@ -49,7 +50,8 @@ def dead_batch(lens: list[int], drafts: int, bound: int, num_pending: int = 0) -
 def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, num_wanted: int = 0, bound: int,
              needs: StepNeeds | None = None, saves: bool = False,
              deltas: DeltaReach = DeltaReach.NOTHING) -> None:
-    """Run a step of dead tokens. saves: whether the step can write checkpoints. deltas: what row deltas may change."""
+    """Run a step of dead tokens. saves: whether requests may write checkpoints. deltas: the parts of the model that row
+    deltas (LoRA) may change."""
     shape, ints = pack_eager(dead_batch(lens, drafts, bound), PaddedSize(len(lens), sum(lens)))
     needs = needs or StepNeeds()
     checkpoints = RowCheckpoints() if saves else NoCheckpoints()
@@ -81,9 +83,9 @@ def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, dev
 
 @torch.inference_mode()
 def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None) -> int:
-    """Begin to compile all that steps of any kind launch: first what takes longest, then what captures wait for, in
-    their order. Returns `run_largest`'s bytes: a step whose launches are collected takes the memory of one that runs,
-    and kernels need not be waited for."""
+    """Begin to compile everything that steps of any kind launch: first what takes longest, then what captures wait for,
+    in the order of the captures. Returns the bytes that `run_largest` found: a step whose launches are only collected
+    allocates the same memory, so its kernels need not be ready."""
     with step.model.one_layer_each(), compiling.precompiling(step.state.device):
         prompt = min(LONG_QUERY, limits.max_batched_tokens, limits.max_len)
         run_dead(step, [prompt], num_wanted=limits.max_drafts, bound=limits.max_len)
@@ -100,7 +102,7 @@ def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None) -
 
 
 def _count_nothing(step: DeviceStep, limits: Limits) -> None:
-    """Launch the kernel that moves the token counts of penalties, for runs of both lengths."""
+    """Launch the kernel that adds tokens to the counts for penalties, with runs of one token and of the most tokens."""
     device, counts = step.state.device, step.state.sampling.counts
     for width in {1, 1 + limits.max_drafts}:
         row, run = (torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((1,), (1, width)))
@@ -125,7 +127,8 @@ def run_largest(step: DeviceStep, limits: Limits) -> int:
 
 
 def largest_step(limits: Limits) -> tuple[list[int], int]:
-    """(tokens of each request, drafts of each): all requests check all their drafts, and prompts fill the step."""
+    """Return the tokens of each request, and the drafts of each, in the largest step: all requests check all their
+    drafts, and prompts fill the rest."""
     each = min(1 + limits.max_drafts, limits.max_batched_tokens, limits.max_len)
     count = max(1, min(limits.max_requests, limits.max_batched_tokens // each))
     left = limits.max_batched_tokens - count * each
@@ -138,8 +141,8 @@ def largest_step(limits: Limits) -> tuple[list[int], int]:
 
 
 def graph_bytes(limits: Limits, activations: int, *, has_prompts: bool) -> int:
-    """Estimate the memory of captured steps: one shared pool as large as the largest step needs, and for each step the
-    nodes of its graph. has_prompts: whether steps with prompts are captured too."""
+    """Estimate the memory of captured steps: a shared pool as large as the largest step needs, and the nodes of each
+    step's graph. has_prompts: whether steps with prompts are captured too."""
     sizes = GraphSizes.from_limits(limits)
     count = len(sizes.requests) * (2 if limits.max_drafts else 1) + len(sizes.unequal_when_idle(limits.max_drafts))
     if has_prompts:
@@ -151,7 +154,7 @@ def graph_bytes(limits: Limits, activations: int, *, has_prompts: bool) -> int:
 
 
 def run_kinds(step: DeviceStep, limits: Limits) -> None:
-    """Run every kind of step that captures do not cover, so that no kernel is compiled while requests wait."""
+    """Run steps of every kind that captures do not cover, so that no kernel is compiled while requests wait."""
     for lens, bound in _kinds(limits):
         for num_wanted in sorted({0, limits.max_drafts}):
             run_dead(step, lens, num_wanted=num_wanted, bound=bound)
@@ -166,7 +169,8 @@ def run_kinds(step: DeviceStep, limits: Limits) -> None:
 
 
 def _run_recurrent(step: DeviceStep, limits: Limits) -> None:
-    """Few requests and many, runs that are scanned and runs that are not, with checkpoints and without."""
+    """Run steps of few requests and of many, with runs of tokens that recurrent layers scan and runs that they do not,
+    with and without checkpoints."""
     count, bound = min(MANY_REQUESTS, limits.max_requests), min(LONG_RUN, limits.max_len)
     longest = min(limits.max_batched_tokens, limits.max_len)
     for lens in ([1], [1] * count, [min(LONG_QUERY, longest)], [min(LONG_RUN, longest)]):
@@ -177,8 +181,8 @@ def _run_recurrent(step: DeviceStep, limits: Limits) -> None:
 
 
 def _kinds(limits: Limits) -> Iterator[tuple[list[int], int]]:
-    """(tokens of each request, longest context) of steps that run different kernels. Prompts come first: their kernels
-    take longest to compile."""
+    """Yield the tokens of each request, and the longest context, of steps that run different kernels. Steps with
+    prompts come first, because their kernels take longest to compile."""
     fits = min(limits.max_batched_tokens, limits.max_len)
     contexts = sorted({min(SHORT_CONTEXT, limits.max_len), limits.max_len}, reverse=True)
     for bound in contexts:
@@ -194,8 +198,8 @@ def _kinds(limits: Limits) -> Iterator[tuple[list[int], int]]:
 
 
 def _expert_tiles(step: DeviceStep, limits: Limits) -> Iterator[list[int]]:
-    """Tokens of each request in steps whose experts run different kernels. The number of token rows chooses the tile of
-    the experts' kernel."""
+    """Yield the tokens of each request in steps that run different kernels of experts. The number of token rows chooses
+    the kernel's tile."""
     if layers.find_modules([step.model, *([] if step.drafter is None else step.drafter.modules())], layers.Router):
         tokens = 1
         while tokens <= min(limits.max_batched_tokens, limits.max_requests * limits.max_len):
