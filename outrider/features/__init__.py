@@ -1,6 +1,7 @@
 """Features: each folder is one, and imports the core but no other feature. `outrider/feature_list.py` names them.
 
-What each needs of the core, as parts that the core calls without knowing who is there:
+The table shows what each feature adds to the core. The core calls these parts through interfaces, and does not know
+which feature implements them:
 
 | | adapters | processors | learning | pooling | spans, embeddings | grammars |
 |---|---|---|---|---|---|---|
@@ -22,8 +23,8 @@ What each needs of the core, as parts that the core calls without knowing who is
 | inputs of a prompt's tokens | | | | | who sees whom, cuts, keys; vectors | |
 | is loaded by | a setting | a setting | a setting | a request | a request | a request |
 
-A part is a contract if two features need the same, or a feature from outside the package may. Events of the cache are
-still in the core.
+A part has an interface of its own if two features need it, or if a feature from outside the package may need it. Events
+of the cache are still in the core.
 
 Two files of the core name grammars: `core/params.py` has the parameter by which requests ask for a form, and
 `core/structured.py` the forms. Users build both before there is an engine, and without the feature's folder a request

@@ -9,9 +9,10 @@
 | `commands.py` | orders to a worker: read, poll, drop |
 | `on_device.py`, `in_engine.py` | the feature's halves, which make the above |
 
-Behind the store: `peft_folder.py` reads files, `target.py`, `experts_target.py` and `targets.py` fit them to the model,
-`host_adapter.py` lays them out, `arena.py` is their device memory and `step_adapters.py` the deltas of one step. What
-callers name is in `outrider/lora_request.py`, how fronts load it in `outrider/adapter_loading.py`.
+The store uses further files: `peft_folder.py` reads the folder of an adapter, `target.py`, `experts_target.py` and
+`targets.py` fit them to the model, `host_adapter.py` lays them out, `arena.py` is their device memory and
+`step_adapters.py` the deltas of one step. Callers name an adapter with the classes of `outrider/lora_request.py`;
+fronts load it with `outrider/adapter_loading.py`.
 
 The way of an adapter, from a route to the device and back:
 

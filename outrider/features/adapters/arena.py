@@ -60,18 +60,18 @@ class AdapterArena:
         self._changed.clear()
 
     def may_change(self, targets: range) -> bool:
-        """Whether an adapter may change one of these targets. Only placed adapters count; if steps are captured,
-        adapters that may be placed later count too."""
+        """Whether an adapter may change one of these targets. On a CPU only the placed adapters count. On other devices
+        steps are captured, so adapters that may be placed later count too."""
         if self.device.type != "cpu":
             return bool(targets)
         return any(not changed.isdisjoint(targets) for changed in self._changed.values())
 
     @property
     def num_numbers(self) -> int:
-        """How many numbers the arena has room for, over all adapters."""
+        """The capacity of the arena: how many numbers (factor elements) fit, over all adapters."""
         return len(self.tables.numbers)
 
     @property
     def reach(self) -> DeltaReach:
-        """The parts of the model that the placed adapters change together."""
+        """The kinds of products that the placed adapters change, taken together."""
         return reduce(operator.or_, self._reach.values(), DeltaReach.LINEARS)

@@ -21,7 +21,8 @@ from outrider.layers.moe import Experts
 
 
 class ExpertFactors(NamedTuple):
-    """The factors that one module of a file has for some experts and some of their output features."""
+    """The two factors that one module of a file has. They cover some of the experts and some of their output
+    features."""
 
     experts: slice
     outputs: range
@@ -62,7 +63,7 @@ class ExpertsTarget(Target):
 
     @cached_property
     def parts(self) -> Mapping[str, range]:
-        """The output features of each matrix, by its name in files."""
+        """The range of output features of each matrix, by the matrix's name in files."""
         size = self.experts.declared.expert_size
         if self.is_down:
             return {"down_proj": range(self.experts.declared.hidden_size)}
@@ -76,19 +77,19 @@ class ExpertsTarget(Target):
 
     @cached_property
     def _inner(self) -> range:
-        """The inner features of an expert that this rank holds."""
+        """The features between the two projections of an expert that this rank holds."""
         declared = self.experts.declared
         size, shard = declared.expert_size, declared.shard
         return range(size) if shard is None else shard.ranks.share(size)
 
     @property
     def held_inputs(self) -> int:
-        """Input features of this rank's part."""
+        """The number of input features of this rank's part."""
         return len(self._inner) if self.is_down else self.num_inputs
 
     @property
     def held_outputs(self) -> int:
-        """Output features of this rank's part."""
+        """The number of output features of this rank's part."""
         return self.num_outputs if self.is_down else (1 + self.is_gated) * len(self._inner)
 
     def sizes(self, rank: int) -> tuple[int, int]:
@@ -96,13 +97,14 @@ class ExpertsTarget(Target):
         return count * rank * self.held_inputs, count * rank * self.held_outputs
 
     def common_name(self, rest: str) -> str:
-        """A module's name below that of the experts, with the name that most families have for its matrix."""
+        """The module's name relative to the experts' name. Its last part becomes gate_proj, up_proj or down_proj, as
+        most families name the matrix."""
         expert, _, matrix = rest.rpartition(".")
         names = dict(zip(self.experts.declared.names, ("gate_proj", "up_proj", "down_proj"), strict=True))
         return join_names(expert, names.get(matrix, matrix))
 
     def takes(self, rest: str, pair: FactorPair) -> bool:
-        """Whether a module below the experts' name is (a part of) this projection."""
+        """Whether a module of a file, named relative to the experts, is this projection or a part of it."""
         expert, _, matrix = rest.rpartition(".")
         if matrix in self.parts:
             return expert == "" or expert in self._expert_names
@@ -116,7 +118,8 @@ class ExpertsTarget(Target):
         return True
 
     def changed_parts(self, rest: str) -> set[tuple[int, int]]:
-        """Experts, each with the first output feature of the matrices that are changed: gate and up are two."""
+        """Return a pair (expert, first output feature) for every matrix that the module changes; gate and up are two
+        matrices."""
         expert, _, matrix = rest.rpartition(".")
         outputs = self.parts.get(matrix, range(self.num_outputs))
         begins = {part.start for part in self.parts.values() if part.start in outputs}
@@ -124,8 +127,8 @@ class ExpertsTarget(Target):
         return {(index, begin) for index in experts for begin in begins}
 
     def held_rank(self, rest: str, rank: int) -> int:
-        """The rank that the arena must hold. If gate and up have factors of their own, these lie one behind the other,
-        so the rank is doubled."""
+        """The rank that the arena must hold. If gate and up have separate factors, these are stored one after the
+        other, so the rank is doubled."""
         return 2 * rank if self.is_gated and rest.endswith(("gate_proj", "up_proj")) else rank
 
     @cached_property
@@ -133,7 +136,8 @@ class ExpertsTarget(Target):
         return frozenset(map(str, range(self.experts.num_experts)))
 
     def config_name(self, module: str) -> str:
-        """The name that patterns of the config match: that of the parameter, if PEFT has wrapped a joint parameter."""
+        """The name that the config's patterns are matched with. If PEFT has wrapped a joint parameter, it is the name
+        of the parameter."""
         experts = module.removesuffix(".base_layer")
         return f"{experts}.{next(iter(self.parts))}" if experts.endswith("experts") else module
 

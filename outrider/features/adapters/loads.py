@@ -1,8 +1,9 @@
 """AdapterRegistry: the engine's names of adapters and their loads. No torch.
 
-Every load has a fresh number, which requests carry and pages are keyed by, so an adapter that is read again under the
-same name shares nothing with the one before. The load before is served until the new one has been read, and stays if
-the new one cannot be read. Called where `Engine.step` is.
+Every load has a fresh number. Requests carry the number, and it is part of the keys of their pages, so an adapter that
+is read again under the same name shares no pages with the earlier load. The earlier load is served until the new one
+has been read, and stays if the new one cannot be read. All methods are called in the thread that calls
+`Engine.step`.
 """
 
 from __future__ import annotations
@@ -61,9 +62,9 @@ class DroppedLoad(NamedTuple):
 class AdapterRegistry(AdapterLoads):
     def __init__(self, max_loaded: int, max_slots: int, order: Order, slots: Callable[[], AdapterSlots],
                  sizes: dict[int, int], labels: dict[str, str]) -> None:
-        """max_loaded: the most adapters in the host's memory. slots: the scheduler's adapter slots. sizes: the size of
-        each load in memory, by number; the slots read it. labels: names of all loads, by the cache key of their
-        requests."""
+        """max_loaded: the most adapters in the host's memory. slots: the scheduler's adapter slots. sizes: the size in
+        memory of each load, by load number; the slots read it. labels: the name of each load, by the cache key that its
+        requests have."""
         self.max_slots, self.sizes, self._labels = max_slots, sizes, labels
         self._max_loaded, self._order, self._slots = max_loaded, order, slots
         self._numbers = count(1)
@@ -85,13 +86,13 @@ class AdapterRegistry(AdapterLoads):
                 sorted({load.name for load in used if load.number not in numbers}))
 
     def find(self, name: str) -> LoRARequest:
-        """The adapter that was given under a name."""
+        """The adapter that `keep` has stored under a name."""
         if name not in self._paths:
             raise UnknownAdapter(f"there is no adapter {name!r}")
         return LoRARequest(name, 1, self._paths[name])
 
     def keep(self, name: str, path: str) -> None:
-        """Let requests ask for an adapter by its name alone."""
+        """Store a name with its folder, so that requests may ask for the adapter by the name alone."""
         self._paths[name] = path
 
     def remove(self, name: str) -> None:
@@ -204,7 +205,8 @@ class AdapterRegistry(AdapterLoads):
             load.num_requests = 0
 
     def drop_unused(self) -> None:
-        """Drop loads that were replaced, or that no front waits for, and serve those that have been read."""
+        """Drop loads that were replaced, and unread loads that no front waits for. Serve the loads that have been
+        read."""
         for load in list(self._loads.values()):
             if load.number not in self.sizes and load.is_idle:
                 self._drop(load)
@@ -231,8 +233,8 @@ class AdapterRegistry(AdapterLoads):
         return None
 
     def _make_room(self, name: str) -> None:
-        """Drop loads until there is room for one more. A load that takes the place of an idle one of its name may be
-        one too many until it has been read, because the one before is kept until then."""
+        """Drop idle loads until there is room for one more. If the new load replaces an idle one of its name, there may
+        be one load too many until the new one has been read, because the old one is kept until then."""
         for load in list(self._loads.values()):
             self._drop_replaced(load)  # its last hold may have been lost
         before = self._loads.get(self._current.get(name, 0))
@@ -246,7 +248,7 @@ class AdapterRegistry(AdapterLoads):
             self._drop(idle)
 
     def _serve(self, load: AdapterLoad) -> None:
-        """Serve a load that has been read: new requests get it instead of the load before."""
+        """Serve a load that has been read: new requests get it instead of the earlier load of its name."""
         number = self._current.get(load.name, 0)
         if load.is_replaced or load.number < number:  # removed, or read again, while it was read
             self._replace(load)

@@ -1,7 +1,7 @@
 """Reads the folder of an adapter as PEFT writes it: adapter_config.json and adapter_model.safetensors.
 
 Nothing of the model is known here. A key of the config that asks for arithmetic which is not served is refused by its
-name. Sizes are read from the file's header, so a tensor is only read once somebody has found its shape right.
+name. Sizes are read from the file's header, so that shapes can be checked before any tensor is read.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class FactorPair:
 
 @dataclass(frozen=True)
 class PeftFolder:
-    """An adapter's folder. Opening it reads the config and the header of the file, but no tensor. `pairs`: the factors
-    by the module's name in transformers."""
+    """An adapter's folder. Opening it reads the config and the header of the file, but no tensor. `pairs`: the names of
+    each module's factors, by the module's name in transformers."""
 
     path: Path
     pairs: Mapping[str, FactorPair]
@@ -105,7 +105,8 @@ class PeftFolder:
                    _is_rank_stabilized=_switch(path, config, "use_rslora"))
 
     def scale(self, module: str) -> float:
-        """The factor of a module's product."""
+        """The factor by which the product of a module's two matrices is multiplied: alpha / rank, or alpha /
+        sqrt(rank)."""
         alpha, rank = _matched(self._alphas, self._key(module), self._alpha), self.rank(module)
         return float(alpha / (math.sqrt(rank) if self._is_rank_stabilized else rank))
 
@@ -114,13 +115,13 @@ class PeftFolder:
         return int(_matched(self._ranks, self._key(module), self._rank))
 
     def _key(self, module: str) -> str:
-        """The name that PEFT compares with patterns: the weight's name if the parameter is adapted, otherwise the
+        """The name that PEFT matches with patterns: the weight's name if the parameter is adapted, otherwise the
         module's name."""
         weight = f"{module}.weight"
         return weight if any(f".{weight}".endswith(f".{name}") for name in self._parameters) else module
 
     def read(self, wanted: Callable[[str, FactorPair, torch.Tensor, torch.Tensor], None]) -> None:
-        """Call `wanted` with every module and its two factors, one module after the other."""
+        """Read the two factors of every module, and call `wanted` with each module in turn."""
         file = self.path / TENSORS
         try:
             with safe_open(file, framework="pt") as handle:
@@ -157,7 +158,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _read_pairs(file: Path) -> tuple[dict[str, FactorPair], dict[str, tuple[int, ...]]]:
-    """The factors of each module, and the shapes of base weights that PEFT saves with adapted embeddings and heads."""
+    """Return the names of each module's factors, and the shapes of base weights that PEFT saves with adapted embeddings
+    and heads."""
     if not file.is_file():
         raise AdapterError(f"{file.parent} holds no {TENSORS}: adapters in other formats are not read")
     try:
@@ -220,7 +222,8 @@ def _pattern(path: Path, config: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _matched(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first key that the end of the module's name matches, as PEFT looks it up."""
+    """The value of the first pattern that matches the end of the module's name, as PEFT looks it up; `default` if none
+    does."""
     for key, value in pattern.items():
         if re.match(rf"(.*\.)?({key})$", module):
             return value

@@ -17,7 +17,7 @@ from outrider.sched.row_resources import Room, RowResource
 
 class AdapterSlots(RowResource):
     def __init__(self, num_slots: int, capacity: int, sizes: Mapping[int, int]) -> None:
-        """sizes: of all loaded adapters, by the number of their load; the owner changes it."""
+        """sizes: the sizes of all loaded adapters, by load number. The caller owns this mapping and changes it."""
         self._capacity, self._sizes = capacity, sizes
         self._free = list(range(num_slots - 1, -1, -1))
         self._placed: OrderedDict[int, AdapterPlacement] = OrderedDict()  # least recently used first
@@ -25,8 +25,8 @@ class AdapterSlots(RowResource):
         self._changes: list[AdapterPlacement] = []
 
     def room_for(self, asked: CheckedRequest) -> Room:
-        """Whether a slot has room for the adapter. TAKEN if running requests use the adapters of all slots, and this
-        adapter is in none of them."""
+        """Whether the request's adapter can have a slot. TAKEN: running requests use the adapters of all slots, and the
+        request's adapter is in none of them."""
         part = asked.part(LoadedAdapter)
         if part is None:
             return Room.NOT_NEEDED
@@ -81,7 +81,8 @@ class AdapterSlots(RowResource):
         assert len(set(slots)) == len(slots) and not set(slots) & set(self._free), "a slot has two owners"
 
     def _place(self, number: int) -> bool:
-        """Find room for an adapter, perhaps in place of adapters that no running request has."""
+        """Find a slot and memory for an adapter. Adapters without running requests are evicted if need be. Returns
+        False if there is no room."""
         size, idle = self._sizes[number], [one for one in self._placed if one not in self._users]
         while not self._free or (offset := self._find_gap(size)) is None:
             if not idle:

@@ -1,7 +1,7 @@
 """StepAdapters: what adapters add to the products of a step's token rows (`kernels/adapter_products.py`).
 
-Every token row is computed alone and in one order of additions, so its bits do not depend on the adapters of the rows
-beside it, and rows without an adapter are not written.
+Every token row is computed separately and adds its terms in a fixed order, so its result does not depend on the
+adapters of other rows. Rows without an adapter are not written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from outrider.layers.moe import Experts
 
 class StepAdapters(RowDeltas):
     def __init__(self, arena: AdapterArena, slots: torch.Tensor, reach: DeltaReach) -> None:
-        """slots: [tokens] int64, the slot of each token row's adapter, or NO_SLOT. reach: what the adapters change."""
+        """slots: [tokens] int64, the slot of each token row's adapter, or NO_SLOT. reach: the kinds of products that
+        the adapters change."""
         self._arena, self._slots, self._reach = arena, slots, reach
 
     def of_rows(self, token_rows: torch.Tensor) -> StepAdapters:
@@ -93,8 +94,8 @@ class Unchanged(ProductChange):
 
 @dataclass(frozen=True)
 class FactoredChange(ProductChange):
-    """The change by factors. The product with the first ones is launched directly behind the layer's product: on a
-    card it then runs beside it."""
+    """A change that is given by two low-rank factors. The product with the first factor is launched right after the
+    layer's own product, so that a GPU can run both at the same time."""
 
     asked: range  # the targets that have some of the output features
     rows: RowSlots

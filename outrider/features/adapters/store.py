@@ -1,6 +1,5 @@
-"""AdapterStore: the adapters of a worker. Reads them beside the steps, keeps them in the host's memory by the number of
-their load, and places them on the device when the scheduler says so.
-"""
+"""AdapterStore: the adapters of a worker. It reads them in threads beside the steps, keeps them in the host's memory by
+load number, and copies them to the device when the scheduler says so."""
 
 from __future__ import annotations
 
@@ -120,8 +119,8 @@ class AdapterStore(DeltaSource):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether kernels compute what adapters add. The torch operations that do so otherwise read the device, so
-        steps with them cannot be captured."""
+        """Whether kernels compute what adapters add. Without them torch operations do so. These read device data on the
+        host, so steps with them cannot be captured."""
         return all(operation.serves(self.arena.tables.numbers) for operation in OPERATIONS)
 
     def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> StepAdapters:

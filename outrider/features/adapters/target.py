@@ -1,7 +1,7 @@
 """A target: one product of a model that adapters may change.
 
-A target knows the shapes that a file's two factors must have, and brings them into the order and the part that this
-rank's product has. Experts are in `experts_target.py`; `targets.py` finds a model's targets.
+A target knows the shapes that a file's two factors must have. It cuts them to the part that this rank computes, in the
+order of this rank's weights. Experts are in `experts_target.py`; `targets.py` finds a model's targets.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class Target(ABC):
 
     @abstractmethod
     def sizes(self, rank: int) -> tuple[int, int]:
-        """How many numbers each of the two factors has, on the rank that holds the most."""
+        """Return the number of elements of each of the two factors, on the rank that holds the most."""
 
     @abstractmethod
     def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
-        """This rank's part of the factors as they lie in the arena."""
+        """This rank's part of the factors, in the layout of the arena."""
 
     @abstractmethod
     def check(self, pair: FactorPair) -> int:
-        """The rank of a file's factors. Raises AdapterError if they do not fit this model."""
+        """Return the rank of a file's factors. Raises AdapterError if they do not fit this model."""
 
     def config_name(self, module: str) -> str:
-        """The name of a file's module that patterns of the config are matched with."""
+        """The name that the config's patterns are matched with, for a module of a file."""
         return module
 
     def changed_parts(self, rest: str) -> set[tuple[int, int]]:
@@ -74,7 +74,7 @@ class Target(ABC):
     @property
     @abstractmethod
     def bounds(self) -> tuple[int, int]:
-        """Begin and end of the output features that the target covers, in this rank's module or in each of its
+        """The begin and end of the output features that the target covers, in this rank's module or in each of its
         experts."""
 
     def room(self, rank: int) -> int:
@@ -82,7 +82,7 @@ class Target(ABC):
 
 
 class HeldFactors(NamedTuple):
-    """The two factors of a target's change in the order in which the arena holds them."""
+    """The two factors of a target's change, as the arena holds them."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -108,7 +108,7 @@ class TargetPart(NamedTuple):
     rows: torch.Tensor | None = None  # of the second factor, in the target's order; None: all, as they are
 
     def of_pair(self, pair: FactorPair) -> FactorPair:
-        """The module's factors, with the second one cut to the rows of this part."""
+        """The module's pair of factors, with the shape of the second one cut to the rows of this part."""
         return pair if self.rows is None else replace(pair, b_shape=(len(self.rows), *pair.b_shape[1:]))
 
     def of_factor(self, b: torch.Tensor) -> torch.Tensor:
@@ -117,8 +117,8 @@ class TargetPart(NamedTuple):
 
 @dataclass(frozen=True)
 class JointModule:
-    """A module of a file that changes several targets of one layer. The rows of each head contain a part for every
-    target."""
+    """A module of a file whose one matrix changes several targets of a layer. The rows of each attention head contain a
+    part for every target."""
 
     targets: tuple[LinearTarget, ...]
     layout: HeadLayout
@@ -131,7 +131,8 @@ class JointModule:
 
 
 def _check_matrix(pair: FactorPair, num_inputs: int, num_outputs: int) -> int:
-    """The rank of a pair of factors. Raises an error unless their shapes are [rank, inputs] and [outputs, rank]."""
+    """Return the rank of a pair of factors. Raises an error unless their shapes are [rank, inputs] and [outputs,
+    rank]."""
     rank = pair.a_shape[0] if pair.a_shape else 0
     if pair.a_shape != (rank, num_inputs) or pair.b_shape != (num_outputs, rank) or not rank:
         raise AdapterError(f"{pair.a} {list(pair.a_shape)} and {pair.b} {list(pair.b_shape)} do not fit the model, "
@@ -180,8 +181,8 @@ class LinearTarget(Target):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpansionTarget(Target):
-    """The projection from the latent space to keys and values, which is used from both sides: `a` [rank, latent] and
-    `b` [rank, heads x (key | value)]."""
+    """The projection from the latent space to keys and values, which attention uses in both directions: `a` [rank,
+    latent] and `b` [rank, heads x (key | value)]."""
 
     expansion: LatentExpansion
     reach = DeltaReach.LATENTS
@@ -205,8 +206,8 @@ class ExpansionTarget(Target):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EmbeddingTarget(Target):
-    """A table of tokens: `a` [vocabulary, rank], which is looked up like the table itself, and `b` [rank, hidden]. With
-    several ranks each holds all of it."""
+    """The embedding table: `a` [vocabulary, rank], which is looked up like the table itself, and `b` [rank, hidden].
+    With several ranks each holds all of both."""
 
     embedding: Embedding
     is_planned: bool = False

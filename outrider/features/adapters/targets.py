@@ -34,7 +34,7 @@ WRAPPERS = ("model", "backbone", "language_model", "transformer")  # names aroun
 
 
 def plain_name(module: str) -> str:
-    """A module's name without the names around the decoder."""
+    """A module's name without the prefixes of wrappers around the decoder."""
     parts = module.split(".")
     while parts and parts[0] in WRAPPERS:
         parts.pop(0)
@@ -43,7 +43,7 @@ def plain_name(module: str) -> str:
 
 @dataclass(frozen=True)
 class Targets:
-    """All adapter targets of a model. A layer finds its targets by its identity as an object."""
+    """All adapter targets of a model. A layer's targets are found by the id of the layer object."""
 
     all: tuple[Target, ...]
     of_module: Mapping[int, tuple[Target, ...]] = field(repr=False)  # by the id of the module that multiplies
@@ -71,18 +71,19 @@ class Targets:
 
     @cached_property
     def ranges(self) -> Mapping[int, TargetRange]:
-        """The targets of each linear layer, by its id."""
+        """The targets of each linear layer, by the layer's id."""
         return {key: TargetRange(own[0].index, tuple(target.bounds[1] for target in own))
                 for key, own in self.of_module.items() if isinstance(own[0], LinearTarget)}
 
     @property
     def reach(self) -> DeltaReach:
-        """The parts of the model that adapters may change."""
+        """The kinds of products that adapters of this model may change."""
         return reduce(operator.or_, (target.reach for target in self.all if target.is_served), DeltaReach.LINEARS)
 
     @property
     def bounds(self) -> list[int]:
-        """Begin and end of every target's output features within its layer, in the order of targets."""
+        """A flat list with the begin and end of every target's output features within its layer, in the order of
+        targets."""
         return [bound for target in self.all for bound in target.bounds]
 
     @cached_property
@@ -125,25 +126,25 @@ class Targets:
                            "base model")
 
     def planned_room(self, rank: int) -> int:
-        """How many numbers an adapter of this rank has if it changes all planned targets."""
+        """The size, in numbers, of an adapter of this rank that changes all planned targets."""
         return sum(target.room(rank) for target in self.all if target.is_planned)
 
 
 def _below(owner: str, *names: str) -> str | None:
-    """The rest of a module's name after its owner's name, for the first of `names` that equals the owner's name or
-    begins with it."""
+    """Return the first of `names` that is the owner's name or lies below it, without the owner's prefix. None if there
+    is no such name."""
     return next((name[len(owner) + 1 :] for name in names if f"{name}.".startswith(f"{owner}.")), None)
 
 
 def named_modules(module: Module, prefix: str = "") -> Iterator[tuple[str, Module]]:
-    """A module and its parts, with their names in the checkpoint."""
+    """Yield a module and, recursively, its parts, each with its name in the checkpoint."""
     yield prefix, module
     for name, part in module.parts():
         yield from named_modules(part, join_names(prefix, name))
 
 
 def _named(targets: Sequence[Target], layer: str, parts: Sequence[str]) -> tuple[LinearTarget, ...]:
-    """A layer's targets with these names, in their order."""
+    """Those linear targets of a layer that have one of the given part names, in the order of `targets`."""
     names = [join_names(layer, part) for part in parts]
     return tuple(target for target in targets if isinstance(target, LinearTarget) and target.name in names)
 

@@ -20,8 +20,8 @@ class PromptEmbeds(InputPart):
 
     @property
     def cache_key(self) -> str:
-        """Requests with embeddings share pages if all their embeddings are equal, and share no page with a request that
-        has only token ids."""
+        """The key by which pages are separated: requests share pages only if all their embeddings are equal, and never
+        with a request that has only token ids."""
         return f"embeds={self.digest}"
 
     def vectors(self, start: int, end: int) -> InputVectors | None:

@@ -1,5 +1,5 @@
-"""EmbedsReader: reads the embeddings that a prompt gives in place of token ids. Reads torch's tensors without importing
-torch."""
+"""EmbedsReader: reads the embeddings that a prompt gives in place of token ids. It reads torch tensors without
+importing torch."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def place_embeds(values: NDArray[np.floating], given: Sequence[Any] | None, num_
 
 
 def refuse_id_readers(params: RequestParams) -> None:
-    """Raise ValueError for parameters that read the token ids of the prompt, which embeddings alone do not have."""
+    """Raise ValueError for sampling parameters that need the token ids of the prompt, because embeddings have none."""
     if not isinstance(params, SamplingParams):
         return
     reads = {"prompt_logprobs": params.prompt_logprobs is not None, "bad_words": bool(params.bad_words_token_ids),

@@ -2,7 +2,7 @@
 
 | file | what it is |
 |---|---|
-| `compiler.py` | has forms of requests tried and compiled (`GrammarCompiler`) |
+| `compiler.py` | has requested forms tested and compiled (`GrammarCompiler`) |
 | `leases.py` | the engine's keeper (`FormLeases`): which compiled forms are kept, and for which requests |
 | `form_lease.py` | the request's part (`FormLease`), and how requests with a form fail |
 | `rows.py` | the step's part (`GrammarRows`): matchers of rows, masks, and drafts of forced text |

@@ -1,4 +1,4 @@
-"""Rules of a grammar for a whole answer, of which only a part has the form that a request asks for."""
+"""Grammar rules for a whole answer in which only a part must have the form that a request asks for."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""CompileProcess: compiles grammars where their memory and time are bounded. See `compile_program.py`.
+"""CompileProcess: compiles grammars in a process whose memory and time are bounded (`compile_program.py`).
 
-A grammar of a few hundred bytes can take llguidance hours and all memory, and no thread can be stopped. So each new
-grammar is compiled there first. One that stays within its limits is then compiled again where it is used.
+llguidance can take hours and all memory for a grammar of a few hundred bytes, and a thread cannot be stopped. So each
+new grammar is compiled in that process first. A grammar that stays within the limits is compiled again in the process
+that uses it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class JobLimits:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a job: what the compile process has learned about a grammar."""
+    """The result of a job: what the compile process has found out about a grammar."""
 
     error: str = ""  # what is wrong with the grammar
     num_bytes: int = 0  # of the compiled grammar
@@ -49,8 +50,8 @@ class Found:
 
 
 class _Link:
-    """A running compile process, and the answers that callers wait for. It holds no reference to its CompileProcess, so
-    that the thread which reads answers keeps none alive."""
+    """A running compile process, and the answers that callers wait for. It has no reference to its CompileProcess, so
+    that the thread which reads answers does not keep the CompileProcess alive."""
 
     def __init__(self, tokenizer: str, num_tokens: int, eos_ids: Sequence[int]) -> None:
         # A session of its own: a Ctrl-C is for the program that asked. No `site`: the paths are given.
@@ -122,8 +123,9 @@ class CompileProcess:
 
     def run(self, kind: str, text: str, limits: JobLimits, parser_limits: dict[str, Any], ready_seconds: float,
             is_gone: Callable[[], bool] = lambda: False) -> Found | None:
-        """kind: "prove" compiles a grammar and follows a text for some tokens, "validate" only reads it. None if the
-        caller has gone meanwhile. Raises TimeoutError if the process is not ready in time."""
+        """Run one job. kind: "prove" compiles a grammar and follows a text for some tokens; "validate" only reads the
+        grammar. Returns None if the caller has gone meanwhile. Raises TimeoutError if the process is not ready in
+        time."""
         link = self._running()
         link.ready.result(ready_seconds)
         number = next(self._numbers)

@@ -1,8 +1,8 @@
 """The program of the compile process. Run as a file; imports the standard library and llguidance, nothing of Outrider.
 
-It reads the tokenizer once, then jobs: grammars to be compiled. Each job runs in a forked child, whose memory and
-CPU time have limits that the kernel holds, and which is ended when its time is over: nothing less stops
-llguidance in the middle of a grammar. What a job finds out goes back as JSON; the compiled grammar does not.
+It reads the tokenizer once, then jobs: grammars to be compiled. Each job runs in a forked child. The system's kernel
+limits the child's memory and CPU time, and the child is killed when its time is over, because llguidance cannot be
+stopped in any other way. The findings of a job go back as JSON; the compiled grammar does not.
 
 Frames on stdin and stdout are four bytes of length and JSON. The end of stdin ends the process and its children.
 """
@@ -115,7 +115,7 @@ class Jobs:
 
 
 def cause(child: Child, status: int) -> str:
-    """The limit, of time or of memory, that ended a child which gave no answer."""
+    """The limit that a child exceeded, time or memory, if it ended without an answer."""
     over_time = child.is_late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU)
     return TIME if over_time else MEMORY
 

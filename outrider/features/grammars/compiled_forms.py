@@ -33,7 +33,7 @@ class Vocabulary:
 
 
 class CompiledForms:
-    """May be used by several threads."""
+    """The compiled forms of a worker. May be used by several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # a matcher is for one thread at a time
@@ -67,8 +67,8 @@ class CompiledForms:
         return self._starting.submit(self._start, self._compiled.get(number))
 
     def fill(self, wanted: Sequence[tuple[TokenMatcher, list[int], int]], masks: np.ndarray) -> None:
-        """Fill masks [n, words]. Each matcher fills the mask at its index and one after each of its drafts; its grammar
-        must allow all these drafts. A mask in which something went wrong has no bit set."""
+        """Fill masks [n, words]. Each matcher fills the mask at its index, and one more for each of its drafts, which
+        its grammar must allow. A mask whose computation failed has no bit set."""
         import llguidance.numpy as ll
 
         width = -(-self._tokenizer.vocab_size // 32)
@@ -106,7 +106,7 @@ class CompiledForms:
         return TokenMatcher(own, self._tokenizer, self._vocabulary.eos_ids)
 
     def _compile_in_time(self, text: str, where: str) -> Any:
-        """An LLMatcher at the start of its text."""
+        """Compile a form within the limits, and return an LLMatcher at the start of its text."""
         self._need_tokenizer()  # before the grammar's own time begins
         try:
             matcher, wrong = deep_thread.run_deep(lambda: self._compile(text), limits.COMPILE_SECONDS)
@@ -120,7 +120,7 @@ class CompiledForms:
         return matcher
 
     def _compile(self, text: str) -> tuple[Any, str]:
-        """Compile a form. Returns (a matcher, what is wrong with the grammar)."""
+        """Compile a form. Returns the matcher, and a message if the grammar is wrong."""
         from llguidance import LLMatcher, LLParserLimits
 
         matcher = LLMatcher(self._read_tokenizer(), text, log_level=0, limits=LLParserLimits(**limits.parser_limits()))

@@ -34,10 +34,10 @@ Begin = Callable[[Errand], Future[None]]  # gives the workers an errand
 
 
 class GrammarCompiler:
-    """May be used by several threads."""
+    """Tests, compiles and leases forms. May be used by several threads."""
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], eos_ids: Sequence[int], begin: Begin) -> None:
-        """load_tokenizer: called when the first grammar comes."""
+        """load_tokenizer: loads the tokenizer; it is called when the first grammar comes."""
         self._describe = partial(_describe, cache(load_tokenizer))
         self._eos_ids, self._begin = tuple(eos_ids), begin
         self._has_announced = False  # the workers have the vocabulary
@@ -51,7 +51,8 @@ class GrammarCompiler:
 
     def check(self, asked: StructuredOutputsParams, caller: Caller | None = None) -> FormLease:
         """Have a form compiled. Raises a ValueError that says what is wrong with the form, or FormsBusy if the caller's
-        requests hold too many forms. May take seconds the first time. caller: None stands for the program itself."""
+        requests hold too many forms. The first check of a form may take seconds. caller: the client; None is the
+        program itself."""
         try:
             import llguidance  # noqa: F401
         except ImportError:
@@ -82,7 +83,7 @@ class GrammarCompiler:
             self._has_announced = True
 
     def _lease(self, form: NewForm, num_bytes: int, client: str | None) -> FormLease:
-        """Lease a form that has passed its trial. If it is not kept, it is compiled where matchers are made."""
+        """Lease a form that has passed its trial. If no compiled form is kept, it is compiled in the workers first."""
         if (lease := self.leases.take(form.digest, client)) is not None:
             return lease
         number = next(self._numbers)
