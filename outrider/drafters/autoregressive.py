@@ -1,4 +1,4 @@
-"""Drafters that run a model of their own, token by token: draft models and heads that consume hidden states.
+"""Drafters that draft token by token with a network: draft models, and heads that consume the target's hidden states.
 
 Slot p is the place in the drafter's cache for position p of the text. Its content is a function of tokens up to p: a
 draft model computes token p there, a head token p with the target's hidden state of p - 1 (slot 0 stays unwritten). So
@@ -8,9 +8,9 @@ a page's hash identifies the drafter's content too, and drafter and target share
     the drafter then fills slot         c+1  ...  c+m-1   c+m      (c+m is the last known token)
     and proposes from slot c+m, then drafts at c+m+1, c+m+2, ...
 
-After admission slot c itself is missing; it is filled first, with the hidden state that was stored with the hit's
-last page. Slots before `valid_from[row]` were never filled (the drafter skipped a step) or have been evicted (only the
-target's pages decide on a hit), and are not attended.
+After an admission, slot c is missing too. It is filled first, with the hidden state that was stored with the last page
+of the prefix hit. Slots before `valid_from[row]` were never filled (the drafter skipped a step) or have been evicted
+(only the target's pages decide on a hit), and are not attended.
 """
 
 from __future__ import annotations
@@ -48,12 +48,13 @@ class DraftNetwork(Protocol):
     def cache_layers(self) -> list[LayerCache]: ...
 
     def consume(self, hidden: Hidden) -> torch.Tensor | None:
-        """The target's hidden states of a step's token rows in the form `forward` takes; None for a whole model."""
+        """Return the target's hidden states of a step's token rows, as `forward` takes them; None for a whole model."""
 
     def forward(self, tokens: torch.Tensor, hidden: Any, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the token rows of the context; hidden: the result of `consume`. Returns (the input of `logits`, the
-        hidden states for the next draft), of these rows or of all. May overwrite `hidden`: sums are made in place."""
+        """Run the token rows of the context. hidden: the result of `consume`. Returns (the input of `logits`, the
+        hidden states for the next draft), for these token rows or for all. May overwrite `hidden`, because sums are
+        made in place."""
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor: ...
 
@@ -64,7 +65,7 @@ class DraftNetwork(Protocol):
 
 
 class NetworkDrafter(Drafter):
-    """A drafter with a network. It draws drafts from the network's logits."""
+    """A drafter with a network. It samples drafts from the network's logits."""
 
     skip_reads_aux = False
 
@@ -83,7 +84,7 @@ class NetworkDrafter(Drafter):
 
     def _draw(self, step: Step, keys: DraftSamplingKeys, hidden: torch.Tensor, index: int,
               drafts: torch.Tensor, levels: torch.Tensor) -> None:
-        """Draw draft `index` of every request into drafts[index], and add its level to levels [requests]."""
+        """Draw draft `index` of every request into drafts[index], and add its confidence level to levels [requests]."""
         context = StepContext(NothingAttends(), keys.positions[index])
         draw_drafts(self.network.logits(hidden, context), keys, index, target_ids=self.network.target_ids,
                     any_sampled=step.any_sampled, out=drafts[index], levels=levels)
@@ -96,7 +97,7 @@ class AutoregressiveDrafter(NetworkDrafter):
 
     def __init__(self, name: str, network: DraftNetwork, max_drafts: int, aux_layers: tuple[int, ...] = (),
                  max_positions: int | None = None) -> None:
-        """max_positions: the longest text, in tokens, that the network can take; longer texts get no drafts. None if
+        """max_positions: the longest text, in tokens, that the network can compute; longer texts get no drafts. None if
         the target sets the limit."""
         super().__init__(name, network, max_drafts, aux_layers)
         self._max_positions = max_positions
@@ -106,8 +107,9 @@ class AutoregressiveDrafter(NetworkDrafter):
         self._tail_shape: tuple[int, ...] = (network.hidden_size,)
 
     def cache_layers(self) -> list[LayerCache]:
-        """A page keeps the hidden states that the network consumes at the slot after the page's last one ("tail", of
-        size 0 for a whole model), and whether the drafter has filled all slots of the page ("valid")."""
+        """The cache of the drafter's layers. Each page also keeps "tail", the hidden states that the network consumes
+        at the slot after the page's last one (size 0 for a whole model), and "valid": whether the drafter has filled
+        all slots of the page."""
         first, *others = self._own_claims()
         dtype = self.network.module().dtype
         tail = Part("tail", self._tail_shape, dtype.itemsize, str(dtype).removeprefix("torch."))
@@ -135,8 +137,8 @@ class AutoregressiveDrafter(NetworkDrafter):
         self._admitted: list[Admission] = []
 
     def admit(self, admissions: list[Admission]) -> None:
-        """Remember rows whose first slot the next step must fill, when their page tables are known. A head without a
-        prefix hit has nothing to fill."""
+        """Remember the rows whose first slot must be filled once their page tables are known. A head without a prefix
+        hit has nothing to fill."""
         fresh = [a.row for a in admissions if self._is_head and a.computed == 0]
         self._admitted += [a for a in admissions if not self._is_head or a.computed]
         if fresh:
@@ -206,13 +208,13 @@ class AutoregressiveDrafter(NetworkDrafter):
             self._run_first_slot(self._batches.first_slots(view, planned), hidden, given_rows)
 
     def _fitting(self, given_rows: GivenRows | None) -> GivenRows | None:
-        """The vectors that replace embeddings, if they have the network's width. Otherwise None, and the network
-        reads the ids: a draft model has embeddings of another size."""
+        """The vectors that replace embeddings, if they have the network's width. Otherwise None, and the network embeds
+        the token ids: a draft model's embeddings may have another width than the target's."""
         fits = given_rows is not None and given_rows.values.shape[1] == self.network.hidden_size
         return given_rows if fits else None
 
     def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None, given_rows: GivenRows | None) -> None:
-        """Run one token row for each row just admitted. hidden: the hidden states that were stored with the pages
-        before them."""
+        """Run one token row for each row just admitted. hidden: the hidden states that were stored with the page before
+        it."""
         context = StepContext(self._cached.bind(view), view.positions, given_rows=given_rows)
         self.network.forward(view.token_ids, hidden, context)

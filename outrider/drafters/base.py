@@ -25,7 +25,7 @@ from outrider.models.base import Hidden, Model
 
 @dataclass(frozen=True)
 class DraftBuild:
-    """The engine's properties that are needed to make a drafter."""
+    """What is needed to make a drafter: the target, and properties of the engine."""
 
     target: Model
     dtype: torch.dtype
@@ -52,7 +52,7 @@ class DraftBuild:
 
 
 class HiddenReads(enum.IntEnum):
-    """Which final hidden states of a step a drafter reads. Other final hidden states need not be computed."""
+    """Which of a step's final hidden states a drafter reads. The others need not be computed."""
 
     NOTHING = 0
     LAST = 1  # the state of each request's last computed token, by `Step.last_final`
@@ -61,8 +61,8 @@ class HiddenReads(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Step:
-    """A committed step, as drafters see it, to be read only. Request tensors have the padded count; ROWS tensors are
-    row state."""
+    """A committed step, as drafters see it. Drafters only read it. Tensors marked [requests] have the padded number of
+    requests; tensors marked [ROWS] are the state of all rows."""
 
     batch: ForwardBatch
     hidden: Hidden  # hidden states of the step's token rows, as far as the drafter reads them
@@ -79,7 +79,8 @@ class Step:
     given_rows: GivenRows | None = None  # vectors in place of embeddings, of the position after each token row's own
 
     def last_final(self, token_rows: torch.Tensor) -> torch.Tensor:
-        """The final hidden states of the last computed tokens, which have these token rows."""
+        """Return the final hidden state of each request's last computed token. token_rows: the token rows of these
+        tokens."""
         return self.hidden.last_final(token_rows, self.first_logit + self.accepted.num_accepted)
 
 
@@ -99,11 +100,11 @@ RENAMED = {"taps": "aux_layers", "skip_reads_taps": "skip_reads_aux"}  # attribu
 
 
 class Drafter:
-    """Base class of drafters. Override `propose`; the other methods are for drafters with layers, hidden states or row
-    state of their own.
+    """Base class of drafters. Override `propose`; the other methods are for drafters that have layers, read hidden
+    states or keep state of rows.
 
     While the engine runs, only `drafters.guard.DrafterGuards` calls a drafter. A drafter that raises, or returns
-    anything else than drafts, loses its drafts of that step; after some faults it is switched off."""
+    anything other than drafts, loses its drafts of that step; after some faults it is switched off."""
 
     name = "custom"
     max_drafts = 0  # most drafts it can make; the engine's num_speculative_tokens
@@ -114,7 +115,7 @@ class Drafter:
     lookahead = 0  # slots past the computed tokens that it writes
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Accept attributes of a subclass under the names of version 0.1."""
+        """Accept attributes that a subclass declares under their names of version 0.1."""
         super().__init_subclass__(**options)
         for old, name in RENAMED.items():
             if old in vars(cls):
@@ -127,24 +128,24 @@ class Drafter:
         super().__setattr__(RENAMED.get(name, name), value)
 
     def cache_layers(self) -> list[LayerCache]:
-        """The claims of the drafter's layers on the cache. Data that is kept once for each page is declared here too
-        (`LayerCache.page_parts`) and found in `CachedLayers.page_parts`; it is stored in the page."""
+        """The cache that the drafter's layers need. Data that is kept once for each page is declared here too
+        (`LayerCache.page_parts`). It is stored in the page, and the drafter finds it in `CachedLayers.page_parts`."""
         return []
 
     def bind(self, cached: CachedLayers, limits: Limits, device: torch.device) -> None:
-        """Called once, before the first step. Gives the drafter the cache of its layers, and the sizes of the row state
-        that it may allocate."""
+        """Called once, before the first step. Gives the drafter the cache of its layers, and the sizes for any row
+        state that it allocates."""
 
     def admit(self, admissions: list[Admission]) -> None:
         """Called when requests take rows, before the step that first schedules them."""
 
     def reset(self) -> None:
-        """Forget everything that is kept of rows, because no row has an owner any more."""
+        """Forget all state of rows, because no row holds a request any more."""
 
     def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
-        """Called before a step, when the page tables of the rows just admitted are written: fill the slots that the
-        steps of these rows will not. `view_of(admissions)` makes the batch to do it with. is_cold: the step proposes
-        nothing."""
+        """Called before a step, when the page tables of the rows just admitted are written. Fill those slots of the
+        rows that their steps will not fill. `view_of(admissions)` makes the batch for this. is_cold: the step makes no
+        proposal."""
 
     def propose(self, step: Step) -> Drafts:
         """Guess up to `step.num_wanted` tokens for every request. The method must not read device data on the host.
@@ -152,7 +153,7 @@ class Drafter:
         raise NotImplementedError
 
     def skip(self, step: Step) -> None:
-        """Called for a step without a proposal. State that the drafter keeps of the rows misses this step's tokens."""
+        """Called for a step without a proposal. The drafter's state of the rows then lacks this step's tokens."""
 
     def modules(self) -> list[LayeredModule]:
         """The models and heads that the drafter runs."""

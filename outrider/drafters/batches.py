@@ -1,7 +1,7 @@
 """DraftingBatches: builds the batches of all drafting passes from the batch of a committed step.
 
-A pass has other token rows than the step: its positions, slots and lengths come from `kernels.drafting`. Page tables
-stay the batch's own.
+The token rows of a pass differ from those of the step: their positions, slots and lengths come from `kernels.drafting`.
+Page tables are those of the step's batch.
 """
 
 from __future__ import annotations
@@ -35,16 +35,17 @@ class DraftingBatches:
         self._single = SingleTokenView(limits, device)
 
     def tables(self, view: BatchView) -> Tables:
-        """Page tables of the drafter's groups."""
+        """The page tables of the drafter's cache groups."""
         return tuple(view.page_tables[group.index] for group in self.groups)
 
     def first(self, step: Step, passes: DraftPasses) -> BatchView:
-        """The batch of the first pass: the step's own token rows, one position further."""
+        """The batch of the first pass: the token rows of the step, each moved to the next position."""
         keys = KeysFrom(passes.key_starts, passes.key_starts_int32)
         return self._moved(step.batch.padded, step, 1, passes.tokens, passes.first, keys)
 
     def last_tokens(self, first: BatchView, token_rows: torch.Tensor) -> BatchView:
-        """The last token of every request in the batch of the first pass, at these token rows. Nothing is written."""
+        """A batch with only the last token of every request, taken from the first pass. token_rows: where these tokens
+        are in the first pass. Nothing is written to the cache."""
         single, live = self._single.cut(first), first.live.clamp_max(1)
         return replace(
             single, token_ids=first.token_ids[token_rows], positions=first.positions[token_rows], live=live,
@@ -52,21 +53,21 @@ class DraftingBatches:
         )
 
     def further(self, step: Step, passes: DraftPasses, index: int, tokens: torch.Tensor) -> BatchView:
-        """The batch of a further pass: one token per request, the draft before draft `index`. The token of a request
-        that does not go on is arbitrary."""
+        """The batch of a further pass. It has one token per request: the draft that precedes draft `index`. The token
+        of a request that does not go on is arbitrary."""
         keys = KeysFrom(passes.key_starts, passes.key_starts_int32)
         single = self._single.cut(step.batch.padded)
         return self._moved(single, step, 1 + index, tokens, passes.further[index - 1], keys)
 
     def first_slots(self, admitted: BatchView, planned: FirstSlots) -> BatchView:
-        """The batch of the pass for newly admitted rows. It fills the slot just before the first slot that a row's
-        steps fill."""
+        """The batch of the pass for newly admitted rows. It fills one slot of each row: the one just before the first
+        slot that the row's steps fill."""
         keys = KeysFrom(planned.key_starts, planned.key_starts_int32)
         return self._with_rows(admitted, admitted.token_ids, planned.only, keys)
 
     def reading(self, step: Step, reading: ReadingPass) -> BatchView:
-        """The batch of a reading pass: one query for each request that goes on, at its last computed token. Nothing is
-        written."""
+        """The batch of a pass that only reads the cache: one query for each request that goes on, at its last computed
+        token."""
         single, only = self._single.cut(step.batch.padded), reading.only
         return replace(
             single, token_ids=reading.tokens, positions=only.positions, lengths=only.lengths, live=only.live,
@@ -76,7 +77,7 @@ class DraftingBatches:
 
     def _moved(self, view: BatchView, step: Step, ahead: int, tokens: torch.Tensor, rows: DraftPass,
                keys: KeysFrom) -> BatchView:
-        """The view with new token rows. Their contexts end at most `ahead` tokens after the contexts of the step."""
+        """The view with other token rows. Their contexts are at most `ahead` tokens longer than those of the step."""
         bound = step.batch.padded.max_length.after(ahead, self._max_len)
         return replace(self._with_rows(view, tokens, rows, keys), max_length=bound)
 
@@ -91,7 +92,7 @@ class DraftingBatches:
 
 
 class SingleTokenView:
-    """Makes views of one token per request. Their query starts are the same for every batch, so they are made once."""
+    """Makes views with one token per request. All batches have the same query starts, so these are made once."""
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self._starts = torch.arange(limits.extent(Axis.STARTS), device=device)
@@ -109,7 +110,7 @@ class SingleTokenView:
 
 
 def first_given_rows(admitted: Sequence[Admission], device: torch.device) -> GivenRows | None:
-    """Vectors in place of embeddings at the first token that each of these rows is to compute."""
+    """The vectors that replace the embedding of the first token that each admitted row computes."""
     found = [(vectors, index - own.computed) for index, own in enumerate(admitted) for part in own.request.input_parts
              if (vectors := part.vectors(own.computed, own.computed + 1)) is not None]
     return GivenRows.try_build(found, device)

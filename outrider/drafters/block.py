@@ -1,8 +1,8 @@
 """Block drafters (DFlash, DSpark): all drafts of a step in one pass.
 
-Slot p keeps the context of token p, made of the target's hidden states of p, and is written only for tokens that the
-target has computed and accepted. So a page's hash identifies the drafter's content, and pages are shared with the
-target like those of a draft model:
+Slot p holds the drafter's keys and values of token p, computed from the target's hidden states of p. It is written only
+for tokens that the target has computed and accepted. So a page's hash identifies the drafter's content, and pages are
+shared with the target like those of a draft model:
 
     target computed in this step     c   c+1  ...  c+m-1          context is written to these slots
     the block then takes slots                            c+m  c+m+1  ...   (c+m is the last known token)
@@ -56,7 +56,7 @@ class BlockDrafter(Drafter):
     skip_reads_aux = False
 
     def __init__(self, head: BlockHead, max_drafts: int, min_confidence: float = 0.0) -> None:
-        """min_confidence: drafts are left out from the first draft on for which the confidence head gives a lower
+        """min_confidence: a request gets no drafts from the first one on for which the confidence head gives a lower
         probability of being reached and accepted."""
         self.head, self.max_drafts, self.aux_layers = head, max_drafts, head.aux_layers
         # Beside auxiliary states it reads nothing. The last layer's stream, if it is one of them, is made of all token
@@ -104,7 +104,7 @@ class BlockDrafter(Drafter):
         self._admitted = []
 
     def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
-        """Do nothing. The context of a hit's tokens already lies in its pages, as far as it was ever written."""
+        """Do nothing. The slots of a prefix hit's tokens are in its pages already, if they were ever written."""
         admitted, self._admitted = self._admitted, []
         if not admitted:
             return
@@ -143,8 +143,8 @@ class BlockDrafter(Drafter):
 
     def _draw(self, step: Step, passes: BlockPasses, hidden: torch.Tensor, drafts: torch.Tensor,
               levels: torch.Tensor) -> torch.Tensor:
-        """Draw all drafts from hidden [drafts, requests, hidden], left to right, and note the levels [requests].
-        Returns the number of drafts of each request."""
+        """Draw all drafts from hidden [drafts, requests, hidden], left to right, and write their confidence levels to
+        levels [requests]. Returns the number of drafts of each request."""
         head, keys = self.head, passes.keys
         num_drafts, num_requests, _ = hidden.shape
         at_once = max(1, MOST_LOGITS // max(1, num_requests * head.num_outputs))
@@ -180,7 +180,7 @@ class BlockDrafter(Drafter):
         return tuple(slots)
 
     def _context_view(self, view: BatchView, context: DraftPass) -> BatchView:
-        """A view of the step's token rows in which only computed tokens are live."""
+        """A view of the step's token rows in which only computed tokens are live, to write their slots."""
         return replace(
             view, positions=context.positions, lengths=context.lengths, live=context.live,
             lengths_int32=context.lengths_int32, live_int32=context.live_int32,
@@ -188,7 +188,8 @@ class BlockDrafter(Drafter):
         )
 
     def _bind_block(self, view: BatchView, block: BlockRows, num_rows: int) -> BlockLayers:
-        """The layers bound to the block's rows, one view for each kind of sight."""
+        """Bind each layer to a view of the block's rows that fits its attention pattern (causal or whole block,
+        window)."""
         bound = {}
         for sight in dict.fromkeys(self.head.sights):
             make = self._causal_view if sight.is_causal else self._whole_view
@@ -197,7 +198,7 @@ class BlockDrafter(Drafter):
                                                                              strict=True)})
 
     def _causal_view(self, view: BatchView, block: BlockRows, num_rows: int, sight: Sight) -> BatchView:
-        """A view of the blocks in which their rows follow the context of their request, causally."""
+        """A view of the blocks with causal attention: each row sees its request's context and the rows before it."""
         count, device = view.num_requests, block.positions.device
         starts = torch.arange(count + 1, device=device) * num_rows
         return replace(
@@ -211,8 +212,8 @@ class BlockDrafter(Drafter):
         )
 
     def _whole_view(self, view: BatchView, block: BlockRows, num_rows: int, sight: Sight) -> BatchView:
-        """A view that makes every row of the blocks a separate request. Each row is placed at the end of its block, so
-        that it sees the whole block."""
+        """A view of the blocks in which each row sees its whole block. Every row is a separate request, placed at the
+        end of its block."""
         count, device = view.num_requests * num_rows, block.positions.device
         bound = view.max_length.after(num_rows, self._max_len)
         tables = list(view.page_tables)
@@ -234,7 +235,7 @@ class BlockDrafter(Drafter):
 
 
 class BlockLayers:
-    """The layers of a block drafter, each bound to a view with the layer's sight."""
+    """The layers of a block drafter, each bound to the view that fits its attention pattern."""
 
     def __init__(self, by_layer: Mapping[int, Any]) -> None:
         self._by_layer = by_layer
@@ -244,7 +245,7 @@ class BlockLayers:
 
 
 def _repeated(tensor: torch.Tensor, times: int) -> torch.Tensor:
-    """[n * times, ..] each entry of the first axis `times` times in a row."""
+    """[n * times, ..] the tensor with each entry of the first axis repeated `times` times in a row."""
     return tensor[:, None].expand(-1, times, *tensor.shape[1:]).reshape(-1, *tensor.shape[1:])
 
 

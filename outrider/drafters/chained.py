@@ -6,8 +6,9 @@ Module 0 consumes the target's hidden states, every other module the output of t
     slot p of module i = f(output of module i - 1 at slot p - 1, token p), which exists from slot i + 1 on
 
 So slots depend on tokens up to p, as for one module. The first drafting pass runs all modules over the step's token
-rows, which fills their caches with known tokens. Pass s runs module s at the token of draft s, and the modules after
-it, whose later passes attend to that slot. Drafts beyond the last module are made by it again, from its own output.
+rows, which fills their caches with known tokens. Pass s runs module s at the token of draft s. It also runs the modules
+after it, because their later passes attend to that slot. The last module makes all further drafts, each from its
+previous output.
 
 A row keeps the modules' outputs at its last filled slot, for its next step; a page keeps those at its last slot, for a
 prefix hit. Where module 0 is valid from slot v on, module i is from v + i on.
@@ -102,8 +103,8 @@ class ChainedDrafter(AutoregressiveDrafter):
 
     def _run(self, module: int, view: BatchView, hidden: torch.Tensor,
              given_rows: GivenRows | None = None) -> torch.Tensor:
-        """Run one module over the token rows of a view. Keys are visible from the slot on at which all modules are
-        valid."""
+        """Run one module over the token rows of a view. The view's keys begin at the slot from which all modules are
+        valid; the module's own keys begin earlier."""
         assert isinstance(view.visible, KeysFrom)
         starts = view.visible.starts - (self._last - module)
         attend = self._cached.bind(replace(view, visible=KeysFrom(starts, starts.int())))
@@ -113,8 +114,8 @@ class ChainedDrafter(AutoregressiveDrafter):
         return self._modules[module].forward(view.token_ids, hidden, context)[1]
 
     def _note_gaps(self, step: Step) -> None:
-        """Move the first valid slot of rows whose last steps were missed: they go on from this step's tokens, and every
-        module needs one token more than the one before it."""
+        """Move the first valid slot of rows that have missed steps. Valid slots then begin with this step's tokens, one
+        slot later for each further module."""
         at, begin, own = step.batch.padded.rows, step.computed_before + 1, self._state
         filled, valid_from = own.filled[at], own.valid_from[at]
         is_gap = (step.num_computed > 0) & (filled < begin)

@@ -1,10 +1,11 @@
 """ProposalChoice: chooses between drafters for each request. It takes the proposal with the most drafts that will
 probably be accepted.
 
-Every drafter proposes for every request. Each proposal is graded by the tokens that the next step yields, also if
-another proposal was checked: its leading drafts that equal these tokens would have been accepted. A request's grades
-give each drafter a rate of accepted drafts, and the rate gives the number that is expected of a proposal. The largest
-number wins; of equal ones the drafter that comes first in the list. A new request begins with equal rates.
+Every drafter proposes for every request. Each proposal is compared with the tokens that the next step yields, also if
+another proposal was checked: its leading drafts that equal these tokens would have been accepted. This gives each
+drafter a rate of accepted drafts for the request. The rate predicts how many drafts of a proposal will be accepted, and
+the proposal with the largest number is chosen. If numbers are equal, the drafter that comes first in the list wins. A
+new request begins with equal rates.
 
 So a drafter that is right more often for a request is chosen within a few steps, and no step is spent on trying the
 others. All of it happens on the device, by row, so that steps stay captured.
@@ -28,7 +29,7 @@ MOST_RATE = 0.99
 
 
 class _Grades:
-    """One drafter's last proposal for every row, and how many drafts were right so far."""
+    """One drafter's last proposal for every row, and how many of its drafts in the row were right so far."""
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self.tokens = buffer(limits, Axis.ROWS, Axis.DRAFTS, dtype=torch.int64, device=device)
@@ -37,7 +38,8 @@ class _Grades:
         self.right = buffer(limits, Axis.ROWS, dtype=torch.float32, device=device)
 
     def grade(self, rows: torch.Tensor, run: torch.Tensor, run_len: torch.Tensor) -> None:
-        """Compare the last proposals with the tokens that a step yielded. run: [requests, tokens]."""
+        """Compare the last proposals with the tokens that a step yielded, and update the counts of right drafts. run:
+        [requests, tokens]."""
         width = min(self.tokens.shape[1], run.shape[1])
         counts, columns = self.counts[rows], torch.arange(width, device=rows.device)
         is_known = columns < torch.minimum(counts, run_len)[:, None]
@@ -49,7 +51,7 @@ class _Grades:
         self.counts.index_copy_(0, rows, torch.where(run_len > 0, 0, counts))
 
     def expected(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """[requests] expected number of accepted drafts, for a proposal of `counts` drafts in each row."""
+        """[requests] expected number of accepted drafts, if the drafter proposes `counts` drafts for these rows."""
         rate = (self.right[rows] + PRIOR_WEIGHT * PRIOR_RATE) / (self.tried[rows] + PRIOR_WEIGHT)
         rate = rate.clamp_max(MOST_RATE)
         return rate * (1 - rate ** counts.clamp_min(0)) / (1 - rate)
@@ -76,13 +78,13 @@ class ProposalChoice:
                 own.forget(rows)
 
     def skip(self, step: Step) -> None:
-        """Note a step without proposals. It grades the proposals of the step before, and the next step has none to
+        """Note a step without proposals. Its tokens grade the proposals of the previous step; the next step has none to
         grade."""
         self._grade(step)
 
     def choose(self, step: Step, proposals: Sequence[Proposal], is_on: torch.Tensor) -> list[Proposal]:
         """Choose for each request the drafter from which most drafts are expected to be accepted, the first of equals.
-        The other drafters' proposals lose their drafts for it. Wrong proposals are left as they are, so that they are
+        The request's drafts from other drafters are removed. Invalid proposals stay unchanged, so that they are
         reported. is_on: [drafters] 0 for a drafter that is switched off."""
         self._grade(step)
         rows, num_wanted = step.batch.padded.rows, proposals[0].tokens.shape[1]

@@ -1,4 +1,4 @@
-"""CombinedDrafter: several drafters as one, for what start-up asks: their layers, hidden states and memory together.
+"""CombinedDrafter: presents several drafters as one at start-up: it joins their layers, hidden states and memory.
 
 A step calls its drafters one by one (`drafters/guard.py`), so that a fault of one leaves the others alone. Each request
 gets the drafts of the drafter from which most are expected to be accepted (`drafters/choice.py`)."""

@@ -1,5 +1,5 @@
-"""A smaller model as drafter. Its layers keep their cache in the same pool as the target's layers. It must have the
-target's vocabulary."""
+"""A smaller model as drafter. Its layers keep their cache in the same pool of pages as the target's layers. It must
+have the target's vocabulary."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("outrider")
 
 
 class _ShiftedLayers:
-    """Access to the layers' caches for a model that numbers its layers from 0."""
+    """Gives a model whose layers are numbered from 0 its layers' caches, which have higher numbers in the engine."""
 
     def __init__(self, attend: Attend, first: int) -> None:
         self._attend, self._first = attend, first
@@ -100,8 +100,8 @@ def _load_model(config: SpeculativeConfig, build: DraftBuild) -> Model:
 
 
 def _shared_by(source: ModelSource, build: DraftBuild) -> RankGroup | None:
-    """The ranks that share a draft model: the target's ranks. If its sizes cannot be divided among them, each rank
-    holds all of it."""
+    """The ranks that divide the draft model: the target's ranks. If the model's sizes cannot be divided among them,
+    each rank holds all of it."""
     group = build.target.group
     if group is None:
         return None

@@ -1,4 +1,4 @@
-"""Loads and checks EAGLE-1 and EAGLE-3 heads as drafters. Their arithmetic is in `models.eagle`."""
+"""Loads EAGLE-1 and EAGLE-3 heads as drafters, and checks them. Their forward pass is in `models.eagle`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files of a drafter, and what kind of drafter they hold: by their config and tensors, never by their name."""
+"""Finds the files of a drafter, and detects the kind of drafter from config and tensors, never from the name."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ FIRST_LAYER = re.compile(r"(model\.|backbone\.)(language_model\.)?layers\.0\..*"
 
 
 def drafter_source(config: SpeculativeConfig, build: DraftBuild) -> ModelSource:
-    """The files that `model` of a speculative_config names, fetched if need be."""
+    """The source of the files that `model` of a speculative_config names. They are downloaded if need be."""
     assert config.model is not None
     return resolve(config.model, weights=build.load_format != "dummy").without_keys(config.ignore_config_keys)
 
 
 def with_method(config: SpeculativeConfig, build: DraftBuild) -> SpeculativeConfig:
-    """The config with a method. If it names none, the files of `model` decide. "mtp" is also vLLM's name for a Gemma 4
-    assistant."""
+    """Return the config with a draft method. If it names none, the files of `model` decide. "mtp" is also vLLM's name
+    for a Gemma 4 assistant."""
     if config.model is None or not {AUTO_METHOD, "mtp"} & set(config.methods):
         return config
     source = drafter_source(config, build)
@@ -43,7 +43,7 @@ def with_method(config: SpeculativeConfig, build: DraftBuild) -> SpeculativeConf
 
 
 def method_of(source: ModelSource, *, has_tensors: bool, is_target: bool) -> str:
-    """The draft method that a model's files are for. `has_tensors`: whether the weights can be looked at. `is_target`:
+    """The draft method that a model's files are for. `has_tensors`: whether the weights can be read. `is_target`:
     whether these are the target's files, in which only a prediction module can draft."""
     config = source.reader()
     classes = " ".join(map(str, config.get("architectures", list, []))).lower()

@@ -1,4 +1,4 @@
-"""A Gemma 4 assistant as drafter: it reads the target's own keys and values and keeps nothing of its own.
+"""A Gemma 4 assistant as drafter: it reads the target's keys and values, and has no cache.
 
 The assistant has query-only layers, each of which reads the keys and values of one of the target's groups. All drafts
 of a step are guessed from one place: the query follows the last computed token and sees that token's context.
@@ -13,9 +13,9 @@ So one view serves every draft, nothing is written, no prompt is computed, and a
 
 `assistant_position` chooses between the two; `"sampled"` is the default. A checkpoint must be run as it was trained:
 the tests train a small pair with the first rule, whose mean run at 3 drafts is 3.88 with that rule and 1.01 with the
-other. Published checkpoints have not been measured here. The drafts of transformers also depend on history: right
-after a prompt or a fully accepted draft its assistant sees one more sliding key. Here it always sees the window of
-the last computed token.
+other. Published checkpoints have not been measured here. The drafts of transformers also depend on history: right after
+a prompt or a fully accepted draft its assistant sees one more sliding key. Here it always sees the window of the last
+computed token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from outrider.models.head import load_head
 
 
 class AssistantDrafter(NetworkDrafter):
-    """A drafter that keeps no slots and no state of rows, so that no step is missed."""
+    """A drafter without cache slots and without state of rows, so that missed steps do not matter."""
 
     reads_hidden = HiddenReads.LAST
 

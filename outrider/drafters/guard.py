@@ -1,4 +1,4 @@
-"""DrafterGuards: the only place where a step calls drafters, and where what they return enters the engine.
+"""DrafterGuards: the only place where a step calls drafters, and where their results enter the engine.
 
 A drafter may be a user's own class. Whatever it raises, returns or writes, requests give the tokens of an engine
 without a drafter. Exceptions are caught here, and so are values of a wrong type, shape, dtype or device. Counts and
@@ -41,7 +41,7 @@ class SpoiledRows(RuntimeError):
 
 
 class DrafterGuard:
-    """One drafter, its faults, and the tensors of the engine that it must not write to."""
+    """Calls one drafter. It counts the drafter's faults, and watches the tensors that the drafter must not write to."""
 
     def __init__(self, drafter: Drafter, group: RankGroup | None, without_sums: WithoutSums) -> None:
         self.drafter = drafter
@@ -74,10 +74,10 @@ class DrafterGuard:
         return self._call("propose()", lambda: _checked(self.drafter.propose(step), step))
 
     def _call(self, name: str, method: Callable[[], Made]) -> Made | None:
-        """Call a method of the drafter. Returns None, with the fault noted, if that fails.
+        """Call a method of the drafter. If that fails, the fault is noted and None is returned.
 
-        On several ranks a drafter of this package runs sums: if it fails on one rank, the others wait in a sum, and the
-        step fails. A user's drafter may fail on one rank alone, because it is given no way to sum."""
+        On several ranks a drafter of this package sums over ranks. If it fails on one rank, the others wait in a sum,
+        and the step fails. A user's drafter may fail on one rank alone, because it has no means to sum over ranks."""
         if self.record.is_off:
             return None
         before = self._num_writes()
@@ -111,7 +111,7 @@ class DrafterGuard:
 
 
 def _checked(drafts: object, step: Step) -> Proposal:
-    """The drafts as tensors of the form that kernels take; their values are not read."""
+    """Return the drafts as tensors of the shape and dtype that kernels take. Their values are not read."""
     rows = step.batch.padded.rows
     if not isinstance(drafts, Drafts):
         raise WrongForm(f"{type(drafts).__name__}, not Drafts")
@@ -141,7 +141,7 @@ class DrafterGuards(StepPart):
     def __init__(self, drafter: Drafter | None, group: RankGroup | None = None,
                  without_sums: WithoutSums = nullcontext, observers: Sequence[DraftObserver] = ()) -> None:
         """group: the ranks that run the drafters; each rank has a copy or a part of them. without_sums: makes a context
-        in which the group refuses to sum. observers: objects that follow all steps."""
+        in which the group refuses to sum. observers: objects that are told of all steps."""
         self._group, self._observers = group, observers
         parts = drafter.drafters if isinstance(drafter, CombinedDrafter) else [] if drafter is None else [drafter]
         self._guards = tuple(DrafterGuard(part, group, without_sums) for part in parts)
@@ -158,7 +158,8 @@ class DrafterGuards(StepPart):
 
     def bind(self, row_tensors: Sequence[torch.Tensor], limits: Limits, device: torch.device,
              view_of: ViewOf) -> None:
-        """row_tensors: row state that drafters see and must not write to. view_of: the tokens of admitted rows."""
+        """row_tensors: row state that drafters see and must not write to. view_of: makes the batch of the tokens of
+        admitted rows."""
         self._choice = ProposalChoice(len(self._guards), limits, device) if len(self._guards) > 1 else None
         self.is_on = torch.ones(len(self._guards), dtype=torch.int64, device=device)
         self._num_told_off, self._view_of = 0, view_of
@@ -194,7 +195,7 @@ class DrafterGuards(StepPart):
             observer.admit(admissions)
 
     def prepare(self, batch: ScheduledBatch) -> None:
-        """Compute the slots of tokens that a prefix hit provides to admitted rows."""
+        """Let drafters fill the slots of prefix-hit tokens that newly admitted rows lack."""
         for guard in self._guards:
             guard.fill_slots(self._view_of, is_cold=batch.drafting.num_wanted == 0)
         for observer in self._observers:
@@ -205,7 +206,8 @@ class DrafterGuards(StepPart):
             observer.close()
 
     def load_filling(self, dead: list[Admission], view_of: ViewOf) -> None:
-        """Let the drafters of this package load the kernels that fill slots. dead: admissions of the null row."""
+        """Run the slot filling of this package's drafters once, so that its kernels are loaded. dead: admissions of the
+        null row."""
         for guard in self._guards:
             if not guard.is_foreign:
                 guard.admit(dead)
@@ -218,8 +220,8 @@ class DrafterGuards(StepPart):
             observer.reset()
 
     def aux_layers_for(self, num_wanted: int) -> tuple[int, ...]:
-        """The layers at which the target records states for drafters, in a step that asks for `num_wanted` drafts.
-        Recording takes time and memory, and few drafters read the states of a step without drafts."""
+        """The layers whose hidden states the target records for drafters, in a step that asks for `num_wanted` drafts.
+        Recording takes time and memory, and few drafters read the hidden states of a step without drafts."""
         reads_always = any(guard.drafter.aux_layers and guard.drafter.skip_reads_aux for guard in self._guards)
         is_needed = num_wanted > 0 or bool(self._observers) or reads_always
         return self.aux_layers if is_needed else ()
@@ -233,9 +235,9 @@ class DrafterGuards(StepPart):
             guard.skip(step)
 
     def propose(self, step: Step) -> list[Proposal] | None:
-        """The proposal of every drafter, empty for a drafter that is off or has failed; None if all are or have. With
-        several drafters only one has drafts for a request (`ProposalChoice`). On several ranks a user's drafters may
-        draft differently, or fail on one rank only: the drafts of rank 0 count."""
+        """Return the proposal of every drafter, empty for a drafter that is off or has failed. None if no drafter has a
+        proposal. With several drafters only one has drafts for a request (`ProposalChoice`). On several ranks the
+        drafts of rank 0 count, because a user's drafters may draft differently or fail on one rank only."""
         for observer in self._observers:
             observer.record(step)  # before drafters, which may write to the hidden states
         found = [guard.propose(step) for guard in self._guards]
@@ -266,17 +268,19 @@ class DrafterGuards(StepPart):
         return not any(guard.is_foreign for guard in self._guards)
 
     def lend(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A view of row state for drafters. If a drafter changes the view's shape in place (`resize_`, `t_`), the
-        engine's tensor keeps its shape. If a drafter writes to the view, torch counts the write in the engine's tensor
-        too, which reveals it."""
+        """Return a view of row state for drafters. If a drafter changes the view's shape in place (`resize_`, `t_`),
+        the engine's tensor keeps its shape. If a drafter writes to the view, torch also raises the version counter of
+        the engine's tensor, so the write is detected."""
         return tensor if self._trusts_all else tensor.detach()
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors of a step that the engine needs after drafting, safe from drafters that may write to them."""
+        """Return tensors of a step that the engine needs after drafting. They are copied if a drafter may write to
+        them."""
         return [tensor if self._trusts_all else tensor.clone() for tensor in tensors]
 
     def tell_device(self) -> None:
-        """Let captured steps drop the drafts of drafters that were switched off after the capture."""
+        """Update the device's flags of which drafters are on, so that captured steps drop the drafts of drafters that
+        were switched off after the capture."""
         if self.num_off != self._num_told_off:
             flags = [int(not guard.record.is_off) for guard in self._guards]
             self._num_told_off = len(flags) - sum(flags)

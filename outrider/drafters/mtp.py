@@ -26,8 +26,8 @@ def mtp_drafter(config: SpeculativeConfig, build: DraftBuild) -> AutoregressiveD
 
 
 def modules_drafter(modules: list[MTPHead], num_drafts: int) -> AutoregressiveDrafter:
-    """The drafter for loaded modules. A single module makes all drafts, each from its last output; several modules make
-    one draft each."""
+    """Make the drafter for loaded modules. A single module makes all drafts, each from its previous output; several
+    modules make one draft each."""
     if len(modules) == 1:
         return head_drafter("mtp", modules[0], num_drafts)
     warn_beyond("mtp", modules[0], num_drafts)
@@ -35,7 +35,7 @@ def modules_drafter(modules: list[MTPHead], num_drafts: int) -> AutoregressiveDr
 
 
 def _check_names(module: MTPHead, config: SpeculativeConfig, build: DraftBuild) -> None:
-    """Refuse files without the module before any weight is read."""
+    """Refuse files without the prediction module before any weight is read."""
     files, prefix = config.model or build.target_source, module.description.names.prefix
     if build.load_format != "dummy" and files is not None:
         source = resolve(files)

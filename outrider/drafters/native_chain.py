@@ -3,11 +3,11 @@
 Most of the time of a proposal is otherwise spent between its small operations. Batches with prompts, several ranks and
 heads of other shapes are left to `AutoregressiveDrafter`, pass by pass.
 
-A head whose files are quantised (compressed-tensors, say) keeps its bits on a CPU, and rounds the inputs of its
-products to 8 bits there. The call includes the plan of the passes. Of an output in 8 bits that call has a copy in 4,
-which says which logits are the largest; only these are computed with all bits. With `"target_output_rows": true` in
-its config an EAGLE-3 head or a block drafter has no output in its files, and uses the target's rows of its
-vocabulary; `bench/pack_drafter.py` writes both.
+A head with quantised files (compressed-tensors, for example) stays quantised on a CPU, where the inputs of its products
+are rounded to 8 bits. The call also plans the passes. For an output layer in 8 bits it has a copy in 4 bits, which
+finds the largest logits; only these are computed in 8 bits. With `"target_output_rows": true` in its config, an EAGLE-3
+head or a block drafter has no output layer in its files, and uses the target's output rows of its vocabulary.
+`bench/pack_drafter.py` writes both kinds of files.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outrider.models.eagle import Eagle3Head
 
 class NativeChain:
     def __init__(self, head: Eagle3Head, paged: PagedLayer, tails: torch.Tensor) -> None:
-        """paged: the head's layer, bound to any step. tails: [pages, hidden], the hidden state that is kept with each
+        """paged: the head's layer with its paged cache. tails: [pages, hidden], the hidden state that is kept with each
         page."""
         self._head, self._paged, self._tails = head, paged, tails
         self._bound: DraftChain | None = None
@@ -34,7 +34,8 @@ class NativeChain:
 
     @classmethod
     def try_build(cls, network: object, paged: object, tails: torch.Tensor) -> NativeChain | None:
-        """Build the chain. None if the C code does not know this form of network, or its attention is not native."""
+        """Build the chain. Returns None if the C code does not support this kind of network, or if its attention is not
+        native."""
         if not isinstance(network, Eagle3Head) or not isinstance(paged, PagedLayer):
             return None
         layer, norms = network.attention_layers[0], network.first.attention.norms
@@ -48,8 +49,8 @@ class NativeChain:
 
     def propose(self, step: Step, requests: CommittedRequests, rows: DraftingRows, page_table: torch.Tensor,
                 state: DrafterCacheState) -> Drafts | None:
-        """The drafts of a proposal. Returns None, and has changed nothing, if the native call does not serve the
-        step."""
+        """Make a proposal's drafts. If the native call does not support the step, None is returned and nothing has
+        changed."""
         view, hidden, num_wanted = step.batch.padded, step.hidden, step.num_wanted
         if view.num_tokens > view.num_requests * (1 + num_wanted) or step.given_rows is not None:
             return None
@@ -63,8 +64,8 @@ class NativeChain:
         return Drafts(tokens.t(), counts, levels)
 
     def _bind(self, num_tokens: int) -> DraftChain | None:
-        """The chain for so many token rows; None if the C code does not serve them. It is bound again if a head that
-        learns has taken new weights over."""
+        """Return the chain for this number of token rows, or None if the C code does not support it. It is bound again
+        if a head that learns has new weights."""
         head, attention, mlp = self._head, self._head.first.attention, self._head.first.mlp
         assert head.own_output is not None
         linears: list[Linear] = [head.fc, attention.qkv, attention.out, mlp.gate_up, mlp.down, head.own_output]

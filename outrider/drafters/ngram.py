@@ -1,5 +1,5 @@
-"""NgramDrafter: proposes the tokens that followed the last occurrence of the text's last tokens. Runs on the device,
-over the row's own tokens, without a model or a cache.
+"""NgramDrafter: proposes the tokens that followed the last occurrence of the text's last tokens. It runs on the device,
+over the tokens of the row, without a model or a cache.
 
 The longest suffix of max_n down to min_n tokens that occurred before is used; of several occurrences, the latest.
 """

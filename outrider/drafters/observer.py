@@ -17,13 +17,14 @@ class DraftObserver(StepPart):
         """Called once, before the first step, when no row holds a request."""
 
     def record(self, step: Step) -> None:
-        """A step has computed and accepted its tokens; drafters come next. Captured with the step: no host reads."""
+        """Called after a step has computed and accepted its tokens, before drafters run. The call is captured with the
+        step, so it must not read device data on the host."""
 
     def end_step(self) -> ResultPart | None:
         """Called when a step's result is read. Returns the reports that are sent with the result."""
         return None
 
     def resting(self) -> AbstractContextManager[None]:
-        """A context in which the observer does not use the device: a capture lets go of the scratch memory of library
+        """A context in which the observer does not use the device. A capture frees the scratch memory of library
         products, which another thread must not use meanwhile."""
         return nullcontext()

@@ -1,4 +1,4 @@
-"""make_drafter: from a speculative config to its drafter, method by method."""
+"""make_drafter: makes the drafter of a speculative config, from a table of methods."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ ON_HOST = ("suffix",)  # drafts are made on the host: there is no drafter on the
 
 
 def make_drafter(config: SpeculativeConfig, build: DraftBuild) -> Drafter | None:
-    """The drafter of a config; None if all drafting happens on the host. On the meta device: its outline, without
-    drafters from outside. Raises ValueError for a drafter that does not fit."""
+    """Make the drafter of a config; None if all drafting happens on the host. On the meta device it has no weights, and
+    drafters from outside the package are left out. Raises ValueError for a drafter that does not fit."""
     if config.model is not None:
         config = import_attribute(METHOD_OF_FILES)(config, build)
     drafters: list[Drafter] = []
@@ -58,7 +58,7 @@ def _make(method: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter 
 
 
 def _custom(path: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter:
-    """The drafter of `package.module:Class`, made as Class(num_speculative_tokens, target model)."""
+    """Make the drafter of `package.module:Class`, by calling Class(num_speculative_tokens, target model)."""
     try:
         kind = import_attribute(path)
     except Exception as error:  # somebody else's module may raise anything
@@ -78,7 +78,7 @@ def _custom(path: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter:
 
 
 def _check_declared(drafter: Drafter, path: str, num_layers: int, max_drafts: int) -> None:
-    """Refuse attributes that every step of the target would fail with."""
+    """Refuse wrong values of attributes that would make every step of the target fail."""
     check_value(f"speculative_config: {path}.name", str, drafter.name)
     layers = list[Annotated[int, Range(0, num_layers)]]
     check_value(f"speculative_config: {path}.aux_layers", layers, drafter.aux_layers)

@@ -1,8 +1,8 @@
 """SuffixDrafter: proposes the tokens that followed the longest matching suffix, in the request's own tokens or in
 outputs of the same tenant that finished recently. Runs on the host, without torch.
 
-The host sees only settled tokens, so its drafts continue the last result; the device drops the drafts whose tokens were
-accepted since.
+The host knows only the tokens up to the last result that it has read, so its drafts begin there. The device drops the
+leading drafts whose positions have been computed since.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """SyntheticAcceptance, for benchmarks: drafts are accepted at chosen rates, whatever the model says.
 
-The real drafter and the real check run; only the verdict is replaced, so the text is not the model's.
+The real drafter and the real check run; only the decision to accept is replaced, so the text is not the model's.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ ROW_STEP = 0x9E3779B97F4A7  # between the keys of rows with one seed
 
 
 class SyntheticAcceptance:
-    """Accepts draft j of row r with probability rates[r % len(rates)][j] if the drafts before it were accepted. Further
-    drafts have the last rate."""
+    """Accepts draft j of row r with probability rates[r % len(rates)][j], if the drafts before it were accepted. Drafts
+    beyond the list have its last rate."""
 
     def __init__(self, rates: Sequence[Sequence[float]], max_drafts: int, device: torch.device) -> None:
         # [kinds of rows, max drafts] the rate times 2^32, made outside of any capture.
@@ -28,8 +28,8 @@ class SyntheticAcceptance:
 
     def apply(self, sampled: torch.Tensor, logit_rows: LogitRows, drafts: torch.Tensor, seed: torch.Tensor,
               vocab: int) -> torch.Tensor:
-        """Returns the sampled tokens [L] with the draft where it is to be accepted, and with another token where it is
-        not. `seed` is by row."""
+        """Return the sampled tokens [L], changed to equal the draft where it is to be accepted, and to differ from it
+        where it is not. `seed` is by row."""
         if drafts.shape[1] == 0:
             return sampled
         places = (logit_rows.request, logit_rows.row, logit_rows.draft_index, logit_rows.position)
@@ -39,8 +39,8 @@ class SyntheticAcceptance:
 
 def _accept_at_rates(sampled: torch.Tensor, verdicts: DraftVerdicts, seed: torch.Tensor, thresholds: torch.Tensor, *,
                      vocab: int, row_step: int) -> torch.Tensor:
-    """Returns sampled [logit rows] with the draft where 32 random bits lie below its threshold, and another token
-    elsewhere. thresholds [kinds, drafts]: row r is of kind r % kinds."""
+    """Return sampled [logit rows], replaced by the draft where 32 random bits are below the draft's threshold, and made
+    different from it elsewhere. thresholds [kinds, drafts]: row r uses the thresholds r % kinds."""
     request, row, draft_index, position, drafts = verdicts
     index = draft_index.clamp_max(drafts.shape[1] - 1)
     draft = drafts[request, index]

@@ -1,4 +1,5 @@
-"""FormLease: the part of a request that asks for a form, and how such a request fails. Pickled to workers. No torch."""
+"""FormLease: the part of a request that asks for a form, and the errors with which such a request fails. It is pickled
+to workers. No torch."""
 
 from __future__ import annotations
 
@@ -9,25 +10,25 @@ MAX_REASON = 300  # characters of what a grammar library says
 
 
 class FormLease(RequestPart):
-    """Keeps a compiled form for one request: from its check, as long as the request is not dropped, to its end. See
-    `leases.py`."""
+    """Keeps a compiled form for one request: from the request's check to its end, unless the request is dropped
+    earlier. See `leases.py`."""
 
     __slots__ = ("__weakref__", "client", "digest", "number")
     masks_tokens = True
 
     def __init__(self, number: int, digest: bytes, client: str | None) -> None:
-        """number: the number of the compiled form in the process that makes matchers. client: who sent the request.
-        None stands for the program itself, which may lease any number of forms."""
+        """number: the number of the compiled form in the worker. client: who sent the request. None is the program
+        itself, which may lease any number of forms."""
         self.number, self.digest, self.client = number, digest, client
 
 
 class FormsBusy(Busy):
-    """Raised if too many grammars of one client are compiled, or wait to be."""
+    """Raised if too many grammars of one client are compiled, or wait to be compiled."""
 
 
 class FormFailure(OwnFailure):
-    """Error message of a request whose grammar allows no further token. The request's own form is the cause: it went
-    beyond the grammar library's limits on the way, or a token did not follow it."""
+    """Error message of a request whose grammar allows no further token. The cause is the request's own form: it
+    exceeded the grammar library's limits during generation, or a token did not follow the grammar."""
 
     @classmethod
     def from_matcher(cls, error: str) -> FormFailure:

@@ -6,7 +6,8 @@ step has to compile one. Forms without leases stay for later requests as long as
     compiled --check--> leased --the last request has ended--> idle --check--> leased
                                                                  \\--no room, least recently used--> dropped
 
-Leases have a bound of their own. Where it is reached, a new form is refused to clients that lease their equal part.
+The number and size of leased forms are bounded. When the bound is reached, clients that already lease their equal part
+of it are refused new forms.
 """
 
 from __future__ import annotations
@@ -54,10 +55,10 @@ class _Kept:
 
 
 class FormLeases(RequestKeeper):
-    """May be used by several threads."""
+    """The compiled forms that are kept, and their leases. May be used by several threads."""
 
     def __init__(self, drop: Callable[[int], object]) -> None:
-        """drop: forgets the compiled form of this number where matchers are made."""
+        """drop: a function that makes the workers forget the compiled form of a number."""
         self._drop = drop
         # A trace function may raise where `with` ends, before the release: the thread it happens to can still go on.
         self._lock = threading.RLock()
@@ -91,8 +92,8 @@ class FormLeases(RequestKeeper):
             return self._lease(number, client)
 
     def keep(self, digest: bytes, number: int, num_bytes: int, client: str | None) -> FormLease:
-        """Lease a form that has just been compiled under this number. If another client's request has had an equal form
-        compiled in the meantime, the lease names that form's number, and this number is dropped."""
+        """Lease a form that has just been compiled under this number. If an equal form has been compiled for another
+        client's request in the meantime, the lease gets that form's number, and this number is dropped."""
         with self._lock:
             if (own := self.take(digest, client)) is not None:
                 self._to_drop.append(number)
@@ -106,12 +107,12 @@ class FormLeases(RequestKeeper):
         return own
 
     def again(self, lease: FormLease) -> FormLease:
-        """Another lease of the same form, for a request that was checked together with the owner of this lease."""
+        """Make another lease of the same form, for a request that was checked together with the owner of this lease."""
         with self._lock:
             return self._lease(lease.number, lease.client)
 
     def check_room(self, client: str | None) -> None:
-        """Raise FormsBusy if the client may not lease one more form, however small it is."""
+        """Raise FormsBusy if the client may not lease even the smallest further form."""
         with self._lock:
             self._check_room(client, _Kept(b"", 0))
 
@@ -201,5 +202,6 @@ class FormLeases(RequestKeeper):
 
 
 def _is_over(forms: Sequence[_Kept], share: int) -> bool:
-    """Whether the forms exceed one client's part of the bounds on leased forms. share: the number of equal parts."""
+    """Whether the forms exceed one client's part of the bounds on leased forms. share: the number of clients that share
+    the bounds equally."""
     return len(forms) > MAX_LEASED / share or sum(kept.num_bytes for kept in forms) > LEASED_BYTES / share

@@ -1,4 +1,4 @@
-"""Limits of the compiling of a form, in the compile process and in workers."""
+"""The limits of compiling a form, in the compile process and in workers."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ MAX_ITEMS_IN_ROW = 2_500  # places of a grammar where a text may stand at once: 
 
 
 def parser_limits() -> dict[str, Any]:
-    """llguidance's limits of a grammar and of the computing of a mask."""
+    """llguidance's limits on the size of a grammar and on the work for a mask."""
     return {"max_lexer_states": MAX_LEXER_STATES, "max_items_in_row": MAX_ITEMS_IN_ROW, "verbose_errors": False}

@@ -1,6 +1,7 @@
 """TokenMatcher: the state of one output in its grammar. It tells which drafts the grammar allows next.
 
-Only accepted tokens move it; drafts are followed and taken back. Importing this does not need llguidance.
+Only accepted tokens change the state for good; after drafts it is rolled back. Importing this does not need
+llguidance.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ MAX_MESSAGE = 400  # characters of an error
 
 
 def short(message: str) -> str:
-    """An error of the grammar library, as users read it."""
+    """An error message of the grammar library on one line, cut to a bounded length."""
     message = " ".join(message.removesuffix(NO_DETAILS).split())
     return message if len(message) <= MAX_MESSAGE else f"{message[:MAX_MESSAGE - 3]}..."
 
@@ -38,7 +39,8 @@ class TokenMatcher:
         return own or None
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Follow tokens that are part of the output for good. An end token ends the text and moves nothing."""
+        """Follow tokens that are part of the output for good. An end token ends the text and does not change the
+        grammar's state."""
         tokens = self._before_end(token_ids)
         if tokens and self._refused is None:
             num_consumed = self.inner.try_consume_tokens(list(takewhile(self._is_known, tokens)))
@@ -46,7 +48,7 @@ class TokenMatcher:
                 self._refused = tokens[num_consumed]
 
     def allowed_prefix(self, drafts: Sequence[int]) -> list[int]:
-        """The leading drafts that the grammar allows and after which the text goes on."""
+        """Return the longest beginning of the drafts that the grammar allows and after which the text goes on."""
         tokens = list(takewhile(self._is_known, self._before_end(drafts)))
         return tokens[: self.inner.validate_tokens(tokens)] if tokens and self.error is None else []
 
@@ -69,7 +71,7 @@ class TokenMatcher:
         return guess[:most]
 
     def _follow(self, tokens: list[int]) -> int:
-        """How many of the tokens the matcher has moved over."""
+        """Move the matcher over the tokens that the grammar allows. Returns the number of these tokens."""
         return self.inner.try_consume_tokens(tokens) if tokens else 0
 
     def _before_end(self, token_ids: Sequence[int]) -> list[int]:
@@ -77,5 +79,5 @@ class TokenMatcher:
 
     def _is_known(self, token: int) -> bool:
         """Whether the tokenizer has the token. A model's vocabulary may be padded beyond the tokenizer's, and a drafter
-        may guess a padded id, from which the inner matcher would never recover."""
+        may draft a padded id, after which the inner matcher could not be used any more."""
         return token < self._tokenizer.vocab_size

@@ -1,8 +1,8 @@
 """GrammarRows: the grammar matchers of rows whose texts have a form, and the masks that they make for a step.
 
-Matchers live in the worker, next to the device: a mask depends on the run of the step before and on the drafts of this
-one, which the device knows first. Grammars are compiled before their requests are accepted, and an admission names one
-of them; no step compiles any. Drafts are followed and taken back, so a matcher only ever knows accepted tokens, and a
+Matchers live in the worker, next to the device: a mask depends on the tokens of the previous step and on the drafts of
+this one, which the device knows first. Grammars are compiled before their requests are accepted, and an admission names
+one of them; no step compiles any. After drafts a matcher is rolled back, so its state contains accepted tokens only. A
 row that is admitted again begins from the outputs that its admission brings.
 """
 
@@ -39,7 +39,7 @@ class Matcher(Protocol):
         """Follow tokens that are part of the output for good."""
 
     def allowed_prefix(self, drafts: Sequence[int]) -> list[int]:
-        """The leading drafts that the grammar allows and after which the text goes on."""
+        """Return the longest beginning of the drafts that the grammar allows and after which the text goes on."""
 
     def guess(self, drafts: Sequence[int], most: int) -> list[int]:
         """At most `most` drafts: first the given drafts up to the first one that the grammar forbids, then the tokens
@@ -87,8 +87,8 @@ class RowGrammar:
 
     @cached_property
     def matcher(self) -> Matcher:
-        """The row's matcher. Waits until the compiled grammar is copied. What one rank does not have, no rank uses,
-        since all must sample the same tokens."""
+        """The row's matcher. Waits until the compiled grammar is copied. If it failed on one rank, all ranks use a
+        DeadMatcher, since all must sample the same tokens."""
         error = self.started.exception()
         for own in self.link.gather(None if error is None else str(error)):
             if own is not None:
@@ -98,8 +98,8 @@ class RowGrammar:
         return matcher
 
     def forbids_end_at(self, length: int) -> bool:
-        """Whether the request forbids an end of the text at this length (prompt included), as long as the grammar lets
-        the text go on."""
+        """Whether the request forbids that the text ends at this length (prompt included). An end is allowed
+        nevertheless if the grammar allows nothing else."""
         return self.params.ignore_eos or length - self.prompt_len < self.params.min_tokens
 
 
@@ -130,8 +130,8 @@ class GrammarRows(HostTurn):
     # One step, in order
 
     def prepare(self, batch: ScheduledBatch) -> None:
-        """Store the drafts that grammars force, and ask for the rows' last tokens and drafts, which the device copies
-        when the step before is over."""
+        """Store the drafts that grammars force. Then request a copy of the rows' last tokens and drafts, which the
+        device makes when the previous step is over."""
         if batch.mode.form is not StepForm.SPLIT:
             return
         self._state.take_host_drafts(self._guesses, keeps_longer=True)
@@ -139,9 +139,9 @@ class GrammarRows(HostTurn):
         self._read = read_later(self._state, [row for row, _ in self._drafting(batch)], self._run)
 
     def turn(self, batch: ScheduledBatch, *, runs_ahead: bool) -> None:
-        """Called between the halves of a split step. Matchers follow the run of the step before, then write the masks
-        of this step's logit rows. The masks behind a draft that is not allowed are not written, because no run gets
-        there."""
+        """Called between the halves of a split step. Matchers follow the tokens of the previous step, then write the
+        masks of this step's logit rows. No masks are written after the first draft that is not allowed, because no
+        token is sampled there."""
         wanted: list[tuple[Matcher, list[int], int]] = []
         cells: list[int] = []
         lengths: list[tuple[RowGrammar, int]] = []  # length of the text before each mask
@@ -174,7 +174,7 @@ class GrammarRows(HostTurn):
         return replace(result, requests=parts)
 
     def explain(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
-        """Add the failures of grammars to the result of a split step. The device knows only that no token was
+        """Add the error messages of grammars to the result of a split step. The device knows only that no token was
         allowed."""
         owners = ((row, self._rows.get(row)) for row in batch.rows)
         failures = {row: own.failure for row, own in owners if own is not None and own.failure is not None}
@@ -187,7 +187,7 @@ class GrammarRows(HostTurn):
     # Inside
 
     def _drafting(self, batch: ScheduledBatch) -> list[tuple[int, int]]:
-        """(row, scheduled drafts) of each request that samples by a grammar."""
+        """Return (row, scheduled drafts) of each request that samples by a grammar."""
         parts = zip(batch.rows, batch.num_drafts, batch.samples, strict=True)
         return [(row, num_drafts) for row, num_drafts, samples in parts if samples and row in self._rows]
 
@@ -200,8 +200,8 @@ class GrammarRows(HostTurn):
         return grammar
 
     def _guess(self, row: int, known: int, drafts: list[int], in_flight: int = 0) -> int:
-        """Make drafts for the next step, behind the at most `in_flight` tokens that this step may yield. Returns the
-        number of drafts, as far as the grammar can tell."""
+        """Make drafts for the next step. `in_flight`: the most tokens that this step may yield, which come before the
+        drafts. Returns the number of drafts, as far as the grammar can tell."""
         grammar, most = self._rows[row], self._max_drafts
         if grammar.params.max_drafts is not None:
             most = min(most, grammar.params.max_drafts)
@@ -224,8 +224,8 @@ class GrammarRows(HostTurn):
 
 
 def _leave_out(mask: np.ndarray, ids: list[int]) -> None:
-    """Clear the bits of these tokens in a mask, unless no bit would be left: then the text is complete, and the request
-    ends."""
+    """Clear the bits of these tokens in a mask. If no bit would be left, the mask stays as it is: the text is then
+    complete, and the request ends."""
     words, bits = np.array(ids) // 32, np.uint32(1) << (np.array(ids, dtype=np.uint32) % np.uint32(32))
     left = mask.view(np.uint32).copy()
     np.bitwise_and.at(left, words, ~bits)

@@ -25,7 +25,7 @@ def asked_schema(asked: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def json_options(asked: StructuredOutputsParams) -> dict[str, Any]:
-    """The style in which JSON is written, in llguidance's names. These options override what a schema itself says."""
+    """The style in which JSON is written, as llguidance's options. They override what a schema itself says."""
     options: dict[str, Any] = {"whitespace_flexible": False, "lenient": False}
     if asked.whitespace_pattern is not None:
         return options | {"whitespace_flexible": True, "whitespace_pattern": asked.whitespace_pattern}
@@ -34,7 +34,7 @@ def json_options(asked: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema with objects that have no properties but those it names."""
+    """The schema, changed so that objects with named properties allow no other properties."""
     if not isinstance(schema, dict):
         return schema
     own = dict(schema)

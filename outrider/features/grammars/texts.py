@@ -48,7 +48,7 @@ def choice_rule(texts: Sequence[str]) -> str:
 
 @lru_cache(maxsize=64)
 def _lark(grammar: str) -> str:
-    """A grammar in Lark's form, from GBNF if need be."""
+    """Return a grammar in Lark's form. A grammar in GBNF is converted."""
     if "::=" in grammar and len(grammar) > MAX_GBNF_LENGTH:
         raise ValueError(f"a GBNF grammar has at most {MAX_GBNF_LENGTH} characters: write a longer one in Lark's form")
     try:

@@ -1,6 +1,7 @@
 """GrammarTrial: finds out whether a grammar can be compiled before it is used, and what is wrong with it if not.
 
-Grammars are tried in the compile process, one of each client at a time. What was found out about a grammar is kept.
+Grammars are compiled in the compile process as a trial, one grammar of each client at a time. The result is kept for
+later requests.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NewForm:
-    """A form that a request asks for, and the limits of its compiling."""
+    """A form that a request asks for, and the limits within which it must compile."""
 
     asked: StructuredOutputsParams
     text: str  # the grammar
@@ -53,8 +54,7 @@ class NewForm:
 
 
 class GrammarTrial:
-    """Tries grammars in the compile process, and keeps what was found out about each. May be used by several
-    threads."""
+    """Tries grammars in the compile process, and keeps the result for each. May be used by several threads."""
 
     def __init__(self, tokenizer: Callable[[], tuple[str, int]], eos_ids: Sequence[int]) -> None:
         self._process = CompileProcess(tokenizer, eos_ids)
@@ -93,7 +93,8 @@ class GrammarTrial:
                 own.set_result(None)
 
     def _try(self, form: NewForm) -> int:
-        """The bytes of the compiled grammar, or a ValueError."""
+        """Try a grammar in the compile process. Returns the bytes of the compiled grammar, or a ValueError that says
+        what is wrong."""
         where, found = form.asked.where, self._run("prove", form.text, form, form.seconds)
         if found.exceeded == TIME:
             error = f"{where} takes longer than {form.seconds:g} seconds to compile: make it simpler"
@@ -132,7 +133,7 @@ class GrammarTrial:
         raise AssertionError
 
     def _place(self, form: NewForm, error: str) -> str:
-        """The smallest part of a schema that fails in the same way by itself, as a path of keys."""
+        """Find the smallest part of a schema that fails in the same way by itself. Returns its path of keys."""
         if form.asked.json is None:
             return ""
         schema = json.loads(form.asked.json) if isinstance(form.asked.json, str) else form.asked.json

@@ -4,7 +4,7 @@ With `adapt_drafter` an EAGLE-3 head learns while it serves. `DrafterGuards` sho
 `DrafterLearner` (a DraftObserver), which copies the accepted tokens' residual streams into a ring (`traffic.py`, part
 of a captured step). The batch says which rows requests have left, and with how many served tokens
 (`ScheduledBatch.ends`): these close the ring's segments, or empty them after an abort. The trainer's thread reads
-closed segments only. It offers better weights. The thread of steps copies them over the serving ones in `begin`, which
-comes before each step and after all earlier ones, so that captured steps find them where they were. Captures, sleep
-and updates of weights wait for the trainer's piece of work, and it waits for them.
+closed segments only. When it has better weights, the thread of steps copies them over the serving ones in `begin`,
+which is called between steps. The weights keep their addresses, so captured steps stay valid. Captures, sleep and
+updates of weights never run at the same time as the trainer: each waits for the other.
 """

@@ -1,8 +1,8 @@
 """Candidate: a copy of the serving head in training on served texts, and how it compares with the head that serves.
 
 The loss is the cross-entropy against the tokens that were served: they are samples of the distribution that drafts are
-checked against, whatever the requests' parameters. The output layer stays as it is, so that memory and time go to the
-layer itself.
+checked against, whatever the requests' parameters. The output layer is not trained, so that memory and time are spent
+on the head's layer only.
 """
 
 from __future__ import annotations
@@ -47,15 +47,16 @@ class PaddedTexts:
                    torch.tensor([text.answer_from for text in texts], device=device))
 
     def places(self, num_drafts: int) -> torch.Tensor:
-        """[places] indexes (text * length + position) of tokens after which the next `num_drafts` tokens are known and
-        the target's own. After the first token nothing is drafted: there is no hidden state before it."""
+        """[places] indexes (text * length + position) of the tokens after which drafts are trained and measured: the
+        next `num_drafts` tokens are known and were produced by the target. The first token is never one of them,
+        because there is no hidden state before it."""
         at = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         is_place = (at >= (self.answer_from[:, None] - 1).clamp_min(1)) & (at + num_drafts < self.lengths[:, None])
         return is_place.flatten().nonzero()[:, 0]
 
 
 class Candidate:
-    """Float32 copies of the serving weights, with their optimizer."""
+    """The weights in training: float32 copies of the serving weights, with their optimizer."""
 
     def __init__(self, served: ServedHead, rate: float) -> None:
         self._served = served
@@ -86,7 +87,7 @@ class Candidate:
 
     @torch.enable_grad()
     def add_gradients(self, texts: Sequence[ServedText], share: float) -> None:
-        """Add the gradients of a micro-batch's loss, which is `share` of the step's."""
+        """Add the gradients of a micro-batch's loss, multiplied by `share`, its part of the whole step."""
         padded = PaddedTexts.join(texts)
         with self._arithmetic():
             loss = self._loss(padded) * share
@@ -109,8 +110,8 @@ class Candidate:
         return total
 
     def apply(self) -> None:
-        """Change the weights by their gradients. Raises RuntimeError, with the weights as they were, if these are not
-        finite."""
+        """Update the weights by their gradients. If a gradient is not finite, RuntimeError is raised and the weights
+        stay unchanged."""
         norm = float(torch.nn.utils.clip_grad_norm_(list(self.weights.values()), CLIP))
         if math.isfinite(norm):
             self._adam.step()
@@ -119,8 +120,8 @@ class Candidate:
             raise RuntimeError("the gradients are not finite")
 
     def measure(self, texts: Sequence[ServedText], *, is_serving: bool) -> tuple[int, int]:
-        """(places, accepted drafts) of greedy drafts after every place of the texts, with the weights in training or
-        with the serving ones."""
+        """Draft greedily after every place of the texts, with the weights in training or with the serving ones. Returns
+        (number of places, number of accepted drafts)."""
         padded = PaddedTexts.join(texts)
         tokens, rows = padded.tokens.flatten(), padded.places(self.num_passes)
         is_right, num_accepted = torch.ones_like(rows, dtype=torch.bool), 0
@@ -133,8 +134,8 @@ class Candidate:
 
     def _logits(self, network: Eagle3Network, padded: PaddedTexts,
                 rows: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yields the logits [rows, draft vocabulary] of each pass. `rows`: for each pass, the tokens after which logits
-        are wanted, as indexes into the flattened texts."""
+        """Yield the logits [rows, draft vocabulary] of each pass. `rows`: for each pass, indexes into the flattened
+        texts of the tokens after which logits are wanted."""
         slots = TextSlots.from_lengths(padded.lengths, padded.tokens.shape[1])
         with torch.no_grad():
             embeds, output = self._served.embeds(padded.tokens), self._served.output
@@ -145,13 +146,14 @@ class Candidate:
             yield F.linear(chosen, output) if torch.is_grad_enabled() else _wide_logits(chosen, output)
 
     def _arithmetic(self) -> AbstractContextManager[object]:
-        """A context with bfloat16 products on a GPU. Weights stay float32."""
+        """A context that computes products in bfloat16 on a GPU. Weights stay float32."""
         is_on_gpu = self._served.device.type == "cuda"
         return torch.autocast("cuda", torch.bfloat16) if is_on_gpu else nullcontext()
 
 
 def _wide_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Logits of states x for a measurement: in 16 bits they have ties, which would count as wrong drafts."""
+    """Logits of the states x for a measurement, in float32: in 16 bits several tokens may have equal logits, which
+    would count as wrong drafts."""
     with torch.autocast(x.device.type, enabled=False):
         x = x.to(weight.dtype)
         is_narrow = x.is_cuda and weight.dtype in (torch.bfloat16, torch.float16)

@@ -1,11 +1,11 @@
 """DrafterLearner: a head that learns from the traffic while it serves. It cannot change the text: a draft is accepted
 only if the one sampler picks the same token, whatever weights the head has.
 
-Steps record the texts that they serve (`traffic.py`). A thread trains a copy of the head on them, and compares copy
-and serving head on texts that neither was trained on. If the copy is better, the thread of
-steps copies its weights over those that serve, before it runs its next step. While requests run, the trainer works for
-a small share of the time; it may use all of it while the engine is idle. That share is its low priority: the system's
-priorities of threads would not do, since a thread that the system holds back may hold Python's lock.
+Steps record the texts that they serve (`traffic.py`). A thread trains a copy of the head on them, and compares copy and
+serving head on texts that neither was trained on. If the copy is better, the thread of steps copies its weights over
+the serving weights, before it runs its next step. While requests run, the trainer works for a small share of the time;
+it may use all of it while the engine is idle. The share replaces a low thread priority of the operating system, because
+a thread that the system holds back may hold Python's lock.
 
 Whatever the trainer raises is counted and logged, and the copy begins again from the serving head. After some failures
 the trainer ends; drafting goes on with the head as it is.
@@ -60,8 +60,8 @@ class LearningSettings:
 
 
 def count_served_tokens(served: ServedHead, memory_bytes: int, max_len: int) -> tuple[int, int]:
-    """(tokens of the ring, tokens of a segment) that fit into so many bytes. Raises ValueError if a trainer could not
-    begin with them."""
+    """Return how many tokens of served texts fit into `memory_bytes`, and how many of them a segment has. Raises
+    ValueError if that is too little for the trainer to begin with."""
     head = served.head
     token_bytes = len(head.aux_layers) * head.target.hidden_size * head.target.dtype.itemsize + 16
     length = min(SEGMENT_TOKENS, max_len)
@@ -78,7 +78,8 @@ class TrainerStopped(Exception):
 
 
 class TextsForgotten(Exception):
-    """Raised if the target's weights have changed since the round began: its texts are then another model's."""
+    """Raised if the target's weights have changed since the training round began: the recorded texts then come from
+    other weights."""
 
 
 class DrafterLearner(DraftObserver, BackgroundWork):
@@ -87,8 +88,8 @@ class DrafterLearner(DraftObserver, BackgroundWork):
 
     def __init__(self, served: ServedHead, limits: Limits, settings: LearningSettings, num_tokens: int,
                  segment_tokens: int) -> None:
-        """num_tokens: how many tokens of served texts are kept. segment_tokens: how many tokens of one text are kept at
-        most."""
+        """num_tokens: how many tokens of served texts are kept. segment_tokens: the most tokens that are kept of one
+        text."""
         head = served.head
         self.served, self._settings = served, settings
         self.ring = TrafficRing(limits, num_tokens, len(head.aux_layers), head.target.hidden_size,
@@ -123,8 +124,8 @@ class DrafterLearner(DraftObserver, BackgroundWork):
         torch.set_num_threads(num_threads)  # the trainer has set its own number, which later threads would take over
 
     def measure_memory(self) -> int:
-        """Device memory that the trainer needs in addition to what it holds: the memory of a micro-batch and of an
-        optimizer's step. 0 on a CPU. Called before `start`."""
+        """Measure the device memory that training a micro-batch and an optimizer's step need, in addition to what the
+        trainer already holds. 0 on a CPU. Called before `start`."""
         device, head = self.served.device, self.served.head
         if device.type != "cuda":
             return 0
@@ -149,7 +150,8 @@ class DrafterLearner(DraftObserver, BackgroundWork):
         self.ring.bind(limits)
 
     def begin(self, batch: ScheduledBatch) -> None:
-        """Rows have lost their requests, and better weights may wait."""
+        """Called before each step: close the recordings of requests that have left their rows, and take better weights
+        if the trainer offers some."""
         self._last_step = time.monotonic()
         self._num_in_flight += 1
         self._try_recording(lambda: self.ring.end(batch.drafting.ends))
@@ -220,7 +222,7 @@ class DrafterLearner(DraftObserver, BackgroundWork):
             self._thread = None
 
     def _try_recording(self, work: Callable[[], None]) -> None:
-        """Do recording work of a step. If it fails, recording and training end, and the step goes on."""
+        """Run work that records a step. If it fails, recording and training end, and the step goes on."""
         if not self._is_recording:
             return
         try:
@@ -279,7 +281,8 @@ class DrafterLearner(DraftObserver, BackgroundWork):
                 torch.cuda.empty_cache()
 
     def _train_round(self) -> bool:
-        """Some steps, a measurement, and perhaps a swap. Returns False while there is too little to learn from."""
+        """Train for some steps, measure, and offer the weights if they are better. Returns False while there are too
+        few texts to learn from."""
         ring, self._has_forgotten = self.ring, False
         if self._must_restart:
             with self._at_work():
@@ -315,7 +318,7 @@ class DrafterLearner(DraftObserver, BackgroundWork):
         self._report = replace(self._report, num_steps=self._report.num_steps + 1)
 
     def _measure(self, chosen: Sequence[ClosedText]) -> tuple[float, float]:
-        """Mean runs of the serving head and of the candidate on the same texts."""
+        """Measure the mean run (tokens per step) of the serving head and of the candidate on the same texts."""
         with self._at_work():
             texts = self.ring.read(chosen)
         num_places, accepted = 0, [0, 0]
@@ -328,7 +331,8 @@ class DrafterLearner(DraftObserver, BackgroundWork):
         return 1 + accepted[0] / max(1, num_places), 1 + accepted[1] / max(1, num_places)
 
     def _offer_weights(self) -> None:
-        """Let the thread of steps take the weights over, and wait until it has: it reads them where they are."""
+        """Let the thread of steps copy the candidate's weights, and wait until it has, because it reads them in
+        place."""
         self._offer.set()
         while self._offer.is_set():
             self._wait(POLL_SECONDS)
@@ -337,7 +341,7 @@ class DrafterLearner(DraftObserver, BackgroundWork):
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """A context in which the trainer may use the device. It begins when the trainer is not paused. After it the
+        """A context in which the trainer may use the device. It is entered when the trainer is not paused. After it the
         trainer rests, so that training takes a bounded share of the time while requests run."""
         while not self._working.acquire(timeout=POLL_SECONDS):
             self._wait(0)

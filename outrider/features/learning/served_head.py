@@ -1,6 +1,7 @@
 """ServedHead: the EAGLE-3 head that an engine drafts with, as its trainer sees it.
 
-It gives the head's form and weights by the names of the network in training, and takes better weights over.
+It gives the trainer the head's shape and weights, under the names of the network in training. It replaces the serving
+weights by better ones.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ ADVICE = "start without adapt_drafter, or use an EAGLE-3 head that `outrider tra
 
 class ServedHead:
     def __init__(self, head: Eagle3Head, max_drafts: int, allow_copies: bool) -> None:
-        """allow_copies: formats may hold second copies of weights, which a swap makes anew. Raises ValueError for a
-        head that the network in training has no form for."""
+        """allow_copies: weight formats may hold second copies of weights, which a swap makes again. Raises ValueError
+        for a head that the network in training cannot represent."""
         self.head, self.max_drafts, self._allow_copies = head, max_drafts, allow_copies
         self.slots = {name.replace("layers.0.", f"{LAYER}."): slot for name, slot in head.weights().items()}
         reason = self._lack()
@@ -54,7 +55,7 @@ class ServedHead:
                          f"{ADVICE}")
 
     def _lack(self) -> str | None:
-        """Why the head cannot learn, if it cannot."""
+        """The reason why the head cannot learn; None if it can."""
         head, slots = self.head, self.slots.values()
         if head.target.group is not None:
             return "a head that several ranks hold does not learn while it serves (tensor_parallel_size)"
@@ -79,7 +80,7 @@ class ServedHead:
 
     @property
     def output(self) -> torch.Tensor:
-        """[draft vocabulary, hidden] the output layer's weight, which is not trained."""
+        """[draft vocabulary, hidden] weight of the output layer, which is not trained."""
         assert self._output_format is not None, "checked at the start"
         return self._output_format.dense()
 
@@ -89,7 +90,7 @@ class ServedHead:
 
     @property
     def weights(self) -> Mapping[str, torch.Tensor]:
-        """The weights that serve now, in float32. Each is converted when it is asked for."""
+        """The serving weights in float32. Each is converted when it is read."""
         return ServingWeights(self.slots)
 
     def embeds(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -108,8 +109,8 @@ class ServedHead:
     @torch.inference_mode(False)  # steps run in inference mode, and weights outlive them
     @torch.no_grad()
     def take(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Serve with these weights from the next step on. They are written where the old ones are, since captured steps
-        read them there; on a CPU, second copies are made anew."""
+        """Serve with these weights from the next step on. They are written over the old ones in place, since captured
+        steps read these addresses. On a CPU, second copies are made again."""
         for name, slot in self.slots.items():
             slot.target.copy_(weights[name].bfloat16() if self._is_rounded[name] else weights[name])
         if self.head.device.type == "cpu":
@@ -135,7 +136,8 @@ class ServingWeights(Mapping[str, torch.Tensor]):
 
 
 def rotate_by_table(x: torch.Tensor, positions: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Turn the halves of x [.., count, dim] by the rows `positions` [count, 1] of a table [positions, cos | sin]."""
+    """Apply rope to x [.., count, dim]: rotate its halves by the rows `positions` [count, 1] of a table [positions, cos
+    | sin]."""
     cos, sin = table[positions[:, 0]].to(wide(x).dtype).chunk(2, dim=-1)
     one, two = wide(x).chunk(2, dim=-1)
     return torch.cat((one * cos - two * sin, two * cos + one * sin), dim=-1).to(x.dtype)

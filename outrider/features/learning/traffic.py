@@ -31,7 +31,8 @@ MOST_OPEN = 0.75  # share of the segments that running requests may hold: the ot
 
 @dataclass(eq=False)
 class RingSegment:
-    """One part of the ring, and the text that it holds. It is in one of three lists: free, open or closed."""
+    """One part of the ring, and the text that it holds. A segment is free, open (a row writes to it) or closed (the
+    trainer may read it)."""
 
     start: int  # its first place
     number: int = -1  # of its text, counted from the start; -1: none yet
@@ -45,8 +46,8 @@ class RingSegment:
 
 
 class ClosedText(NamedTuple):
-    """A text that the ring held when it was asked. Its segment may be another text's by now, which has another
-    number."""
+    """A text that the ring held when it was asked. If the segment has been reused since, its number differs from this
+    one."""
 
     segment: RingSegment
     number: int
@@ -54,7 +55,7 @@ class ClosedText(NamedTuple):
 
 @dataclass(frozen=True)
 class ServedText:
-    """The last tokens of a served text, in order, on the device."""
+    """The last tokens of a served text, in order, with their hidden states, on the device."""
 
     tokens: torch.Tensor  # [length] int64
     aux_states: torch.Tensor  # [length, layers, hidden] the target's residual streams
@@ -92,9 +93,9 @@ class TrafficRing:
         self._start_of = buffer(limits, Axis.ROWS, dtype=torch.int64, device=self._device, fill=-1)
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Give segments to requests that take rows. Some requests are never recorded: those with a `cache_salt`, which
-        keeps a tenant's texts apart, and those whose texts are not the model's own tokens (an adapter, inputs beside
-        token ids, hidden states)."""
+        """Give segments to requests that take rows. Some requests are never recorded: those with a `cache_salt`,
+        because it separates tenants, and those whose texts do not come from the model and its token ids alone (an
+        adapter, inputs beside token ids, hidden states)."""
         rows, starts = [], []
         with self._lock:
             for own in admissions:
@@ -111,7 +112,8 @@ class TrafficRing:
                                        to_device(starts, torch.int64, self._device))
 
     def record(self, step: Step) -> None:
-        """Keep the tokens that the step has computed and accepted. No host reads; captured with the step."""
+        """Keep the tokens that the step has computed and accepted. The call is captured with the step, so it reads
+        nothing on the host."""
         view, place = step.batch.padded, self._places(step)
         self.tokens.index_copy_(0, place, view.token_ids)
         self.positions.index_copy_(0, place, view.positions)
@@ -119,7 +121,8 @@ class TrafficRing:
             kept.index_copy_(0, place, aux_state.to(kept.dtype))
 
     def _places(self, step: Step) -> torch.Tensor:
-        """[token rows] where the states of each go. Every place but nowhere has one writer."""
+        """[token rows] the place in the ring where the states of each token row go. Only the place `nowhere` may be
+        written by several token rows."""
         view = step.batch.padded
         of = view.request_of
         index = torch.arange(view.num_tokens, device=of.device) - view.query_starts[of]
@@ -189,8 +192,8 @@ class TrafficRing:
                     if segment.is_held_out is is_held_out]
 
     def read(self, wanted: Sequence[ClosedText]) -> list[ServedText]:
-        """Copies of the texts that the ring still holds. While they are copied, their segments are not given to other
-        requests."""
+        """Copy those of the texts that the ring still holds. While they are copied, their segments are not given to
+        other requests."""
         with self._lock:
             held_now = {(segment.start, segment.number) for segment in self._closed}
             held = [text.segment for text in wanted if (text.segment.start, text.number) in held_now]

@@ -1,5 +1,5 @@
 """Pooling: embeddings, scores and classes made of the hidden states of prompts.
 
-The names that users meet are in `outrider/pooling_params.py` and `outrider/pooling_outputs.py`. The core reports hidden
-states with the results of steps (`core/hidden_request.py`); here they become vectors.
+The classes that users call are in `outrider/pooling_params.py` and `outrider/pooling_outputs.py`. The core reports
+hidden states with the results of steps (`core/hidden_request.py`); here they become vectors.
 """

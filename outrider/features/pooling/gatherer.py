@@ -1,4 +1,4 @@
-"""Requests for hidden states: how the vectors of their steps become an embedding."""
+"""The output of requests for hidden states: gathers the vectors of their steps and makes an embedding of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class PooledVectors:
-    """Gathers the vectors of one request over its steps. See HiddenGatherer."""
+    """Gathers the hidden states of one request over its steps, and pools them. See HiddenGatherer."""
 
     def __init__(self, key: SampleKey, params: PoolingParams, prompt_len: int, classes: ClassHead | None) -> None:
         self.is_finished = False
@@ -60,7 +60,7 @@ class PooledVectors:
 
 
 def probabilities(scores: Vectors, activation: str) -> Vectors:
-    """Turns the head's scores [n, classes] into the numbers to report for each class: probabilities, or the scores
+    """Turn the classifier's scores [n, classes] into the numbers to report for each class: probabilities, or the scores
     themselves."""
     match activation:
         case "softmax":

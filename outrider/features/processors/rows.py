@@ -1,11 +1,10 @@
 """ProcessorRows: runs an engine's logits processors over the logit rows of a step.
 
-An operator's `LogitsProcessor` classes (`logits_processors.py`, vLLM's interface) get their logits only here,
-between the stages of the torch sampler: no kernel samples then, and no step is captured. A processor sees a batch of
-requests with the outputs of each in a list. A step shows it one position after the other: first the logits behind the
-known tokens of every request, then the list grows by the first draft and the logits behind that draft follow, and so
-on. So the list always holds exactly the tokens before the position. At the end the lists are cut back to known
-tokens.
+An operator's `LogitsProcessor` classes (`logits_processors.py`, vLLM's interface) get their logits only here, between
+the stages of the torch sampler: no kernel samples then, and no step is captured. A processor sees a batch of requests
+with the outputs of each in a list. A step shows it one position after the other: first the logits that follow the known
+tokens of every request, then the first draft is added to the list and the logits that follow it are shown, and so on.
+So the list always holds exactly the tokens before the position. At the end the lists are cut back to known tokens.
 
 If a draft that a processor has seen is rejected, the request is added to the batch anew in its next step, as after a
 preemption, so that a state that the processor built on that draft is dropped. If a processor raises, each request is
@@ -98,7 +97,8 @@ class EngineProcessor:
 
     def process(self, take: Callable[[], torch.Tensor], update: BatchUpdate | None,
                 batch: list[ProcessedRequest]) -> tuple[torch.Tensor, dict[int, ProcessorFailure]]:
-        """The processed logits [batch size, V], and the requests that failed, by their index. `take`: copies logits."""
+        """Return the processed logits [batch size, V], and the failures by the index of the request. `take`: makes a
+        copy of the logits."""
         if not self._failed:
             try:
                 return self._apply(self._own, take(), update), {}
@@ -150,8 +150,8 @@ class StepProcessors:
                 self._run_one(processor, logits)
 
     def _run_one(self, processor: EngineProcessor, logits: torch.Tensor) -> None:
-        """Hand over one position after the other. Requests without a draft there are shown their first logits again,
-        and the answer is dropped: a processor always gets a row for every request of its batch."""
+        """Show the processor one position after the other. It always gets a row for every request of its batch: a
+        request without a draft at the position is shown its first logits again, and the result is dropped."""
         requests = [own.request for own in self._batch]
         update = processor.begin(self._update, requests)
         known = [len(request.outputs) for request in requests]
@@ -197,7 +197,7 @@ class ProcessorRows(LogitsPart):
         self._rows.clear()
 
     def of_step(self, scheduled: ScheduledBatch, logit_counts: Sequence[int]) -> StepProcessors:
-        """Begin a step with processors, before the step's forward. Requests a copy of the rows' tokens, which the
+        """Begin a step with processors, before the step's forward. It requests a copy of the rows' tokens, which the
         device makes after the previous step."""
         firsts = [0, *accumulate(logit_counts)]
         asked = [index for index, row in enumerate(scheduled.rows) if logit_counts[index] and row in self._rows]
@@ -215,7 +215,7 @@ class ProcessorRows(LogitsPart):
         return StepProcessors(self._processors, follow, self._change)
 
     def _change(self, rows: list[StepRows]) -> tuple[list[StepRows], BatchUpdate | None]:
-        """The rows of a step in the order of their indices in the batch, and how the batch has changed."""
+        """Return the rows of a step in the order of their indices in the batch, and how the batch has changed."""
         batch, by_request = self._batch, {own.request: own for own in rows}
         free = [index for index, request in enumerate(batch) if request not in by_request]
         added = [index for index, request in enumerate(batch) if request in by_request and request.is_new]

@@ -1,4 +1,4 @@
-"""The request and the engine's settings that a receipt tells, to compute its tokens again."""
+"""Reads the request and the engine's settings from a receipt, so that its tokens can be computed again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def prompt_of(receipt: Receipt) -> Prompt:
 
 
 def params_of(receipt: Receipt) -> SamplingParams:
-    """The parameters of the receipt's request. Raises ValueError for one that is unknown here."""
+    """The sampling parameters of the receipt's request. Raises ValueError for a parameter that is unknown here."""
     given = dict(receipt["params"])
     if isinstance(given.get("structured_outputs"), dict):
         given["structured_outputs"] = StructuredOutputsParams.from_fields(given["structured_outputs"])
@@ -40,12 +40,12 @@ def params_of(receipt: Receipt) -> SamplingParams:
 
 
 def num_tokens(receipt: Receipt) -> int:
-    """The most tokens of the receipt's request, prompt and answer."""
+    """The most tokens that the receipt's request may have, prompt and answer together."""
     return len(receipt["prompt_token_ids"]) + int(receipt["params"]["max_tokens"])
 
 
 def random_mates(count: int, vocab_size: int, max_len: int, seed: int) -> list[tuple[Prompt, SamplingParams]]:
-    """Requests that a receipt's request is to share its steps with."""
+    """Make random requests that run in the same batches as the receipt's request when it is replayed."""
     draw = random.Random(seed)
     mates: list[tuple[Prompt, SamplingParams]] = []
     for _ in range(count):

@@ -1,4 +1,5 @@
-"""Compares a receipt with that of a second computation: equal, or what differs and where the first bit does."""
+"""Compares a receipt with that of a second computation. Says whether they are equal, or what differs and where the
+first differing bit is."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ WIDE = 0.1
 
 @dataclass(frozen=True)
 class Verdict:
-    """What came of computing a receipt's tokens again."""
+    """The result of computing a receipt's tokens again."""
 
     verdict: str
     num_tokens: int = 0  # that were compared
@@ -52,7 +53,7 @@ def compare(receipt: Receipt, again: Receipt) -> Verdict:
 
 
 def _differing_fields(receipt: Receipt, again: Receipt) -> list[str]:
-    """The fields outside the tokens that the second computation does not share."""
+    """Describe the fields, other than tokens and log-probabilities, in which the second computation differs."""
     before, after = leaves(receipt), leaves(again)
     if receipt["adapter"] and again["adapter"]:
         after["adapter.name"] = before.get("adapter.name")
@@ -70,7 +71,7 @@ def _differing_fields(receipt: Receipt, again: Receipt) -> list[str]:
 
 
 def _first_difference(before: dict[str, Any], after: dict[str, Any]) -> str | None:
-    """Where the tokens or the bits of their log-probabilities differ first."""
+    """Describe the first position at which the tokens or the bits of their log-probabilities differ."""
     start = before["logprobs_start"]
     ones, others = _entries(before, start), _entries(after, start)
     for index in range(max(len(ones), len(others))):
@@ -84,7 +85,7 @@ def _first_difference(before: dict[str, Any], after: dict[str, Any]) -> str | No
 
 
 def _entries(output: dict[str, Any], start: int) -> list[tuple[int, float | None]]:
-    """Each token with its log-probability; None before `start`."""
+    """Each token with its log-probability, which is None for tokens before `start`."""
     missing = output["logprobs_start"]
     return [(token, None if index < start else output["logprobs"][index - missing])
             for index, token in enumerate(output["token_ids"])]

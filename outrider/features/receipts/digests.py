@@ -1,7 +1,7 @@
-"""Digests of what a model's numbers depend on: weight files, config, tokenizer, and the sources of this package.
+"""Digests of everything that a model's results depend on: weight files, config, tokenizer, and the sources of this
+package.
 
-The digest of a file is kept in the cache folder under the file's path, size, time and inode, so that gigabytes are
-hashed once.
+The digest of a file is cached under the file's path, size, time and inode, so that gigabytes are hashed once.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def _read_kept() -> dict[str, list[Any]]:
 
 
 def _write_kept(kept: dict[str, list[Any]]) -> None:
-    """Write a temporary file and rename it. In a folder that cannot be written, files are hashed at every start."""
+    """Store digests in the cache, by writing a temporary file and renaming it. If the folder cannot be written, files
+    are hashed at every start."""
     path = _kept_file()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -117,7 +118,8 @@ def _write_kept(kept: dict[str, list[Any]]) -> None:
 
 
 def describe_kernels(device_name: str) -> dict[str, str | None]:
-    """What rounds: the versions of this package and of torch, the device, and a digest of the sources."""
+    """Describe what determines the rounding of results: the versions of this package and of torch, the device, and a
+    digest of the sources."""
     on_cpu = device_name.startswith("CPU")
     return {"outrider": __version__, "torch": _version_of("torch"),
             "triton": None if on_cpu else _version_of("triton"),

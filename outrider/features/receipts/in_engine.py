@@ -1,4 +1,5 @@
-"""ReceiptsInEngine: reads the key that signs receipts when the engine starts, where a wrong file should be told."""
+"""ReceiptsInEngine: reads the key that signs receipts when the engine starts, so that a wrong key file is reported at
+once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The form of a receipt: one JSON object with a check of every field and, from an operator with a key, a signature.
 
-A check is the beginning of a field's SHA-256. Checks find the field that was changed by mistake. The signature finds
-every change, also one by somebody who computed the checks again.
+A check is the beginning of a field's SHA-256. Checks show which field was changed by mistake. The signature shows every
+change, also if the checks were computed again to hide it.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def check(value: Any) -> str:
 
 
 def signature(receipt: Mapping[str, Any], key: bytes) -> str:
-    """The HMAC of everything but the signature itself."""
+    """The HMAC of all fields except the signature itself."""
     signed = {name: value for name, value in receipt.items() if name != "signature"}
     return hmac.new(key, canonical(signed), "sha256").hexdigest()
 
 
 def leaves(receipt: Mapping[str, Any]) -> dict[str, Any]:
-    """All values by their paths, such as `params.seed`, without checks and signature. Lists are single values."""
+    """All values by their paths, such as `params.seed`, except checks and signature. A list is a single value."""
     found: dict[str, Any] = {}
     for name, value in receipt.items():
         if name in SEALS:
@@ -74,7 +74,8 @@ def leaves(receipt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def faults(receipt: Any, key: bytes | None) -> list[str]:
-    """What is wrong with a receipt by itself, before anything is computed. key: None leaves a signature unchecked."""
+    """List what is wrong with a receipt itself, before anything is computed. key: None leaves the signature
+    unchecked."""
     if not isinstance(receipt, dict) or "receipt" not in receipt:
         raise ValueError('this is no receipt: it has no field "receipt". Give the value of "receipt" of an answer')
     if receipt["receipt"] != VERSION:

@@ -14,7 +14,7 @@ from outrider.lora_request import LoRARequest
 
 
 class Generates(Protocol):
-    """An LLM as a replay sees it."""
+    """The part of an LLM's interface that a replay uses."""
 
     engine: Engine
 
@@ -35,7 +35,8 @@ def find_receipts(value: Any) -> Iterator[Any]:
 
 
 def check_receipt(receipt: Receipt, key: bytes | None = None) -> Verdict | None:
-    """Refuse a receipt that was changed, or that nothing can compute again. None: it may be replayed."""
+    """Return a verdict that refuses a receipt which was changed or cannot be computed again. None: it may be
+    replayed."""
     found = faults(receipt, key)
     if not found and len(receipt["weights_versions"]) > 1:
         found = ["weights_versions: the weights were updated while the tokens came, so no engine can repeat them"]
@@ -44,8 +45,8 @@ def check_receipt(receipt: Receipt, key: bytes | None = None) -> Verdict | None:
 
 def replay(llm: Generates, receipt: Receipt, *, key: bytes | None = None, beside: int = 0,
            lora_request: LoRARequest | None = None) -> Verdict:
-    """Compute the tokens of a receipt again, alone or beside random requests, and compare. `llm` must have the
-    receipt's model and settings: what differs is named."""
+    """Compute the tokens of a receipt again, alone or in a batch with random requests, and compare. `llm` must have the
+    receipt's model and settings; differences are reported by name."""
     refused = check_receipt(receipt, key)
     if refused is not None:
         return refused

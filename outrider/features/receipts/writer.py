@@ -51,14 +51,14 @@ class ReceiptWriter:
         self._kernels = describe_kernels(model.device_name)
 
     def check(self, params: SamplingParams) -> None:
-        """Raise ValueError for parameters that no receipt can tell."""
+        """Raise ValueError for parameters that a receipt cannot represent."""
         try:
             canonical(params_to_json(params))
         except (TypeError, ValueError) as error:
             raise ValueError(f"receipt: extra_args must be JSON values, to be written down ({error})") from None
 
     def make_output(self, key: SampleKey, asked: CheckedRequest, keepers: RequestKeepers) -> SampleOutput:
-        """What turns a sample's runs into its output, and ends with a receipt."""
+        """Make the object that turns a sample's tokens into its output, which ends with a receipt."""
         if any(part.vectors(0, len(asked.token_ids)) is not None for part in asked.input_parts):
             raise ValueError("receipt: a receipt tells the token ids of a prompt, and not prompt_embeds beside them: "
                              "leave these out")
@@ -101,8 +101,8 @@ class ReceiptOutput(SampleOutput):
         self._versions.append((version, len(self._token_ids)))
 
     def replay(self, token_ids: list[int]) -> str:
-        """See SampleOutput. The log-probabilities and the weights of these tokens are not known any more: the receipt
-        says from which token on it has them."""
+        """See SampleOutput. The log-probabilities and weight versions of these tokens are not known any more, so the
+        receipt says from which token on it has them."""
         self._token_ids = list(token_ids)
         self._versions = [(self._versions[-1][0], len(token_ids))]
         return super().replay(token_ids)
@@ -118,7 +118,7 @@ class ReceiptOutput(SampleOutput):
         return increment._replace(end=end._replace(receipt=self._write(self._spans(), self._told(end))))
 
     def _spans(self) -> list[tuple[int, int, int]]:
-        """The versions of the weights, each with its first token and the token behind its last."""
+        """The versions of the weights, each with the first token that it computed and the token after its last."""
         starts = [*self._versions, (0, len(self._token_ids))]
         return [(version, start, end) for (version, start), (_, end) in pairwise(starts) if start < end]
 

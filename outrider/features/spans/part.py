@@ -10,13 +10,14 @@ from outrider.core.input_part import InputPart
 
 @dataclass(frozen=True, slots=True)
 class PromptSpans(InputPart):
-    """Disjoint spans [start, end) of positions, in order. Keys and values of a span's tokens depend on the whole span,
-    so a span is computed in one step and never shared in part."""
+    """Disjoint spans [start, end) of positions, in order. Keys and values of a span's tokens depend on the whole span.
+    So a span is computed in one step, and pages share a span only as a whole."""
 
     spans: tuple[tuple[int, int], ...]
 
     def page_content(self, start: int, end: int, token_ids: Sequence[int]) -> list[int]:
-        """The spans that touch the page, with all their tokens: some may lie in later pages."""
+        """Return what the page's key depends on: the spans that touch the page, with all their tokens, also those in
+        later pages."""
         touching = ((first, last) for first, last in self.spans if first < end and start < last)
         return [number for first, last in touching for number in (first, last, *token_ids[first:last])]
 
