@@ -44,7 +44,7 @@ COMPARED_ROWS = 64  # of an output in the files that is not used, with the embed
 
 @dataclass(frozen=True)
 class Hidden:
-    """Hidden states that a forward returns, [tokens, hidden] each."""
+    """The hidden states that a forward pass returns. Each tensor is [tokens, hidden]."""
 
     final: torch.Tensor  # after the final norm: what `logits` takes
     before_norm: torch.Tensor
@@ -57,12 +57,12 @@ class Hidden:
         return self.aux_states
 
     def final_of(self, token_rows: torch.Tensor) -> torch.Tensor:
-        """The final states of token rows that make logits."""
+        """Return the final hidden states of the token rows that make logits."""
         return self.final[token_rows]
 
     def last_final(self, token_rows: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
-        """The final hidden states of some tokens. token_rows: the tokens' token rows; logit_rows: the logit rows that
-        these tokens made. A subclass that keeps states only for logit rows reads the second."""
+        """Return the final hidden states of some tokens. token_rows: their indices among all token rows; logit_rows:
+        their indices among the rows that make logits. A subclass that keeps only the latter rows uses logit_rows."""
         return self.final[token_rows]
 
 
@@ -104,9 +104,9 @@ class Model(LayeredModule, ABC):
         self, tokens: torch.Tensor, context: StepContext, aux_layers: tuple[int, ...] = (),
         rows: WantedRows | None = None,
     ) -> Hidden:
-        """Compute hidden states. tokens: [tokens] int64. aux_layers: the auxiliary states to return; i is the residual
-        stream after i layers, and 0 the embedding. rows: the token rows of `final` and `before_norm`, in this order;
-        by default all."""
+        """Compute hidden states. tokens: [tokens] int64. aux_layers: the auxiliary states to return, where i is the
+        residual stream after i layers (0: the embedding). rows: the token rows for which `final` and `before_norm` are
+        computed, in their order; by default all."""
 
     @abstractmethod
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
@@ -132,7 +132,8 @@ class DecoderNames(NamedTuple):
 
 
 class Decoder(Model):
-    """A model of embedding, layers, norm and head. A family fills `layers`, `rotaries` and `attention_layers`."""
+    """A model that consists of an embedding, layers, a norm and a head. A family's constructor sets `layers`,
+    `rotaries` and `attention_layers`."""
 
     names = DecoderNames()
     activation = "silu"  # activation of MLPs and experts
@@ -281,9 +282,9 @@ class Decoder(Model):
         return self.norm.add_norm(delta, residual)
 
     def _cut(self, rows: WantedRows, aux_layers: tuple[int, ...]) -> int:
-        """The first layer that is computed only for the wanted rows. By default it is the last layer. It is the last
-        layer that writes a cache if all layers after it can read for these rows only, or a later one if an auxiliary
-        state, which has all token rows, follows."""
+        """Index of the first layer that is computed only for the wanted rows: the last layer, or, if all layers after
+        the last one that writes a cache can attend for these rows alone, that writing layer. Auxiliary states need all
+        token rows, so the layers before them are computed for all."""
         last = self.num_layers - 1
         if self.last_writer == last or any(index not in rows.layers for index in range(self.last_writer + 1, last + 1)):
             return last
@@ -291,14 +292,14 @@ class Decoder(Model):
 
     def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor,
                      context: StepContext) -> Sequence[tuple[torch.Tensor, ...]]:
-        """The tensors that each layer gets beside the residual stream."""
+        """The extra input tensors of each layer, besides the residual stream. Most models have none."""
         return [()] * self.num_layers
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         return self.limited(self.lm_head.wide(hidden, context))
 
     def limited(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scale and bound the output layer's logits, possibly in place."""
+        """Apply the logit scale and the soft cap to the output layer's logits, possibly in place."""
         if self.logit_scale is not None:
             logits = logits.mul_(self.logit_scale)
         return logits if self.softcap is None else ops.cap_logits(logits, self.softcap)

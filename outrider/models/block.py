@@ -108,7 +108,7 @@ class BlockHead(FileHead):
             self._write(paged, kv, angles)
 
     def _write(self, paged: PagedLayer, kv: torch.Tensor, angles: Angles) -> None:
-        """kv: [tokens, k | v]."""
+        """Write one layer's keys and values. kv: [tokens, k | v], before the norm and rope of k."""
         layer = paged.layer
         norms = self.attentions[layer.index - self.attention_layers[0].index].norms
         if paged.backend.serves_rows:
@@ -121,8 +121,8 @@ class BlockHead(FileHead):
     # Block
 
     def forward(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Compute blocks. tokens: [rows], the last known tokens and masks. Return [rows, hidden], the input of
-        `logits`."""
+        """Run the head on blocks. tokens: [rows], each block's last known token and its mask tokens. Return [rows,
+        hidden], the input of `logits`."""
         angles = self.rotary.at(context.rope_positions)
         delta, residual = None, self.embedding.look_up(tokens)
         for layer in self.layers:
@@ -130,8 +130,8 @@ class BlockHead(FileHead):
         return self.norm.add_norm(delta, residual)[0]
 
     def confidence_of(self, hidden: torch.Tensor, before: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """[requests]: the probability that a draft is accepted if all drafts before it are accepted. hidden [requests,
-        hidden]: the row that made the draft. before [requests]: the token before the draft."""
+        """Return [requests]: the probability that a draft is accepted if all drafts before it are. hidden [requests,
+        hidden]: the output row that made the draft. before [requests]: the token before the draft."""
         assert self.confidence is not None
         x = hidden
         if self.config.confidence_reads_markov and self.markov is not None:
@@ -140,8 +140,8 @@ class BlockHead(FileHead):
 
 
 def _cache_window(config: BlockConfig, sight: Sight, most_rows: int) -> int | None:
-    """The window of a layer's cache. Where rows see their whole block, all rows attend at the block's end, so the
-    window must reach from there as far back as the first row sees."""
+    """The window of a layer's cache, in tokens. If rows see their whole block, all of them attend from the block's last
+    position. The window is then longer by the rest of the block, so that the first row keeps its full window."""
     if sight.window is None or sight.is_causal:
         return sight.window
     if sight.window < most_rows:

@@ -1,7 +1,7 @@
 """BlockConfig: a block drafter's config, in the publishers' forms (DFlash, DSpark) and in that of speculators.
 
-The forms have different names for the same things. Layer ids count from 0 in the publishers' files (the stream after
-layer i) and from 1 in speculators' files. An auxiliary state here is the stream after that number of layers.
+The forms have different names for the same things. A layer id i means the residual stream after layer i, counted from 0
+in the publishers' files and from 1 in speculators' files. `BlockConfig` counts how many layers come before the stream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ OTHER_FORMS = {
 
 @dataclass(frozen=True)
 class Sight:
-    """The keys that a row of a block sees in a layer, besides the context before the block."""
+    """Which keys a row of a block may attend to in one layer."""
 
     is_causal: bool  # rows of the block up to its own; otherwise all rows of the block
     window: int | None  # a row at p sees nothing before p - window + 1
@@ -108,7 +108,8 @@ def _kind(config: ConfigReader) -> str:
 
 
 class _Published:
-    """The publishers' form: one dict for layers and drafter, with some keys below `dflash_config`."""
+    """Reads a config in the publishers' form: one dict describes the layers and the drafter, and some keys may be
+    nested, for example below `dflash_config`."""
 
     default_rank = 0
     default_confidence = False
@@ -133,8 +134,8 @@ class _Published:
         return _checked_aux_layers(reader, key, reader.required(key, list), num_target_layers, offset=1)
 
     def sights(self) -> tuple[Sight, ...]:
-        """For each layer, the tokens that its rows see. Layers that slide by `layer_types` are causal within the block;
-        other layers are not, unless `causal` or `is_causal` makes all of them so."""
+        """For each layer, the keys that its rows may attend to. Layers that `layer_types` calls sliding are causal
+        within the block, and other layers are not. `causal` or `is_causal` overrides this for all layers."""
         count = self.layer.required("num_hidden_layers", int)
         kinds = _layer_types(self.layer, count)
         slides_all = self.flag("use_swa", False) and SLIDING not in kinds
@@ -151,7 +152,8 @@ class _Published:
 
 
 class _Speculators(_Published):
-    """The form of the speculators library: `transformer_layer_config` describes the layers."""
+    """Reads a config in the form of the speculators library, in which `transformer_layer_config` describes the
+    layers."""
 
     def __init__(self, config: ConfigReader, layer: ConfigReader, kind: str) -> None:
         super().__init__(config, layer, kind)

@@ -1,7 +1,6 @@
 """Catalog: the served families, each with its architectures and with its models on the hub.
 
-The tables that decide what a family is served with (its own drafter, GGUF files) are asked, so the catalog cannot
-contradict them.
+Drafters and GGUF names are looked up in the tables that the engine itself uses, so the catalog cannot contradict them.
 """
 
 from __future__ import annotations
@@ -47,12 +46,13 @@ def _causal(*names: str) -> tuple[str, ...]:
 
 
 def _with_head(name: str) -> tuple[str, ...]:
-    """The architectures of a family that also has a classification head."""
+    """Architecture names of a family that is served as a language model and as a classifier."""
     return f"{name}ForCausalLM", f"{name}ForSequenceClassification"
 
 
 def _with_images(*names: str) -> tuple[str, ...]:
-    """The families with text that is also served inside checkpoints that see images."""
+    """Architecture names of language models that are served both from text-only checkpoints and from checkpoints that
+    also see images."""
     return tuple(f"{name}{end}" for name in names for end in ("ForCausalLM", "ForConditionalGeneration"))
 
 

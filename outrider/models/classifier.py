@@ -26,7 +26,7 @@ ACTIVATION_FUNCTIONS = {"torch.nn.modules.linear.Identity": "identity",
 
 
 class Classifier(Llama):
-    """The common part of the classes below. Scores are float32 (float64 in a float64 model)."""
+    """The base class of the classifiers below. Scores are float32 (float64 in a float64 model)."""
 
     classes: ClassHead
     score: Linear | None = None

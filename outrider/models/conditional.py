@@ -21,7 +21,8 @@ OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "vision_model.")
 
 
 class LanguagePart(Decoder):
-    """The first base class of families whose config and tensors are a section of a larger model's."""
+    """A mixin for language models whose config and tensors are a section of a larger model's. It must be the first base
+    class."""
 
     names = DecoderNames.below(f"{PREFIX}.model")._replace(output=f"{PREFIX}.lm_head")
     default_tied = False

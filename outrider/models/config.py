@@ -60,8 +60,8 @@ class Sizes:
 
 
 def refuse_unsupported(config: ConfigReader, activation: str = "silu", key: str = "hidden_act") -> None:
-    """Refuse keys that change the arithmetic and that no model here implements, and an activation other than the
-    family's, which the config has under `key`."""
+    """Refuse settings for arithmetic that no model here implements, and any activation other than the family's. key:
+    the config's key for the activation."""
     if quantization := config.get(KEY, dict, {}):
         try:
             read_quantization(quantization)

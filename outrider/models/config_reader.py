@@ -28,7 +28,7 @@ class ConfigError(ValueError):
 
 @dataclass
 class _Reads:
-    """The keys of one dict of a file that were read, and the notes of dicts inside it."""
+    """Records which keys of one config dict were read. `sections` has a record for each nested dict."""
 
     values: Mapping[str, Any]
     source: str
@@ -54,7 +54,8 @@ class ConfigReader:
 
     def __init__(self, values: Mapping[str, Any], source: str = "config.json", reads: _Reads | None = None,
                  file_names: Mapping[str, str] | None = None) -> None:
-        """file_names: the file's names of keys that a family reads under other names (`with_names`)."""
+        """file_names: maps the key names that a family reads to the names in the file, where the two differ
+        (`with_names`)."""
         if not isinstance(values, Mapping):
             raise ConfigError(f"{source} must hold a dict, got {shown(values)}")
         self.values = values  # unnoted: families read by the methods below
@@ -63,8 +64,8 @@ class ConfigReader:
         self._file_names = file_names or {}
 
     def required(self, key: str, kind: type[T], least: float = 1) -> T:
-        """The value of a key that must be there. `least`: the smallest allowed integer; 1, because required integers
-        are sizes or counts."""
+        """The value of a required key. `least`: the smallest allowed integer; 1, because required integers are sizes or
+        counts."""
         if not self.has(key):
             raise ConfigError(f"{self.source}: {self._name(key)} is missing")
         return self._typed(key, kind, least if kind is int else None, None)
@@ -94,14 +95,14 @@ class ConfigReader:
         return self.values.get(key)
 
     def passes_over(self, *keys: str) -> None:
-        """Count these keys as read: other keys make them meaningless in this config."""
+        """Count these keys as read, because other keys of this config make them meaningless."""
         self._reads.keys.update(keys)
 
     def refusal(self, key: str, why: str) -> ConfigError:
         return ConfigError(f"{self.source}: {self._name(key)}={shown(self.values.get(key))} is not supported; {why}")
 
     def section(self, key: str) -> ConfigReader:
-        """The dict under `key`, with messages that name the path. All of its keys must be read too."""
+        """A reader of the dict under `key`. Its messages name the path, and `refuse_unread` checks its keys too."""
         return ConfigReader(self.required(key, dict), f"{self.source}: {key}", self._reads.section(key))
 
     def section_or_empty(self, key: str) -> ConfigReader:
@@ -112,13 +113,13 @@ class ConfigReader:
         return self.section("text_config") if self.has("text_config") else self
 
     def with_values(self, values: Mapping[str, Any]) -> ConfigReader:
-        """The config with some values replaced or added, for families with other names or defaults. A key read there
-        counts as read here."""
+        """A reader of the config with some values replaced or added, for families with other names or defaults. A key
+        that is read from the new reader counts as read in this one."""
         return ConfigReader({**self.values, **values}, self.source, self._reads, self._file_names)
 
     def with_names(self, names: Mapping[str, str]) -> ConfigReader:
-        """The config under other families' names of keys. names: the file's name for each of these; messages show the
-        file's names. A file may have either name, but not both with different values."""
+        """A reader that also finds keys under the names that other families use. names: maps such a name to the file's
+        name, which messages show. A file may have either name, but not both with different values."""
         values, file_names = {}, dict(self._file_names)
         for name, file_name in names.items():
             if not self.has(file_name):

@@ -1,4 +1,5 @@
-"""DeepSeek-V3, DeepSeek-V3.2 and GLM-MoE-DSA: latent attention, and experts beside shared ones after the first layers.
+"""DeepSeek-V3, DeepSeek-V3.2 and GLM-MoE-DSA: latent attention; a dense MLP in the first layers, then routed and shared
+experts.
 
 V3 attends to everything. In V3.2 an indexer in every layer chooses the positions that the layer attends to. In
 GLM-MoE-DSA some layers reuse the choice of the layer before them.
@@ -77,7 +78,7 @@ class DeepseekV3(Decoder):
 
     @property
     def num_shared(self) -> int:
-        """The number of experts that every token takes."""
+        """The number of shared experts, which process every token."""
         return self.config.get("n_shared_experts", int, 0)
 
     @property
@@ -167,7 +168,8 @@ class GlmMoeDsa(DeepseekV32):
 
 
 def read_sparse_layers(config: ConfigReader) -> list[bool]:
-    """Whether each layer has experts: `mlp_layer_types`, or all layers from `first_k_dense_replace` on."""
+    """For each layer, whether it has experts. The config names the kinds in `mlp_layer_types`; otherwise all layers
+    from `first_k_dense_replace` on have experts."""
     num_layers = config.required("num_hidden_layers", int)
     num_dense = config.get("first_k_dense_replace", int, 0)
     kinds = config.get("mlp_layer_types", list, [DENSE if i < num_dense else SPARSE for i in range(num_layers)])
@@ -179,7 +181,8 @@ def read_sparse_layers(config: ConfigReader) -> list[bool]:
 
 
 def read_index_kinds(config: ConfigReader) -> list[str]:
-    """Whether each layer chooses positions itself: `indexer_types`, a pattern of F and S, or every n-th layer."""
+    """For each layer, whether it chooses positions itself (full) or reuses the choice of the layer before it (shared).
+    The config names the kinds, has a pattern of F and S, or makes every n-th layer full."""
     num_layers = config.required("num_hidden_layers", int)
     key = "indexer_types" if config.has("indexer_types") else "index_topk_pattern"
     config.passes_over("index_topk_pattern")  # the other key wins

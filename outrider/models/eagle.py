@@ -89,7 +89,7 @@ def build_eagle(config: ConfigReader, method: str, target: Model, *, first_layer
 
 
 class EagleHead(FileHead, SlotHead):
-    """The common part of both kinds: sizes, rope and the names of tensors."""
+    """The base class of both kinds of heads. It holds their sizes, rope and tensor names."""
 
     renamed = RENAMED
     first: LlamaLayer  # its parts are called one by one; `layers` are those after it
@@ -118,7 +118,8 @@ class EagleHead(FileHead, SlotHead):
 
     def _layers_from(self, x: torch.Tensor, residual: torch.Tensor, angles: Angles, context: StepContext,
                      rows: WantedRows | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run all layers. x: the input of the first attention; residual: the stream before it."""
+        """Run all layers. x: the input of the first layer's attention; residual: the residual stream before that
+        layer."""
         first, *others = self.first, *self.layers
         if rows is not None and not others:
             mixed, residual = first.attention.for_rows(x, angles, context, rows), residual[rows.token_rows]
@@ -148,8 +149,8 @@ class EagleHead(FileHead, SlotHead):
 
 
 class Eagle1Head(EagleHead):
-    """An EAGLE-1 head: fc([embedding, hidden]) through the layers. The first layer does not norm its input, and no norm
-    follows the last."""
+    """An EAGLE-1 head, which runs its layers on fc([embedding, hidden]). The first layer does not norm its input, and
+    no norm follows the last layer."""
 
     def __init__(self, head: HeadConfig, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,
                  device: torch.device) -> None:

@@ -27,7 +27,7 @@ class Ernie(Llama):
 
 
 class ErnieRouter(Router):
-    """A router with a correction of two axes, which the checkpoint has beside the product instead of below it."""
+    """A router whose score correction is stored beside the gate's matrix, as a tensor with two axes [1, experts]."""
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         assert self.bias is not None
@@ -51,7 +51,8 @@ class ErnieMoe(Ernie):
         super().__init__(config, dtype=dtype, device=device, max_len=max_len)
 
     def slot_name(self, name: str) -> str:
-        """The slot for a tensor's name: files have the correction beside the router, transformers' modules inside."""
+        """The slot for a tensor's name. The score correction is beside the router in published files, and inside it in
+        transformers' modules."""
         return super().slot_name(name.replace(".gate.moe_statics.", ".moe_statics."))
 
     def ignores(self, name: str) -> bool:

@@ -65,7 +65,7 @@ class SideBySide(TokenMixer):
     """The scaled sum of attention and Mamba-2 over the same token rows."""
 
     def __init__(self, attention: SelfAttention, mamba: ScaledMamba2, factors: tuple[float, float, float]) -> None:
-        """factors: of the attention's input, of its output and of Mamba-2's output."""
+        """factors: the multipliers of the attention's input, the attention's output and Mamba-2's output."""
         self.attention, self.mamba, self.factors = attention, mamba, factors
 
     def parts(self) -> Sequence[tuple[str, Module]]:
@@ -115,7 +115,7 @@ class FalconH1(HybridDecoder):
         self.layers = [self._layer(mixer) for mixer in mixers]
 
     def attention_layer(self, index: int, window: int | None = None) -> AttentionLayer:
-        """An attention layer. The factor of the keys is applied to the scores."""
+        """An attention layer. Its score scale includes the config's factor for the keys."""
         sizes, factor = self.sizes, read_factor(self.config, "key_multiplier")
         return AttentionLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim,
                               sizes.head_dim**-0.5 * factor, window)

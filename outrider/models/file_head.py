@@ -1,8 +1,8 @@
 """FileHead: a head with its own files, in which the embedding, the output and a reduced vocabulary are optional.
 
-EAGLE heads and block drafters are published like this. The target's tensors replace those that the file does not have.
-With `target_output_rows` in its config, a head with a reduced vocabulary copies its output from the target's rows of
-these tokens, so the file contains only the head's layers.
+EAGLE heads and block drafters are published like this. The head uses the target's tensors for those that its file does
+not have. If its config sets `target_output_rows`, a head with a reduced vocabulary copies the rows of its tokens from
+the target's output matrix, so the file contains only the head's layers.
 """
 
 from __future__ import annotations

@@ -112,8 +112,7 @@ class PerLayerInputs(Module):
 
 
 class PerLayerGate(Module):
-    """One layer's use of its per-layer input: the residual stream gates the input, and the result is added to the
-    stream."""
+    """Computes what one layer adds to the residual stream from its per-layer input, which the stream gates."""
 
     def __init__(self, size: int, sizes: Sizes, *, dtype: torch.dtype, device: torch.device) -> None:
         self.gate = Linear(sizes.hidden_size, size, bias=False, dtype=dtype, device=device)
@@ -165,7 +164,8 @@ class ExpertsBeside(Module):
 class Gemma4Layer(DecoderLayer):
     """Attention and MLP, each between two norms; then the per-layer input; then a scalar that multiplies everything.
 
-    The scalar multiplies the residual stream here, and the last norm's weight contains it for what the norm adds.
+    The residual stream is multiplied by the scalar here. The last norm's output needs no multiplication, because the
+    scalar is folded into that norm's weight.
     """
 
     def __init__(
@@ -321,7 +321,7 @@ class Gemma4(Decoder):
         return max((index for index, shape in enumerate(self.shapes) if shape.attention.writes), default=0)
 
     def owner(self, kind: str) -> LayerShape | None:
-        """The last layer of a kind that has a cache. The layers of this kind after it read its cache."""
+        """The last layer of a kind that has its own cache. Later layers of this kind read that cache."""
         return next((shape for shape in reversed(self.shapes) if shape.kind == kind and shape.reads is None), None)
 
     def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor,

@@ -1,7 +1,7 @@
 """The Gemma 4 assistant: a small decoder of queries only, which reads the keys and values of a target's last layers.
 
-It has no cache, computes no prompt, and guesses any number of tokens from one position. It knows nothing of pages, rows
-or drafts; its drafter gives it positions and lengths.
+It has no cache, does not run over the prompt, and guesses any number of tokens from one position. It knows nothing of
+pages, rows or drafts; its drafter gives it positions and lengths.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ TOKEN_ORDERING = "masked_embedding.token_ordering"
 
 
 class CentroidHead:
-    """The logits of the tokens nearest to a few centroids. All other tokens cannot be chosen."""
+    """An output layer that computes logits only for the tokens of the few centroids that fit a hidden state best. All
+    other logits are -inf."""
 
     def __init__(self, embedding: torch.Tensor, num_centroids: int, num_chosen: int) -> None:
         vocab_size, hidden_size = embedding.shape
@@ -102,8 +103,9 @@ class Gemma4Assistant(SlotHead):
 
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute drafts' hidden states. tokens [n]: the last token, with its query at the context's position; hidden:
-        [n, target's hidden]. It writes no cache, so all rows are computed."""
+        """Compute the hidden states of drafts. tokens [n]: the last tokens, whose queries stand at the context's
+        positions; hidden: [n, target's hidden]. `rows` must be None: the assistant writes no cache, so it runs only on
+        rows that are needed."""
         assert rows is None
         angles = [rotary.at(context.rope_positions) for rotary in self.rotaries]
         ids, table, scale = self._table(tokens, self.embedding.scale, context)
@@ -157,7 +159,8 @@ def check_fits(config: ConfigReader, text: ConfigReader, target: Gemma4) -> None
 
 
 def _reading(text: ConfigReader, target: Gemma4, shape: LayerShape) -> LayerShape:
-    """The layer, as a reader of the target's last layer of its kind. The two must have the same geometry."""
+    """The layer's shape, changed to read the cache of the target's last layer of the same kind. Both layers must have
+    the same heads and window."""
     owner = target.owner(shape.kind)
     if owner is None:
         raise text.refusal("layer_types", f"the target has no {shape.kind} layer to read")
@@ -184,7 +187,7 @@ def _centroids(config: ConfigReader, embedding: torch.Tensor) -> CentroidHead | 
 
 
 def _ordered(order: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
-    """The order in which a checkpoint stores the vocabulary, centroid by centroid."""
+    """Check a checkpoint's token ordering, and return it in the shape of `members`: the token ids of each centroid."""
     flat = order.to(device=members.device, dtype=torch.int64).flatten()
     if not torch.equal(flat.sort().values, torch.arange(members.numel(), device=members.device)):
         raise WeightError(f"tensor {TOKEN_ORDERING} must hold every one of the {members.numel()} token ids once")

@@ -1,4 +1,4 @@
-"""Reads configs of Gemma 4 models and assistants, with the keys of old and new checkpoints."""
+"""Read the configs of Gemma 4 models and assistants, with the keys of old and new checkpoints."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def read_kinds(text: ConfigReader, num_layers: int) -> list[str]:
 
 
 def read_shapes(text: ConfigReader, sizes: Sizes, first_layer: int = 0) -> list[LayerShape]:
-    """Read the shape of each layer. `reads` is an index of the model's own layers. In an assistant all layers read
-    another model's caches, and `reads` stays None here."""
+    """Read the shape of each layer. `reads` is the index of a layer of the same model. In an assistant all layers read
+    the target's caches, and `reads` is set later."""
     kinds = read_kinds(text, sizes.num_layers)
     windows = layer_windows(text, kinds)
     softcap = text.optional("attn_logit_softcapping", float, least=LEAST_SOFTCAP)

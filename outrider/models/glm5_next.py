@@ -135,7 +135,7 @@ class Glm5Next(KimiLinear):
                            self.shape.nope_dim**-0.5, attends_to)
 
     def pooled_positions(self, anchor: int) -> PooledPositions:
-        """The indexer. anchor: the position at which the first block begins."""
+        """How the indexer chooses blocks. anchor: the position at which the first block begins."""
         config = self.config
         size, budget = config.get("index_kpool", int, 16, least=1), config.required("index_topk", int)
         if size & (size - 1):
@@ -155,8 +155,8 @@ class Glm5Next(KimiLinear):
         return HyperLayer(mixer_streams, self.make_norm(), mixer, mlp_streams, self.make_norm(), mlp)
 
     def predicting_layer(self, index: int, lasts: bool) -> tuple[DecoderLayer, LatentLayer]:
-        """The layer of a prediction module, with one residual stream. Its texts begin at position 1, and so do its
-        blocks. lasts: whether later drafting passes keep the choice of blocks of the first pass."""
+        """The layer of a prediction module, with one residual stream. The module's first token has position 1, so its
+        blocks begin there. lasts: whether later drafting passes keep the blocks that the first pass chose."""
         latent = self._latent_layer(index, replace(self.pooled_positions(anchor=1), lasts_for_drafting=lasts))
         layer = PreNormLayer(self.make_norm(), self.attention(latent), self.make_norm(), self.make_experts(index))
         return layer, latent
@@ -204,8 +204,8 @@ def read_kinds(config: ConfigReader, num_layers: int) -> list[str]:
 
 
 def _read_index_kinds(config: ConfigReader) -> Sequence[str]:
-    """Whether each layer chooses blocks itself or reuses the choice of the layer before it. The config has no entries
-    for KDA layers."""
+    """For each layer, whether it chooses blocks itself or reuses the choice of the layer before it. The entries of KDA
+    layers have no meaning."""
     kinds, index_kinds = read_kinds(config, config.required("num_hidden_layers", int)), read_index_kinds(config)
     for index, kind in enumerate(kinds):
         if kind == FULL and index_kinds[index] == SHARED_INDEX and kinds[index - 1] == LINEAR:

@@ -1,6 +1,7 @@
 """gpt-oss: attention with sinks, every second layer with a window, and experts with biases and a limited activation.
 
-The published files have the experts in MXFP4. Unquantised files have them input by output, with gate and up in turn.
+The published files store the experts in MXFP4. Unquantised files store them as [inputs, outputs], with alternating
+features of gate and up.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from outrider.models.sources.quantization import KEY
 
 
 class SinkAttention(SelfAttention):
-    """Attention with a sink for every head, a tensor of the checkpoint that attention reads."""
+    """Attention with a sink for every head. The sinks are a tensor of the checkpoint, which the attention kernel
+    reads."""
 
     _held: HeldRows | None = None
 
@@ -53,7 +55,7 @@ class BiasedExperts(Experts):
 
     def __init__(self, num_experts: int, hidden_size: int, width: int, *, is_transposed: bool, dtype: torch.dtype,
                  device: torch.device) -> None:
-        """is_transposed: the files store the matrices as numbers, input by output."""
+        """is_transposed: the files store unquantised matrices as [inputs, outputs]."""
         super().__init__(num_experts, hidden_size, width, activation=CLAMPED, is_fused=True,
                          is_transposed=is_transposed, dtype=dtype, device=device)
         self._rank = 0

@@ -43,16 +43,16 @@ class DraftHead(LayeredModule):
         self._borrows_output = False  # the copy is another head's
 
     def arrivals(self, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
-        """The checkpoint's tensors that are loaded as weights, by their names in `weights`. Tensors that the head
-        stores itself are left out."""
+        """The checkpoint's tensors that the loader stores, under their names in `weights`. Subclasses leave out the
+        tensors that they take themselves."""
         return iter(tensors)
 
     def stored_format(self, source: ModelSource) -> Callable[[str], StoredFormat | None]:
-        """How a source stores a matrix, by the head's name for the matrix."""
+        """Return a function that says how `source` stores a matrix, given the head's name for the matrix."""
         return source.stored_format
 
     def follow_target(self) -> None:
-        """Repeat the copies that the head made of the target's weights, because these weights may have changed."""
+        """Refresh the head's copies of the target's weights, because these weights may have changed."""
         if self.rounded_output is not None and not self._borrows_output:
             self.rounded_output.take()
 
@@ -72,8 +72,9 @@ class DraftHead(LayeredModule):
 
     def _table(self, tokens: torch.Tensor, scale: float | None,
                context: StepContext) -> tuple[torch.Tensor, torch.Tensor, float | None]:
-        """The rows to look up, the table that contains them, and its scale. By default the table is the embedding's. If
-        vectors replace embeddings, or the embedding's format keeps no numbers, a table is made for this pass."""
+        """Return (row indices, the table to look them up in, its scale). By default this is the embedding's table. If
+        the request gives vectors instead of token ids, or the embedding has no plain table, a table is made for this
+        pass."""
         table = self.embedding.format.table
         if context.given_rows is None and table is not None:
             return tokens, table, scale
@@ -106,8 +107,8 @@ class DraftHead(LayeredModule):
 
 
 class SlotHead(DraftHead, ABC):
-    """A head that drafts token by token. Slot p of its cache is a function of token p and the target's hidden state of
-    p - 1, at rope position p - 1."""
+    """A head that drafts token by token. Slot p of its cache is computed from token p and the target's hidden state at
+    p - 1, with rope position p - 1."""
 
     @abstractmethod
     def consume(self, hidden: Hidden) -> torch.Tensor:
@@ -116,12 +117,13 @@ class SlotHead(DraftHead, ABC):
     @abstractmethod
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the head. hidden [tokens, hidden]: from `consume`, or from an earlier pass for the next position. Return
-        (the input of `logits`, the hidden states for the next position), of these rows or of all."""
+        """Run the head. hidden [tokens, hidden]: from `consume`, or returned by the pass for the position before.
+        Return (the input of `logits`, the hidden states for the next position), for `rows` if given, otherwise for all
+        token rows."""
 
 
 class SlotRotary(Rotary):
-    """The rope of a `SlotHead`: position p uses the angles of p - 1, as the head was trained. Only dead token rows have
+    """The rope of a `SlotHead`: position p uses the angles of p - 1, as in the head's training. Only padding rows have
     position 0."""
 
     def __init__(self, rotary: Rotary) -> None:

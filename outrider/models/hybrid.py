@@ -22,7 +22,8 @@ class HybridDecoder(Decoder):
 
 
 def pass_over_components(config: ConfigReader) -> None:
-    """Ignore how a rope assigns its frequencies to the three components of a position: in text these are equal."""
+    """Ignore keys that say which of a rope's frequencies use which of a position's three components. In text the three
+    are equal."""
     config.section_or_empty("rope_parameters").passes_over("mrope_section", "mrope_interleaved")
 
 

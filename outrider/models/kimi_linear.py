@@ -148,7 +148,7 @@ class KimiLinear(HybridDecoder):
 
     @property
     def num_shared(self) -> int:
-        """The number of experts that every token takes."""
+        """The number of shared experts, which process every token."""
         return self.config.get("n_shared_experts", int, 1)
 
     def read_latent_shape(self) -> LatentShape:
@@ -182,6 +182,6 @@ class KimiLinear(HybridDecoder):
 
 
 def with_common_names(config: ConfigReader) -> ConfigReader:
-    """The config under the names of keys that other families use."""
+    """A reader of the config that also finds keys under the names that other families use."""
     experts = "num_local_experts" if config.has("num_local_experts") else "num_experts"  # transformers' name wins
     return config.with_names(OTHER_NAMES | {"n_routed_experts": experts})

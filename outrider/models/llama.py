@@ -148,7 +148,7 @@ class Llama(Decoder):
         return layer_windows(config, layer_types)
 
     def biases(self, config: ConfigReader) -> tuple[bool, bool, bool]:
-        """Which products have a bias: q, k and v; the attention's output; the MLP."""
+        """Which matrices have a bias: (q, k and v; the attention's output; those of the MLP)."""
         attention = config.get("attention_bias", bool, False)
         return attention, attention, config.get("mlp_bias", bool, False)
 

@@ -1,9 +1,9 @@
 """Llama 4: three layers of four see only their chunk of the text and have a rope; the fourth sees all of it without
 one.
 
-Queries of layers without a rope grow with their position. Layers with a rope norm the heads of q and k. Experts get
-token rows multiplied by their score, beside a shared expert. The published checkpoints also see images; only their text
-part is served.
+In layers without a rope, queries are scaled by a factor that grows with the position. Layers with a rope norm the heads
+of q and k. An expert's input is the token row times the expert's score; a shared expert runs beside. The published
+checkpoints also see images; only their text part is served.
 """
 
 from __future__ import annotations
