@@ -104,8 +104,8 @@ class Gemma4Assistant(SlotHead):
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute the hidden states of drafts. tokens [n]: the last tokens, whose queries stand at the context's
-        positions; hidden: [n, target's hidden]. `rows` must be None: the assistant writes no cache, so it runs only on
-        rows that are needed."""
+        positions; hidden: [n, target's hidden]. `rows` must be None: the assistant writes no cache, so every row that
+        it runs is needed."""
         assert rows is None
         angles = [rotary.at(context.rope_positions) for rotary in self.rotaries]
         ids, table, scale = self._table(tokens, self.embedding.scale, context)

@@ -1,7 +1,7 @@
-"""Build models from their sources and fill them, one tensor at a time or at random; drafters' models and heads too.
+"""Build models and draft heads from their sources, and fill them from files, one tensor at a time, or at random.
 
-Every tensor of a source must find its slot, and every slot its tensor; otherwise loading fails with their names. Beside
-the model, about one tensor of the files is in memory at most.
+Every tensor of the files must fit a weight of the model, and every weight must get a tensor; otherwise loading fails
+and names them. Besides the model, at most about one tensor of the files is in memory.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def load_model(source: ModelSource, *, dtype: torch.dtype, device: torch.device 
 def declare_formats(model: Model, stored_format: Callable[[str], StoredFormat | None],
                     device: torch.device | None = None, quantization: str | None = None) -> None:
     """Choose the formats of a model's weights from how its source stores them, before they are allocated. `device`:
-    where the model will run, if it is only outlined on the meta device. `quantization`: codes into which linear
-    layers of numbers are converted when they are read."""
+    where the model will run, if it is only outlined on the meta device. `quantization`: the codes, such as fp8, to
+    which unquantised linear layers are converted while they are read."""
     model.declare_formats(FormatChoice(stored_format, device or model.device, quantization))
 
 
@@ -100,7 +100,8 @@ def fill_model(model: Model, source: ModelSource, *, load_format: str = "auto", 
 
 
 def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
-    """Fill the model and finalize it. Stored weights are dequantised unless the layer's format keeps their bits."""
+    """Fill the model and finalize it. A quantised weight is dequantised unless the layer's format stores it as it
+    is."""
     slots = model.weights()
     missing = set(slots)
     left_over: dict[str, None] = {}  # names in the files, without repeats
@@ -131,7 +132,8 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
 
 
 class SlotNamed:
-    """The tensors of a source under the names of their slots."""
+    """An iterator over a source's tensors under the names of their slots. It keeps the files' name of the current
+    tensor, for error messages."""
 
     def __init__(self, model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
         self._model, self._tensors = model, tensors
@@ -151,7 +153,8 @@ class SlotNamed:
 
 
 def report_weights(slots: Mapping[str, WeightSlot], expanded: Mapping[str, int]) -> None:
-    """Log one line: which weights keep their bits, and how many matrices of which kind were expanded to numbers."""
+    """Log one line: in which forms the weights are kept in memory, and how many matrices of each quantised kind were
+    dequantised."""
     if not expanded and all(slot.kind is None for slot in slots.values()):
         return
     dtypes = " or ".join(sorted({dtype_name(slot) for slot in slots.values() if slot.kind is None}))
@@ -161,7 +164,7 @@ def report_weights(slots: Mapping[str, WeightSlot], expanded: Mapping[str, int])
 
 
 def describe_weights(slots: Mapping[str, WeightSlot]) -> str:
-    """The memory of weights by the form in which they are kept: "4096 MiB in fp8 rows, 512 MiB in bfloat16"."""
+    """Describe how much memory the weights take in each form: "4096 MiB in fp8 rows, 512 MiB in bfloat16"."""
     kept: Counter[str] = Counter()
     for name, slot in slots.items():
         module, _, part = name.rpartition(".")
@@ -180,7 +183,8 @@ def dtype_name(slot: WeightSlot) -> str:
 
 
 def some_names(names: Collection[str]) -> str:
-    """The first names, and how many more there are, because a file of another model lacks hundreds."""
+    """The first names in sorted order, and the number of the others. A file of another model can lack hundreds of
+    names."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(sorted(names)[:MOST_NAMED]) + more
 
@@ -189,15 +193,15 @@ def one_by_one(
     tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot], expanded: Counter[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a source, each under the name of its slot if the model has one. `expanded` counts, by kind, the
-    stored weights that became numbers."""
+    quantised weights that are dequantised."""
     return _in_parts(split_experts(tensors, slots), slots, expanded)
 
 
 def _in_parts(
     tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot], expanded: Counter[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors, with each stored weight replaced by its parts if the layer's format keeps them, and otherwise by its
-    numbers."""
+    """The tensors to copy into slots. A quantised weight gives its codes and scales if the layer's format keeps them,
+    and otherwise one dequantised tensor."""
     for name, tensor in tensors:
         slot = slots.get(name)
         if slot is not None and slot.quantize is not None:
@@ -222,8 +226,8 @@ def _in_parts(
 def _kept_parts(
     name: str, stored: StoredWeight, slots: Mapping[str, WeightSlot]
 ) -> list[tuple[str, torch.Tensor]]:
-    """The tensors of a stored weight under their own names; none if no format keeps them. The name of a joint matrix of
-    experts has no ".weight", and the names of its scales are appended directly."""
+    """The codes and scales of a quantised weight under their own names. Empty if the layer's format does not keep them.
+    The name of a joint matrix of experts has no ".weight", and the names of its scales are appended directly."""
     parts = [(name + part.removeprefix("weight"), tensor) for part, tensor in stored.parts().items()]
     if not any(part in slots and slots[part].kind == stored.kind for part, _ in parts):
         return []
@@ -251,8 +255,8 @@ def split_experts(tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, Wei
 
 
 def load_dummy(model: Model, seed: int) -> None:
-    """Fill every tensor from U(-1e-3, 1e-3), or with random bits of its format, and finalize. The same seed and device
-    give the same weights; each of several ranks gets its part of them."""
+    """Fill every tensor with numbers from U(-1e-3, 1e-3), or with random codes if it is quantised, and finalize. The
+    same seed and device give the same weights; each of several ranks gets its part of them."""
     generator = torch.Generator(model.device).manual_seed(seed)
     for slot in model.weights().values():
         slot.fill(generator)

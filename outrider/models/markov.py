@@ -1,7 +1,7 @@
 """The Markov head of DSpark drafters: it adds to the logits of a draft a term that depends on the token before it.
 
-The term has a low rank: a row of `markov_w1` for the token before, times `markov_w2`. The block's hidden state may gate
-it, or a small recurrent state that runs along the block may make it.
+The term has a low rank: it is the row of `markov_w1` for the token before, times `markov_w2`. There are two variants:
+the block's hidden state gates the row, or a small recurrent state that runs along the block replaces it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from outrider.models.block_config import MarkovSizes
 class MarkovHead(Module):
     def __init__(self, sizes: MarkovSizes, *, vocab_size: int, num_outputs: int, hidden_size: int, dtype: torch.dtype,
                  device: torch.device) -> None:
-        """vocab_size: the size of the target's vocabulary, which the tokens before have. num_outputs: the size of the
-        drafter's vocabulary."""
+        """vocab_size: the size of the target's vocabulary, for the tokens before drafts. num_outputs: the size of the
+        drafter's vocabulary, for the drafts."""
         rank, made = sizes.rank, {"dtype": dtype, "device": device}
         self.rank, self.kind = rank, sizes.kind
         self.before = Embedding(vocab_size, rank, dtype=dtype, device=device)
@@ -32,7 +32,7 @@ class MarkovHead(Module):
                 *((name, part) for name, part in optional.items() if part is not None)]
 
     def first_state(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The recurrent state [requests, rank] before the first draft. Kinds without a recurrence pass it on unread."""
+        """The recurrent state [requests, rank] before the first draft. Kinds without a recurrence ignore it."""
         return hidden.new_zeros(len(hidden), self.rank)
 
     def addition(self, tokens: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor,

@@ -1,5 +1,5 @@
-"""MiniMax-M2: one norm over all q heads and one over all k heads, a rope on half of each head, and experts with scores
-that are corrected for the choice.
+"""MiniMax-M2: one norm over all q heads and one over all k heads, a rope on half of each head, and experts that are
+chosen by corrected scores.
 """
 
 from __future__ import annotations

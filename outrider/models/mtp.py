@@ -52,7 +52,7 @@ class MTPNames:
 
 @dataclass(frozen=True)
 class MTPDescription:
-    """How the prediction module of one family differs from that of other families."""
+    """The properties of one family's prediction module in which families differ."""
 
     layers: LayerFactory
     eps: float
@@ -145,8 +145,8 @@ class MTPHead(SlotHead):
 
 
 class StreamMTPHead(MTPHead):
-    """A module that continues the target's residual streams. The streams before its layer are sums of two products: of
-    the normed embedding, and of each normed stream. A gate replaces the final norm."""
+    """A module that continues the target's residual streams. Before its layer, each stream is the sum of two
+    projections: that of the normed embedding and that of the normed stream. A gate replaces the final norm."""
 
     norm: StreamEnd  # type: ignore[assignment]
 
@@ -272,7 +272,7 @@ def _describe_nemotron_h(target: NemotronH) -> MTPDescription:
 
 def _describe_deepseek(target: DeepseekV3) -> MTPDescription:
     """DeepSeek's module: one more layer with experts, and with an indexer if the target has indexers. The config says
-    whether further drafting passes keep the choice of the first."""
+    whether later drafting passes keep the positions that the first pass chose."""
     config, count = target.config, target.num_predicted
     if count > 1:
         config.must_equal(SHARED_CHOICE, False, default=False)  # no checkpoint says whose choice later modules keep
@@ -302,9 +302,9 @@ def _deepseek_module(target: DeepseekV3, number: int) -> MTPDescription:
 
 
 def _describe_hy_v4(target: HYV4) -> MTPDescription:
-    """HY-V4's module: a layer with experts and an indexer, which reads the final state because the streams have ended.
-    The config says whether further drafting passes keep the choice of the first. The makers let one module make
-    three drafts."""
+    """HY-V4's module: a layer with experts and an indexer. It reads the target's final state and has one residual
+    stream. The config says whether later drafting passes keep the positions that the first pass chose. The makers let
+    one module make three drafts."""
     config, count = target.config, target.num_predicted
     if count > 1:
         config.must_equal(SHARED_CHOICE, False, default=False)  # no checkpoint says whose choice later modules keep
@@ -356,8 +356,8 @@ def _describe_bailing(target: BailingHybrid) -> MTPDescription:
 
 def _describe_glm5_next(target: Glm5Next) -> MTPDescription:
     """GLM5-Next's module: one more layer with latent attention to blocks and with experts, over the target's final
-    state. The config says whether further drafting passes keep the choice of the first; the makers let one module
-    make several drafts."""
+    state. The config says whether later drafting passes keep the blocks that the first pass chose. The makers let one
+    module make several drafts."""
     target.config.must_equal(PREDICTED, 1, default=1)  # how several would follow each other no checkpoint says
     lasts = target.config.get(SHARED_CHOICE, bool, False)
 

@@ -82,7 +82,7 @@ class PlainMLP(FeedForward):
         return (ShardSize(INNER_KEYS, self.down.declared.in_features),)
 
     def shard(self, group: RankGroup) -> None:
-        """Keep some inner features."""
+        """Shard the inner features over the ranks."""
         self.up.declare_shard(OutputShard(Ranks.from_group(group)))
         self.down.declare_shard(InputShard.from_group(group))
 
@@ -145,7 +145,8 @@ class NemotronH(HybridDecoder):
         self.recurrent_layers = {own.part.index: own.part.mixer for own in layers if isinstance(own.part, Mamba2)}
 
     def slot_name(self, name: str) -> str:
-        """The slot for a tensor's name. Files have another first word than transformers' modules."""
+        """The slot for a tensor's name. Names begin with `backbone` in files and with `model` in transformers'
+        modules."""
         return super().slot_name(f"backbone.{name.removeprefix('model.')}" if name.startswith("model.") else name)
 
     def layer(self, index: int, kind: str) -> NemotronHLayer:
@@ -247,7 +248,8 @@ def read_shape(config: ConfigReader) -> Mamba2Shape:
 
 
 def read_rule(config: ConfigReader, scale: float = 1.0) -> moe.RouteRule:
-    """Read the rule of the router. scale: the default factor of the sum of a token's experts."""
+    """Read how the router chooses experts. scale: the default factor by which the sum of a token's experts is
+    multiplied."""
     num_experts = config.required("n_routed_experts", int)
     top_k = config.required("num_experts_per_tok", int)
     num_groups, top_groups = config.get("n_group", int, 1), config.get("topk_group", int, 1)

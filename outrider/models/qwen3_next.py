@@ -40,7 +40,7 @@ SHAPE_KEYS = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head
 
 class GatedAttention(SelfAttention):
     """Attention with an output scaled by a sigmoid. The files store q and gate head by head in `q_proj`; here all gates
-    lie before q, so that q and k heads are side by side."""
+    come before q, so that q and k heads are adjacent."""
 
     def __init__(self, layer: AttentionLayer, hidden_size: int, eps: float, *, bias: bool, dtype: torch.dtype,
                  device: torch.device) -> None:

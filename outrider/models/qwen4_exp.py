@@ -92,7 +92,7 @@ class Qwen4Exp(HybridDecoder):
                             choice=choice)
 
     def predicting_layer(self, index: int) -> tuple[DecoderLayer, IndexedLayer]:
-        """The layer of a prediction module. Its texts begin at position 1, and so do its blocks."""
+        """The layer of a prediction module. The module's first token has position 1, so its blocks begin there."""
         attention = self.indexed_layer(index, anchor=1)
         mixer = IndexedAttention(attention, self.hidden_size, self.sizes.eps, dtype=self.dtype, device=self.device)
         return self._layer(mixer, index, None), attention
@@ -144,7 +144,8 @@ class Qwen4Exp(HybridDecoder):
         return super().ignores(name) or name.startswith("model.visual.") or name.endswith(DERIVED)
 
     def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise an error if the files' n-grams are hashed in another way than the config says."""
+        """Raise WeightError if the files contain other hash parameters for n-grams than those that follow from the
+        config."""
         prefix, _, part = name.rpartition(".ple.ple_embedding.")
         index = prefix.removeprefix(f"{self.names.layers}.")
         if part not in DERIVED or not index.isdecimal() or int(index) not in self.ngrams:
@@ -170,7 +171,7 @@ class Qwen4Exp(HybridDecoder):
 
     def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor,
                      context: StepContext) -> Sequence[tuple[torch.Tensor, ...]]:
-        """The last ids of every token, for layers with n-gram embeddings."""
+        """For layers with n-gram embeddings: the id of each token and the ids before it."""
         if not self.reads_history:
             return super().layer_inputs(tokens, embedded, context)
         assert context.history is not None, "n-gram embeddings need the history of the token rows"
@@ -179,7 +180,7 @@ class Qwen4Exp(HybridDecoder):
 
 
 def read_choice(config: ConfigReader, rotary_dim: int) -> BlockChoice:
-    """Read the indexer's choice. The budget is a number of tokens, in whole blocks."""
+    """Read how the indexer chooses blocks. The config's budget is a number of tokens, which must be whole blocks."""
     config.must_equal("indexer_kv_heads", 1)
     size, budget = config.required("indexer_compress_ratio", int), config.required("indexer_budget", int)
     dim = config.required("indexer_head_dim", int)

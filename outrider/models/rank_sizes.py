@@ -1,7 +1,7 @@
-"""A first check of a config before ranks are started: whether they can share its attention heads. No torch.
+"""Check, before ranks are started, whether they can share a config's attention heads. This file does not import torch.
 
-Layers say how a model is sharded, which needs torch in every rank (`layers.check_ranks`). This file checks what holds
-for every family, so that a number of ranks that no model allows is refused before each of them has started.
+The full check (`layers.check_ranks`) asks the model's layers, which needs torch in every rank. This file checks only
+what holds for all families, so that an impossible number of ranks is refused before any rank starts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The table from architectures to model classes, and build_model, which builds a model without its weights from a
-config.
+"""The table of model classes by architecture, and build_model, which builds a model from a config, without its weights.
 """
 
 from __future__ import annotations
@@ -106,8 +105,8 @@ def build_model(
     source: str = "config.json",
     model_impl: str = "auto",
 ) -> Model:
-    """Build a model without its weights; its config is checked first, without memory for weights. max_len: the number
-    of positions that it must serve, by default the config's. source: the file, for messages. model_impl: see
+    """Build a model without its weights. The config is checked first, before memory for weights is taken. max_len: the
+    number of positions that it must serve, by default the config's. source: the file, for messages. model_impl: see
     `EngineConfig`."""
     reader = ConfigReader(config, source)
     make = partial(_family(reader, model_impl), reader, dtype=dtype)

@@ -1,5 +1,5 @@
-"""Outputs of heads that are copied from the target's: TargetRows, for heads with a reduced vocabulary, and
-RoundedOutput, the whole output in 8 bits.
+"""Copies of the target's output matrix for draft heads: TargetRows, for heads with a reduced vocabulary, and
+RoundedOutput, the whole matrix in 8 bits.
 
 A wrong draft is rejected and never changes the text, so both copies may be rounded.
 
@@ -36,9 +36,8 @@ _EIGHT_BITS = ScaledFormat(INT8, GROUP, torch.bfloat16)  # in fp8 one likeliest 
 
 
 class TargetRows:
-    """A copy of some rows of the target's output, as a linear layer. On a CPU the copy has the target's bits if they
-    are a GGUF file's, and 8 bits if the target has other codes: rounding can cost a draft but never changes the
-    text."""
+    """A copy of some rows of the target's output, as a linear layer. On a CPU the copy keeps the blocks of a GGUF file,
+    and has 8 bits if the target is quantised in another form. Rounding can cost a draft but never changes the text."""
 
     def __init__(self, output: Linear, ids: torch.Tensor, dtype: torch.dtype, may_round: bool) -> None:
         """ids: [outputs], the tokens of the copied rows. may_round: the copy may have 8 bits. `take` fills the copy
@@ -60,7 +59,7 @@ class TargetRows:
         return _tensors(self.linear)
 
     def take(self) -> None:
-        """Copy the current rows in place. The caller prepares the products."""
+        """Copy the target's current rows into the copy, in place. The caller must then prepare the copy's format."""
         held, own = self._output.format, self.linear.format
         if isinstance(own, GgufLinear):
             assert isinstance(held, GgufLinear)
@@ -80,7 +79,7 @@ class RoundedOutput:
     """A copy of the target's whole output in 8 bits, for the drafts of few requests on a GPU."""
 
     def __init__(self, target: Decoder) -> None:
-        """`take` fills the copy when the target has its weights."""
+        """The copy is empty until `take`, which needs the target's weights."""
         self._target = target
         declared = target.lm_head.declared
         self.linear = Linear(declared.in_features, declared.num_outputs, bias=False, dtype=declared.dtype,
@@ -89,8 +88,8 @@ class RoundedOutput:
 
     @classmethod
     def try_build(cls, target: Model) -> RoundedOutput | None:
-        """Build the copy. None if it saves nothing: the output is small, is coded already, or has no fast product with
-        codes on its device."""
+        """Build the copy. None if it would save no time: the output is small or quantised already, or its device has no
+        fast kernel for 8-bit weights."""
         if not isinstance(target, Decoder) or target.device.type != "cuda" or target.dtype != torch.bfloat16:
             return None
         declared = target.lm_head.declared
@@ -125,7 +124,7 @@ def _tensors(linear: Linear) -> list[torch.Tensor]:
 
 
 def _fill(linear: Linear, parts: Mapping[str, torch.Tensor]) -> None:
-    """Store the parts of a weight, by name, in slots that may already be filled and arranged."""
+    """Store the parts of a weight, by name, in the layer's slots, which may have been filled and reordered before."""
     linear.format.restore_order()
     for name, slot in linear.format.slots("").items():
         slot.store(parts[name].to(slot.target.dtype))

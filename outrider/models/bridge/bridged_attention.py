@@ -30,8 +30,8 @@ class StepAttention:
         self.layer, self.head_dim, self.step = layer, head_dim, step
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **_: Any) -> torch.Tensor:
-        """Attend: [1, tokens, heads, value dim]. q: [1, heads, tokens, dim]; k, v: [1, kv heads, tokens, dim]. Keys and
-        values of different sizes are padded to the cache's size."""
+        """Attend, and return [1, tokens, heads, value dim]. q: [1, heads, tokens, dim]; k, v: [1, kv heads, tokens,
+        dim]. Keys and values of different sizes are padded to the cache's size."""
         num_tokens, value_dim = q.shape[2], v.shape[3]
         if q.is_meta:
             return q.new_empty(1, num_tokens, q.shape[1], value_dim)
@@ -50,12 +50,14 @@ class StepAttention:
 
 def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             attention_mask: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor, None]:
-    """The attention function, with the signature that transformers' modules call."""
+    """The attention function that transformers' modules call. It passes the call on to the object that `CALLED` names
+    in the module."""
     return getattr(module, CALLED)(query, key, value, attention_mask=attention_mask, **options), None
 
 
 class MaskDescriptions:
-    """The windows of the masks that transformers' code asked for, by the tensors that it got instead of masks."""
+    """Makes a placeholder tensor for each mask that transformers' code asks for during an outline, and keeps the mask's
+    window."""
 
     def __init__(self) -> None:
         self._windows: dict[int, tuple[torch.Tensor, int | None]] = {}
@@ -110,7 +112,7 @@ def register_attention() -> None:
 
 @contextmanager
 def describing(masks: MaskDescriptions) -> Iterator[None]:
-    """A context in which the masks of outlines are written into `masks`."""
+    """A context manager. Masks that are asked for inside it are described in `masks`."""
     token = _DESCRIBED.set(masks)
     try:
         yield

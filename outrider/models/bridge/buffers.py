@@ -1,4 +1,4 @@
-"""Give memory on the device to the parameters and buffers that stay transformers' own.
+"""Allocate, on the device, the parameters and buffers of modules that layers of this package do not replace.
 
 A model is built on the meta device, so the values that its constructors computed, such as the frequencies of ropes, are
 lost. transformers recomputes them whenever it loads a model; here it does so too, and the result is checked.
@@ -17,13 +17,13 @@ from outrider.models.bridge.refusal import Unservable, words_of
 
 
 def is_persistent(module: nn.Module, name: str) -> bool:
-    """Whether a checkpoint holds a buffer of the module."""
+    """Whether checkpoints contain this buffer of the module."""
     return name not in module._non_persistent_buffers_set
 
 
 def allocate(model: Any, sinks: set[str], *, dtype: torch.dtype, device: torch.device) -> dict[str, torch.Tensor]:
     """Give all parameters and buffers of a model memory on the device. Return those that a checkpoint fills, by name.
-    sinks: parameters that attention reads itself."""
+    sinks: names of the parameters that the engine's attention reads."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     kept = _kept_wide(model, dtype)
     filled: dict[str, torch.Tensor] = {}
@@ -58,8 +58,8 @@ def _kept_wide(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
 
 
 def _compute_buffers(model: Any, prefix: str, module: nn.Module, device: torch.device) -> None:
-    """Let transformers compute a module's buffers, twice over different old values. Memory that neither run changes has
-    no value and is an error."""
+    """Let transformers compute a module's buffers twice, once over zeros and once over ones. If the results differ,
+    transformers did not compute them, which is an error."""
     own = dict(_lost_buffers(module))
     if not own:
         return

@@ -26,7 +26,7 @@ class CurrentStep:
 
     @contextmanager
     def of(self, context: StepContext) -> Iterator[None]:
-        """A context in which the modules compute the token rows of this step."""
+        """A context manager. Inside it the modules compute the token rows of `context`."""
         before, self._context = self._context, context
         try:
             yield
@@ -44,8 +44,8 @@ class CurrentStep:
         return paged
 
     def angles_of(self, cos: torch.Tensor, sin: torch.Tensor) -> Angles:
-        """The rotation from the cos and sin that transformers computed for the token rows, [1, tokens, rotary dim]
-        each. It is made once and shared by the layers."""
+        """The token rows' rotation as the engine's layers take it, from transformers' cos and sin, [1, tokens, rotary
+        dim] each. It is made once per step and shared by the layers."""
         if id(cos) not in self._angles:
             self._angles[id(cos)] = cos, _StepRotary(cos, sin).angles()
         return self._angles[id(cos)][1]

@@ -27,7 +27,8 @@ class Streams:
 
     @contextmanager
     def kept(self, wanted: set[int]) -> Iterator[dict[int, torch.Tensor]]:
-        """A context in which the wanted streams are recorded, by number: [tokens, hidden] each."""
+        """A context manager that records the wanted streams. It yields a dict from the stream's number to [tokens,
+        hidden]."""
         self._wanted, self._found = wanted, {}
         try:
             yield self._found

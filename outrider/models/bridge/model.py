@@ -40,7 +40,7 @@ class BridgedModel(Model):
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
-        """max_len: not used, because positions are turned when they come."""
+        """max_len is not used: transformers' code computes rotations from each step's positions, without a table."""
         model_class = find_class(config)
         hf_config, ignored = make_config(config, model_class)
         self.config, self.dtype, self.device = config, dtype, device
@@ -81,8 +81,8 @@ class BridgedModel(Model):
         model._modules[model.base_model_prefix] = self._states
 
     def _check_run(self) -> None:
-        """Run the model without memory, with all modules replaced, as a step does. Refuse code that fails, and note
-        whether it reads values of tensors."""
+        """Run the model once on the meta device, after all replacements, as a step does. Refuse code that fails, and
+        record whether the code reads values of tensors."""
         tokens = torch.zeros(NUM_TOKENS, dtype=torch.int64, device="meta")
         context = StepContext(NothingAttends(), tokens)
         reads = HostReads()
@@ -118,8 +118,8 @@ class BridgedModel(Model):
                                   dtype=self.dtype, device=self.device)
 
     def _replace_attention(self, model: nn.Module, outline: Outline, replacements: Replacements) -> None:
-        """Replace plain attention by whole blocks. In other attention modules join the products that read the same
-        tensor."""
+        """Replace each plain attention module by one block of this package. In other attention modules, join the
+        matrices that are multiplied with the same tensor."""
         self.attention_layers = []
         done: list[str] = []
         for index, call in enumerate(outline.calls):
@@ -138,7 +138,8 @@ class BridgedModel(Model):
             object.__setattr__(model.get_submodule(call.name), CALLED, attention)
 
     def _allocate(self, model: nn.Module, outline: Outline) -> None:
-        """Give memory to the tensors that stay transformers' own. The engine's attention reads the sinks."""
+        """Allocate the tensors of modules that were not replaced, and give the sinks among them to the engine's
+        attention layers."""
         calls = enumerate(outline.calls)
         sinks = {f"{call.name}.{call.sinks}": index for index, call in calls if call.sinks is not None}
         own = allocate(model, {*sinks}, dtype=self.dtype, device=self.device)
@@ -170,8 +171,8 @@ class BridgedModel(Model):
 
     @contextmanager
     def one_layer_each(self) -> Iterator[None]:
-        """A context in which only the first of equal layers runs, and the last layer, which is enough to compile the
-        kernels of all."""
+        """A context manager. Inside it only the first layer of each kind and the last layer run, which is enough to
+        compile the kernels of all layers."""
         layers = [*self._layers]
         for index in self._repeated():
             made = PassingModule(layers[index], index + 1, self._streams, makes_tuple=self._makes_tuples)
@@ -183,7 +184,8 @@ class BridgedModel(Model):
                 self._layers._modules[str(index)] = layer
 
     def _repeated(self) -> list[int]:
-        """The layers with the same weights' shapes and attention as an earlier layer, without the last layer."""
+        """Indices of the layers whose attention and weight shapes equal those of an earlier layer. The last layer is
+        never one of them."""
         shapes: list[list[Any]] = [[replace(layer, index=0)] for layer in self.attention_layers]
         for name, slot in self.weights().items():
             if name.startswith(f"{self._layer_names}."):
@@ -206,8 +208,8 @@ class BridgedModel(Model):
         return WantedHidden(final[wanted], before_norm[wanted], seen, context, wanted)
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Make logits by transformers' own forward, with these states instead of the base model's, so that its scales
-        and limits of logits apply."""
+        """Compute logits with transformers' own forward, in which `hidden` replaces the base model's result. So the
+        model's own scales and limits of logits apply."""
         self._states.states = hidden[None]
         try:
             with self._step.of(context):

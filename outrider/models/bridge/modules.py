@@ -96,7 +96,7 @@ class BridgedHead(BridgedModule):
 
 
 class BridgedEmbedding(BridgedModule):
-    """The embedding of token ids, or of the embeddings that replace them."""
+    """The token embedding. Vectors that a request gives instead of token ids replace its rows."""
 
     def __init__(self, embedding: Embedding, step: CurrentStep) -> None:
         super().__init__(step)

@@ -45,12 +45,12 @@ class AttentionCall:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a block of this package can replace the whole module."""
+        """Whether one attention block of this package may replace the whole module, as far as the call shows."""
         return self.rotary_dim > 0 and self.key_dim == self.value_dim and self.sinks is None
 
     def layer(self, index: int) -> AttentionLayer:
-        """The engine's layer, without its sinks. A cache has keys and values of one size, so the smaller ones are
-        padded with zeros."""
+        """The engine's attention layer for this call, without its sinks. A cache has keys and values of one size, so
+        the smaller of the two are padded with zeros."""
         head_dim = max(self.key_dim, self.value_dim)
         return AttentionLayer(index, self.num_heads, self.num_kv_heads, head_dim, self.scale, self.window, self.softcap)
 
@@ -65,8 +65,8 @@ class Outline:
 
 
 class HostReads(TorchDispatchMode):
-    """A mode that records whether code asks for a tensor's value. A tensor on the meta device has none, so the answer
-    is 0."""
+    """A torch mode that records whether code asks for a tensor's value. A tensor on the meta device has no value, so
+    the code gets 0."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -100,7 +100,8 @@ class Replacements:
         return True
 
     def join(self, names: list[str]) -> None:
-        """Compute linear modules of one parent that are called with the same tensor as one product, in this order."""
+        """Compute several linear modules with one matrix product, because they are called with the same tensor. names:
+        modules of one parent, in the order in which they are called."""
         modules = [self.model.get_submodule(name) for name in names]
         linears = [module.linear for module in modules if isinstance(module, BridgedLinear)]
         parents = {name.rpartition(".")[0] for name in names}

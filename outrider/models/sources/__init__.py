@@ -19,8 +19,8 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 def resolve(model: str | Path, revision: str | None = None, weights: bool = True,
             download_dir: str | None = None) -> ModelSource:
-    """Find a model's files, and fetch them if they are not here. `weights=False` fetches no weights from the hub.
-    `download_dir`: the folder for files of the hub."""
+    """Find a model's files, and fetch them if they are not on this machine. `weights=False` fetches no weights from the
+    hub. `download_dir`: the folder for files of the hub."""
     path = Path(model).expanduser()
     if path.is_dir():
         return _local_folder(path)
@@ -41,13 +41,15 @@ def resolve(model: str | Path, revision: str | None = None, weights: bool = True
 
 
 def tokenizer_files(name: str, revision: str | None = None, download_dir: str | None = None) -> Path | dict[str, Any]:
-    """Find a tokenizer given separately: a folder that may have no model, or a model's name."""
+    """Find the files of a tokenizer that is given separately from the model. name: a folder, which may contain no
+    model, or a model's name."""
     path = Path(name).expanduser()
     return path if path.is_dir() else resolve(name, revision, False, download_dir).tokenizer()
 
 
 def _local_folder(path: Path) -> ModelSource:
-    """The source of a local folder. A folder with nothing but a GGUF file means this file."""
+    """The source of a local folder. If the folder has no config.json and a single GGUF file, this file is the
+    source."""
     if not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))
         if len(files) == 1:

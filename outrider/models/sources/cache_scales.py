@@ -1,5 +1,5 @@
-"""The scales of an fp8 cache among a model's tensors: `k_scale` and `v_scale` below a layer's attention, or `kv_scale`
-for both, each one number or one for every key/value head. No torch.
+"""Find the scales of an fp8 KV cache among a model's tensors: `k_scale` and `v_scale` below a layer's attention, or
+`kv_scale` for both. Each is one number, or one for every key/value head. This file does not import torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def find_scales(names: Iterable[str], section: Mapping[str, Any]) -> list[str]:
 
 
 def pair_scales(tensors: Iterable[tuple[str, Any]]) -> ScalePairs:
-    """Pair the scales of all layers that have some."""
+    """Return (scales of keys, scales of values) for each layer that has some."""
     made: dict[int, dict[str, list[float]]] = {}
     for name, tensor in tensors:
         match = _NAME.search(name)

@@ -1,7 +1,8 @@
 """Files with `quant_method: compressed-tensors`: groups of modules, each with a scheme of its weights and activations.
 
 Weights are read as codes with scales. Activations are rounded to fp8, with a scale for each token row, where weights
-are fp8 and the scheme rounds them. Elsewhere they are not rounded, which is more exact than any scheme here asks for.
+are fp8 and the scheme rounds them. Other activations are not rounded, which is more exact than any scheme here asks
+for.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A folder in Hugging Face's form as a model source: config.json, safetensors and tokenizer files.
 
-No torch until weights are read.
+Torch is imported only when weights are read.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Files with `quant_method: fp8` or `fbgemm_fp8`: e4m3 numbers with a scale for a matrix, an output or a block of 128 x
 128.
 
-Static scales of activations, and bounds of dynamic ones, are ignored: every token row has its own scale, which is at
-least as fine. The type of the cache is a separate setting.
+The files' static activation scales, and upper limits of dynamic ones, are ignored: every token row has its own scale,
+which is at least as fine. The type of the KV cache is a separate setting.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A GGUF file as a model source: its metadata as a Hugging Face config, its tensors under Hugging Face names.
 
-Unsupported settings are refused by their key or tensor name. The tokenizer's metadata is passed on unread. Torch is
-imported only when weights are read.
+Unsupported settings are refused by their key or tensor name. The tokenizer's metadata is passed on without being read
+here. Torch is imported only when weights are read.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GgufSource(ModelSource):
 
     @cached_property
     def _placed(self) -> dict[str, tuple[TensorPlace, TensorEntry]]:
-        """For each tensor of the model, by its name there: the place, and the tensor of the file that fills it."""
+        """Map the name of each tensor of the model to its place and to the tensor of the file that fills it."""
         num_layers = Metadata(self.header).num_layers
         return {place.name.replace("{expert}", str(expert)): (place, entry) for entry in self.header.tensors.values()
                 for place in self.family.places(entry.name, num_layers) or ()
@@ -127,8 +127,8 @@ def build_config(header: Header) -> dict[str, Any]:
 
 
 def _stored_dtype(header: Header) -> str:
-    """The dtype of most weights. Quantised ones count as bfloat16: a GPU multiplies their bits in 16-bit arithmetic,
-    and would have to expand them for float32."""
+    """The dtype of most weights. Quantised weights count as bfloat16, because a GPU multiplies their codes in 16-bit
+    arithmetic and would have to dequantise them for float32."""
     sizes: dict[str, int] = {}
     for entry in header.tensors.values():
         dtype = {"F16": "float16", "F32": "float32"}.get(entry.kind.name, "bfloat16")

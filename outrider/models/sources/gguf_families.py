@@ -1,4 +1,4 @@
-"""The table of GGUF architectures: what the metadata of each means and where its tensors lie in the model.
+"""The table of GGUF architectures: what the metadata of each one means, and where its tensors go in the model.
 
 `gguf_configs.py` reads the metadata, `gguf_places.py` places the tensors.
 """
@@ -64,8 +64,8 @@ class Family:
     top: Mapping[str, str] = field(default_factory=dict)  # further tensors around the layers
 
     def places(self, name: str, num_layers: int) -> tuple[TensorPlace, ...] | None:
-        """The places of a tensor, or None if the family has none of this name. Layers behind the last one predict
-        further tokens and are not read."""
+        """Where a tensor of the file goes in the model. None if the family knows no such name, and () for a tensor that
+        is not read. Layers after the model's last one predict further tokens and are not read."""
         found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
         if found is not None:
             held = () if int(found[1]) >= num_layers else self.layer.get(found[2])

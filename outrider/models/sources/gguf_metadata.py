@@ -39,7 +39,7 @@ SHOWN_SIZES = (("embedding_length", "token_embd.weight", 1), ("feed_forward_leng
 
 
 class Metadata:
-    """The keys of a file's architecture, and questions about its tensors."""
+    """Reads the keys of a file's architecture, and checks them against the shapes of its tensors."""
 
     def __init__(self, header: Header) -> None:
         self.header = header
@@ -126,5 +126,5 @@ class Metadata:
         return count
 
     def layers_with(self, tensor: str) -> list[int]:
-        """The layers that have a tensor of this name behind "blk.0."."""
+        """The layers that have a tensor of this name, which follows "blk.0." in the full name."""
         return [layer for layer in range(self.num_layers) if f"blk.{layer}.{tensor}" in self.header.tensors]

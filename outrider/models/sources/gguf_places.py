@@ -1,8 +1,8 @@
 """The places of a GGUF file's tensors in the models: their Hugging Face names, and the changes that converters make.
 
-Converters store norms of 1 + weight with the one added, decays as their values, and the rows of some matrices in
-another order. The order of rows is restored without touching the bits of a row. Tensors with changed numbers are
-expanded first.
+Converters add the 1 to norms that scale by 1 + weight, store decays and not their logarithms, and reorder the rows of
+some matrices. Rows are put back into order as they are, still quantised. A tensor whose numbers must be changed is
+dequantised first.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ RowOrder: TypeAlias = Callable[[Metadata, int], np.ndarray]  # of a tensor's row
 
 
 class HeadGrid(NamedTuple):
-    """Input features of heads that the file stores transposed. The model has [groups, heads, features of a head]."""
+    """The sizes of heads whose input features the file stores as [heads, groups, features of a head]. The model has
+    them as [groups, heads, features of a head]."""
 
     groups: int
     heads: int  # of a group
@@ -45,7 +46,8 @@ Places: TypeAlias = Mapping[str, tuple[TensorPlace, ...]]
 
 
 def weights(names: Mapping[str, str], change: Change | None = None) -> dict[str, tuple[TensorPlace, ...]]:
-    """Weights that the model stores like the file, by their names without ".weight"."""
+    """The places of weights whose rows have the same order in the file and the model. names: the model's name for each
+    name in the file, without ".weight"."""
     return {f"{ours}.weight": (TensorPlace(f"{theirs}.weight", change=change),) for ours, theirs in names.items()}
 
 
@@ -55,7 +57,7 @@ def attention(prefix: str = "self_attn") -> dict[str, tuple[TensorPlace, ...]]:
 
 
 def experts(prefix: str = "mlp.", router: str = "mlp.gate") -> dict[str, tuple[TensorPlace, ...]]:
-    """The router and the experts. Gate and up may be in one tensor."""
+    """The places of the router and the experts. A file may have gate and up in one tensor."""
     parts = {f"ffn_{part}_exps": f"{prefix}experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")}
     gate_up = (TensorPlace(f"{prefix}experts.{{expert}}.gate_proj.weight", _first_half),
                TensorPlace(f"{prefix}experts.{{expert}}.up_proj.weight", _second_half))
@@ -119,7 +121,7 @@ def reordered(prefix: str) -> dict[str, tuple[TensorPlace, ...]]:
 
 
 def _largest(value: int | list[int] | None) -> int:
-    """The largest number of heads; layers without attention have none."""
+    """The number of heads: the largest one if each layer has its own, because layers without attention have 0."""
     return max(value) if isinstance(value, list) else value or 0
 
 
@@ -165,7 +167,8 @@ def _tiled_value_columns(meta: Metadata) -> HeadGrid | None:
 
 
 def _share_of_key_heads(start: int, stop: int) -> RowOrder:
-    """The parts from `start` to `stop` of a tensor that stores (q, k, v, z) or (b, a) key head by key head."""
+    """The row order that takes the parts from `start` to `stop` out of a tensor that stores (q, k, v, z) or (b, a) key
+    head by key head."""
 
     def rows(meta: Metadata, count: int) -> np.ndarray:
         heads = DeltaHeads.read(meta)

@@ -1,5 +1,5 @@
-"""The ropes of GGUF files as Hugging Face configs describe them. Some files store a divisor for each frequency instead
-of the rope's parameters; the parameters are found from the divisors here.
+"""Convert the ropes of GGUF files to the keys of Hugging Face configs. Some files store a divisor for each frequency
+instead of the rope's parameters; the parameters are found from the divisors here.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ def rope_scaling(meta: Metadata, head_dim: int) -> dict[str, Any] | None:
 
 
 def turning_share(header: Header, head_dim: int) -> float:
-    """The share of a head's dimensions that rotate, in files with divisors that stop the others."""
+    """The share of a head's dimensions that rotate. Files give the other dimensions divisors so large that they do not
+    rotate."""
     if ROPE_FACTORS not in header.tensors:
         return 1.0
     stored = _factors(header)

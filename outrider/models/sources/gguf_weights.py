@@ -1,4 +1,4 @@
-"""Tensors of a GGUF file, dequantised or in the file's own bits. One tensor at a time is in memory."""
+"""Read the tensors of a GGUF file, dequantised or still quantised. One tensor at a time is in memory."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class LibraryRows:
-    """A weight [outputs, inputs] with bits that only the gguf library reads, as bytes [outputs, bytes of a row]. No
-    format keeps it."""
+    """A weight [outputs, inputs] of a kind that only the gguf library can decode, as bytes [outputs, bytes of a row].
+    It is always dequantised."""
 
     kind: str
     data: torch.Tensor
@@ -65,7 +65,7 @@ def _read_rows(header: Header, entry: TensorEntry) -> torch.Tensor:
 def _stored(
     rows: torch.Tensor, entry: TensorEntry, place: TensorPlace, meta: Metadata
 ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
-    """The weights that one tensor of the file gives at one place, by name: a single weight, or one weight for each
+    """The weights that one tensor of the file gives for one place, as (name, weight): a single weight, or one for each
     expert."""
     names, shape = [place.name], entry.shape
     if "{expert}" in place.name:
@@ -84,7 +84,7 @@ def _stored(
 def _placed(
     rows: torch.Tensor, shape: tuple[int, ...], entry: TensorEntry, place: TensorPlace, meta: Metadata
 ) -> torch.Tensor | StoredWeight:
-    """A tensor, or one expert's part of it, in the model's form."""
+    """A tensor of the file, or one expert's part of it, with its rows and numbers as the model has them."""
     if place.rows is not None:
         rows = _reordered(rows, place.rows(meta, shape[0]))
     weight = _weight(entry.kind.name, rows, (rows.shape[0], *shape[1:]), place, meta)
@@ -92,7 +92,7 @@ def _placed(
 
 
 def _reordered(rows: torch.Tensor, order: np.ndarray) -> torch.Tensor:
-    """Reorder the rows by numpy, which copies a row at once; torch would copy byte by byte and start its threads."""
+    """Reorder the rows with numpy, which copies whole rows. Torch would copy byte by byte and start its threads."""
     in_bytes = rows.reshape(len(rows), -1).view(torch.uint8).numpy()
     return torch.from_numpy(in_bytes.take(order, 0)).view(rows.dtype).view(len(order), *rows.shape[1:])
 

@@ -92,7 +92,7 @@ class GptqFiles(IntegerGroups):
 
 @dataclass(frozen=True)
 class OrderedWeight:
-    """A matrix with columns sorted by their groups. No format keeps it."""
+    """A matrix whose columns are sorted by their groups. It is always dequantised."""
 
     weight: Any  # kernels.scaled.Scaled, which is imported with torch
     order: torch.Tensor | None  # the file's column of each sorted one

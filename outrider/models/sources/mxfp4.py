@@ -1,4 +1,4 @@
-"""Files with `quant_method: mxfp4`: experts as joint tensors of 4-bit floats, with gate and up rows in turn."""
+"""Files with `quant_method: mxfp4`: experts as joint tensors of 4-bit floats, with alternating rows of gate and up."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Quantization: how a folder's `quantization_config` stores weights. `register_quantization` adds a method.
 
 A method says which tensors of the files belong together, and in which format each matrix is stored. `outrider.formats`
-decides which formats a model keeps; all others are dequantised while they are loaded.
+decides which formats stay quantised in memory; matrices in all others are dequantised while they are loaded.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ KEY = "quantization_config"
 
 
 class Quantization(ABC):
-    """The method of one `quantization_config`. A matrix named `x` is stored in the tensor `x` + `suffix` and one more
-    tensor, `x` + name, for each name in `beside`."""
+    """Reads the weights that one `quantization_config` describes. A matrix named `x` is stored in the tensor `x` +
+    `suffix` and in one more tensor, `x` + name, for each name in `beside`."""
 
     suffix: str = ".weight"
     beside: tuple[str, ...]  # the first is there for every stored matrix, others may be

@@ -1,4 +1,5 @@
-"""Convert the tensors of a quantised matrix to the one form that formats keep (`kernels.scaled.Scaled`)."""
+"""Convert the tensors of a quantised matrix to `kernels.scaled.Scaled`, the one form in which models keep codes with
+scales."""
 
 from __future__ import annotations
 
