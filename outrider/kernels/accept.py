@@ -1,7 +1,9 @@
-"""Acceptance: how many drafts equal the sampled tokens, the run that follows, and whether the run ends the request.
+"""Acceptance of drafts: how many drafts equal the sampled tokens, which tokens each request gains (its run), and
+whether the run ends the request.
 
-Drafts are accepted as long as each equals the sampled token; nothing else is compared. Shapes are fixed, [R, K + 1],
-where K is the most drafts that the host scheduled for any request; only the device knows how many were alive.
+A request's drafts are accepted up to the first one that differs from the sampled token; nothing else is compared.
+Shapes are fixed, [R, K + 1], where K is the most drafts that the host scheduled for any request; only the device knows
+how many of them were live.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from outrider.core import Finish
 
 
 class StopRules(Protocol):
-    """The conditions that end a request, by row, int64."""
+    """The conditions that end each row's request; int64."""
 
     end_len: torch.Tensor  # [ROWS] known tokens at which it ends
     num_stop_ids: torch.Tensor  # [ROWS]
@@ -41,11 +43,11 @@ def accept(
     rules: StopRules,
     row: torch.Tensor,
 ) -> Accepted:
-    """Accept drafts, and find each request's run and whether it ends the request. sampled [L]: the tokens of the
-    logit rows, those of a request from its first_logit [R] on. drafts [R, K]. The others are [R]: live drafts,
-    whether the request samples (and is alive), its known tokens and its row. bad [L]: logit rows in which the
-    sampler found no token. The run stops before such a row and the request ends with Finish.ERROR, unless it ended
-    earlier in the run."""
+    """Accept drafts, and return each request's run (the tokens that it gains) and whether the run ends the request.
+    sampled [L]: the token of each logit row; a request's logit rows begin at its first_logit [R]. drafts [R, K]. The
+    others are [R]: the number of live drafts, whether the request samples (and is alive), its number of known tokens,
+    and its row. bad [L]: logit rows in which the sampler found no token. A run stops before such a row, and the request
+    ends with Finish.ERROR unless an earlier token of the run ended it."""
     num_requests, width = drafts.shape[0], drafts.shape[1] + 1
     assert len(num_drafts) == len(samples) == len(known) == len(row) == num_requests, "requests disagree"
     step = torch.arange(width, device=sampled.device)  # [K + 1]
@@ -74,7 +76,8 @@ def accept(
 
 
 def _by_request(values: torch.Tensor, first_logit: torch.Tensor, reached: torch.Tensor) -> torch.Tensor:
-    """[R, K + 1] from [L]: place j of a request is logit row first_logit + j where it is reached, and 0 elsewhere."""
+    """Rearrange values [L] of logit rows to [R, K + 1]: entry j of a request is the value of logit row first_logit + j,
+    or 0 where `reached` is false."""
     if values.shape[0] == 0:
         return torch.zeros(reached.shape, dtype=values.dtype, device=values.device)
     index = first_logit[:, None] + torch.arange(reached.shape[1], device=values.device)
@@ -82,12 +85,12 @@ def _by_request(values: torch.Tensor, first_logit: torch.Tensor, reached: torch.
 
 
 def _is_stop(tokens: torch.Tensor, row: torch.Tensor, rules: StopRules) -> torch.Tensor:
-    """[R, K + 1] bool: which of these tokens are stop ids of their rows."""
+    """[R, K + 1] bool: whether each of these tokens is a stop id of its row."""
     ids = rules.stop_ids[row]
     is_id = torch.arange(ids.shape[1], device=row.device) < rules.num_stop_ids[row][:, None]
     return ((tokens[:, :, None] == ids[:, None, :]) & is_id[:, None, :]).any(dim=2)
 
 
 def _first(found: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """[R]: the first place where found [R, K + 1] holds, or K + 1."""
+    """[R]: the first index at which found [R, K + 1] is true; K + 1 if there is none."""
     return torch.where(found, step, step.shape[0]).amin(dim=1)

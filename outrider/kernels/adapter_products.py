@@ -1,10 +1,10 @@
-"""The part that adapters add to a model's products, in plain torch: out += scale * (x A') B', by token row.
+"""What LoRA adapters add to a model's products, in plain torch: out += scale * (x A') B', for each token row.
 
-A token row is computed alone and in one order of additions. Rows without an adapter are not written. The tables
-(`delta_tables.py`) say where the factors lie; knows nothing of files, requests or layers.
+Each token row is computed by itself, with one order of additions. Rows without an adapter are not written. The tables
+(`delta_tables.py`) say where the factors A and B are stored. This file knows nothing of files, requests or layers.
 
-The functions with `_by` take the product of token rows with a matrix, which must give a row the same bits alone and
-among others.
+The functions ending in `_by` take as an argument the function that multiplies token rows with a matrix. That function
+must give a token row the same bits whatever other rows it is called with.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ Product = Callable[[Tensor, Tensor], Tensor]  # token rows [tokens, inputs] and 
 
 
 def sort_slots(slots: Tensor) -> RowSlots:
-    """The token rows of slots [tokens] int64 in the order of their slots."""
+    """Sort token rows by their adapter slots [tokens] int64."""
     return RowSlots.from_slots(slots)
 
 
 def row_products(x: Tensor, weight: Tensor) -> Tensor:
-    """The products of token rows, each computed alone."""
+    """Multiply token rows with a weight, one token row at a time, so that a row's bits do not depend on other rows."""
     return torch.cat([F.linear(row.clone(), weight) for row in x.split(1)])
 
 
 def reduce_adapters(x: Tensor, rows: RowSlots, tables: DeltaTables, targets: range) -> Tensor:
-    """The products of x [tokens, inputs] with the first factors of each token row's adapter: [ranges, token rows in
-    their order, targets, ranks or more]. Ranges are of the inputs, and their sums are to be added in order. Numbers
-    beyond an adapter's rank, and of token rows without an adapter, are undefined."""
+    """Multiply x [tokens, inputs] with the first factor (A) of each token row's adapter. Returns [ranges, token rows in
+    the order of `rows`, targets, ranks or more]: one partial sum for each range of the inputs; the caller adds these up
+    in order. Elements beyond an adapter's rank, and of token rows without an adapter, are undefined."""
     return reduce_by(row_products, x, rows, tables, targets)
 
 
@@ -50,8 +50,8 @@ def reduce_by(product: Product, x: Tensor, rows: RowSlots, tables: DeltaTables, 
 
 def add_adapters(inner: Tensor, out: Tensor, first: int, rows: RowSlots, tables: DeltaTables,
                  targets: TargetRange) -> None:
-    """Add to out [tokens, features], the output features of a linear layer from `first` on, what the adapter in each
-    token row's slot adds. inner: see `reduce_adapters`, for the targets within these features."""
+    """Add the adapters' results to `out` [tokens, features], which holds the output features of a linear layer from
+    `first` on. inner: what `reduce_adapters` returned for the targets within these features."""
     add_by(row_products, inner, out, first, rows, tables, targets)
 
 
@@ -75,16 +75,16 @@ def add_by(product: Product, inner: Tensor, out: Tensor, first: int, rows: RowSl
 
 def add_adapters_gated(inner: Tensor, out: Tensor, activation: str, rows: RowSlots, tables: DeltaTables,
                        targets: TargetRange) -> Tensor:
-    """The gated activation of out [tokens, 2 x width], the output features of a linear layer, to which is added what
-    the adapter in each token row's slot adds: [tokens, width]. `out` may be written. inner: see `reduce_adapters`."""
+    """Add the adapters' results to out [tokens, 2 x width], the output features of a linear layer, and return the gated
+    activation of the sum: [tokens, width]. `out` may be overwritten. inner: what `reduce_adapters` returned."""
     add_adapters(inner, out, 0, rows, tables, targets)
     return activate(out, activation)
 
 
 def add_adapter_embeddings(out: Tensor, tokens: Tensor, gain: float, rows: RowSlots, tables: DeltaTables,
                            target: int) -> None:
-    """Add to out [tokens, hidden], the embeddings of these ids, `gain` times what the adapter in each token row's slot
-    adds."""
+    """Add `gain` times the adapters' embeddings of these token ids to out [tokens, hidden], which holds the model's
+    embeddings."""
     add_embeddings_by(row_products, out, tokens, gain, rows, tables, target)
 
 
@@ -100,7 +100,8 @@ def add_embeddings_by(product: Product, out: Tensor, tokens: Tensor, gain: float
 
 
 class HeadColumns(NamedTuple):
-    """The output features of a latent expansion that are keys, or values: each head has both."""
+    """The output features of a latent expansion (kv_b_proj) that are keys, or those that are values; every head has
+    both."""
 
     per_head: int  # output features of a head
     first: int
@@ -109,9 +110,9 @@ class HeadColumns(NamedTuple):
 
 def add_head_adapters(x: Tensor, out: Tensor, rows: RowSlots, tables: DeltaTables, target: int, columns: HeadColumns,
                       into_latents: bool) -> None:
-    """Add what the adapters of a latent expansion add, whose `b` has these columns in each head. into_latents: x
-    [tokens, heads, keys] goes backwards through b and a to out [tokens, heads, latent]; otherwise x [tokens, heads,
-    latent] through a and b to out [tokens, heads, values]."""
+    """Add what adapters add to one part of a latent expansion: `columns` are the part's columns of `b` in each head. If
+    into_latents is set, x [tokens, heads, keys] is multiplied with b, then a, and added to out [tokens, heads, latent].
+    Otherwise x [tokens, heads, latent] is multiplied with a, then b, and added to out [tokens, heads, values]."""
     add_heads_by(row_products, x, out, rows, tables, target, columns, into_latents)
 
 
@@ -130,7 +131,7 @@ def add_heads_by(product: Product, x: Tensor, out: Tensor, rows: RowSlots, table
 
 
 class ExpertTargets(NamedTuple):
-    """The targets of experts: both projections."""
+    """The adapter targets of the experts' two projections."""
 
     first: int
     down: int
@@ -139,9 +140,9 @@ class ExpertTargets(NamedTuple):
 def mix_adapted_experts(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
                         activation: str, added: Tensor | None, rows: RowSlots, tables: DeltaTables,
                         targets: ExpertTargets) -> None:
-    """Replace in out [tokens, hidden], the weighted sums of experts plus `added`, those of token rows whose adapter
-    changes the experts. The rest is as in `kernels.moe.experts`; what an adapter adds to the first projection is added
-    before the activation."""
+    """Compute anew the rows of out [tokens, hidden] whose adapter changes the experts. `out` holds the weighted sums of
+    the experts plus `added`; the other arguments are those of `kernels.moe.experts`. An adapter's part of the first
+    projection is added before the activation."""
     mix_experts_by(row_products, out, x, ids, weights, gate_up, down, activation, added, rows, tables, targets)
 
 
@@ -168,10 +169,10 @@ def mix_experts_by(product: Product, out: Tensor, x: Tensor, ids: Tensor, weight
 
 
 def _delta(product: Product, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """(x A') B, of token rows [tokens, inputs] and factors [rank, inputs] and [rank, outputs]."""
+    """Return (x A') B' of token rows x [tokens, inputs], for the factors a [rank, inputs] and b [rank, outputs]."""
     return product(product(x.contiguous(), a.contiguous()), b.t().contiguous())
 
 
 def _rows_of_slots(slots: Tensor) -> list[tuple[int, Tensor]]:
-    """The slots that token rows have, each with its token rows. Reads the device."""
+    """List the adapter slots in use, each with the indices of its token rows. Reads the device."""
     return [(slot, (slots == slot).nonzero().flatten()) for slot in slots.unique().tolist() if slot != NO_SLOT]

@@ -1,4 +1,4 @@
-"""Adapters on the CPU: their part of a model's products, computed by the products of exact mode."""
+"""LoRA adapters on the CPU: what they add to a model's products, computed with the products of exact mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Persistent tensors, declared by named axes so that no buffer is ever sized by a number typed by hand."""
+"""Tensors that live long, whose sizes are given by named axes and never by a number typed at the call."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ def buffer(limits: Limits, *axes: Axis, dtype: torch.dtype, device: torch.device
 
 
 def empty_weight(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor that lives as long as its model. On the CPU its memory is asked of the system directly: torch's
-    allocator may round sizes up by an eighth (mimalloc, on aarch64) and touch what it hands out, in whole huge pages,
-    so that a model takes more memory than its weights, and takes it before they are read."""
+    """Allocate a tensor that lives as long as its model. On the CPU the memory comes directly from the operating
+    system, because torch's allocator may round a size up by an eighth (mimalloc, on aarch64) and touch whole huge pages
+    at once: a model would take more memory than its weights, and take it before they are read."""
     if device.type != "cpu" or math.prod(shape) * dtype.itemsize < DIRECT_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)
     return _mapped_zeros(shape, dtype)
 
 
 def lazy_zeros(*shape: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A tensor of zeros. On the CPU its pages take memory only when they are first written; torch's allocator might
-    touch all of them at once."""
+    """Allocate a tensor of zeros. On the CPU its pages take memory only when they are first written; torch's allocator
+    might touch all of them at once."""
     if device.type != "cpu" or math.prod(shape) * dtype.itemsize < DIRECT_BYTES:
         return torch.zeros(shape, dtype=dtype, device=device)
     return _mapped_zeros(shape, dtype)
@@ -45,12 +45,12 @@ def _mapped_zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def to_device(values: Sequence[object], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A list as a device tensor, without waiting for the device."""
+    """Copy a list into a new device tensor, without waiting for the device."""
     return send(_on_host(values, dtype), device)
 
 
 def fill(target: torch.Tensor, values: Sequence[object]) -> None:
-    """Write a list into a device tensor, without waiting for the device."""
+    """Copy a list into an existing device tensor, without waiting for the device."""
     source = _on_host(values, target.dtype)
     target.copy_(source.pin_memory() if target.is_cuda else source, non_blocking=True)
 
@@ -63,7 +63,7 @@ def _on_host(values: Sequence[object], dtype: torch.dtype) -> torch.Tensor:
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor as a device tensor, without waiting for the device."""
+    """Copy a host tensor to the device, without waiting for the device."""
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor if device.type == "cpu" else tensor.to(device)  # on the CPU even to move nothing takes its time

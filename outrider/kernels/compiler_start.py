@@ -1,7 +1,8 @@
-"""Starts Triton's compiler early, in threads of its own: it has work to do once before it compiles anything.
+"""Prepares Triton's compiler in background threads while the process starts.
 
-It hashes itself, 400 MB, and it compiles, in C, what asks the driver: about half a second each. Importing all kernels
-takes as long, so none of them is imported here. Hashing needs no torch: it can begin while torch is imported.
+Before its first compilation Triton hashes its own 400 MB and compiles, in C, its driver, which asks the device for its
+properties: about half a second each. Importing all kernels takes as long, so this file imports none of them. Hashing
+needs no torch and can begin while torch is imported.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ _hashing: list[Thread] = []  # at most one
 
 def hash_compiler_ahead(device: str = "auto") -> None:
     """Begin to hash the compiler, in a process that will load a model for this device and has not imported torch yet.
-    Does nothing without a GPU or without Triton: the first compilation hashes then."""
+    Does nothing without a GPU or without Triton; then the first compilation computes the hash."""
     if device != "cpu" and not _hashing and _DRIVER.exists() and find_spec("triton") is not None:
         # No daemon: a process that ends while a library sets itself up would abort, so its end waits.
         _hashing.append(Thread(target=_hash, name="outrider-hash-compiler"))
@@ -27,7 +28,7 @@ def hash_compiler_ahead(device: str = "auto") -> None:
 
 @lru_cache(maxsize=1)
 def start_compiler() -> Thread:
-    """Start a thread that ends when the compiler is ready. Triton must be there."""
+    """Start a thread that prepares the compiler and ends when it is ready. Triton must be installed."""
     starting = Thread(target=_start, name="outrider-start-compiler", daemon=True)
     starting.start()
     return starting
@@ -51,7 +52,7 @@ def _hash() -> None:
 
 
 def _find_assembler() -> None:
-    """Let Triton ask the assembler for its version, in a process. Triton remembers the answer."""
+    """Have Triton run the assembler once, in a subprocess, to get its version, which Triton then remembers."""
     with suppress(Exception):  # the first compilation raises it again
         from triton import knobs
 

@@ -1,6 +1,6 @@
-"""When kernels are compiled: ahead of their first launch, as far as a device's kernels are compiled at run time at all.
+"""Compilation of kernels before their first launch, for devices whose kernels are compiled at run time.
 
-These functions do nothing on other devices, so callers need not ask for the device.
+On other devices these functions do nothing, so callers need not check the device.
 """
 
 from __future__ import annotations
@@ -36,24 +36,25 @@ def postponing(device: torch.device) -> AbstractContextManager[None]:
 
 
 def has_postponed(device: torch.device) -> bool:
-    """Whether postponed kernels are still missing. A launch of one of them waits for it."""
+    """Whether some postponed kernels are not compiled yet. A launch of such a kernel waits until it is compiled."""
     return device.type == "cuda" and has_triton() and bool(import_module("outrider.kernels.gpu").has_postponed())
 
 
 def finish_compiling(device: torch.device) -> None:
-    """Wait until all kernels that `precompiling` has met and that are not postponed are compiled and loaded."""
+    """Wait until all kernels that were launched within `precompiling`, except postponed ones, are compiled and
+    loaded."""
     if device.type == "cuda" and has_triton():
         import_module("outrider.kernels.gpu").finish_compiling(postponed=False)
 
 
 def is_compiling(device: torch.device) -> bool:
-    """Whether other processes still compile kernels that `precompiling` has collected."""
+    """Whether other processes are still compiling kernels that were launched within `precompiling`."""
     return device.type == "cuda" and has_triton() and bool(import_module("outrider.kernels.gpu").is_compiling())
 
 
 def prepare_compiler(device: torch.device) -> None:
-    """Imports Triton, then prepares its compiler and imports the kernels in threads of their own, so that the
-    first compilation need not wait for that. Meanwhile weights can be loaded."""
+    """Import Triton, then prepare its compiler and import the kernels in background threads. The caller can load
+    weights meanwhile, and the first compilation need not wait for these imports."""
     if device.type == "cuda" and find_spec("triton") is not None:
         with suppress(ImportError):
             import_module("triton")  # whole: of two threads that import it, one would find half of it

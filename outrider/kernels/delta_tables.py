@@ -1,6 +1,7 @@
-"""The tables of adapters: where their factors lie on the device, and which token rows have which adapter.
+"""The tables of LoRA adapters: where each adapter's factors are stored on the device, and which token rows use which
+adapter.
 
-`kernels/adapter_products.py` computes with them; they know nothing of files, requests or layers.
+`kernels/adapter_products.py` computes with these tables; they know nothing of files, requests or layers.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ SEGMENT_ROWS = 16  # the most token rows of a segment: the fewest that tensor co
 
 @dataclass(frozen=True)
 class DeltaTables:
-    """The factors of all adapters on the device. A rank of 0 means that the adapter in the slot does not change the
+    """The factors of all adapters on the device. A rank of 0 means that the slot's adapter does not change the
     target."""
 
     # [numbers]: `a` [rank, inputs] and `b` [rank, outputs] of each slot and target. Experts have one pair behind the
@@ -31,20 +32,20 @@ class DeltaTables:
     max_rank: int  # the first projection of experts has up to twice as many if gate and up were adapted apart
 
     def first_factor(self, slot: int, target: int, num_inputs: int, expert: int = 0) -> Tensor | None:
-        """`a`; None if the slot's adapter does not change the target. Reads the device."""
+        """Return the factor `a`; None if the slot's adapter does not change the target. Reads the device."""
         at, _, rank = self.places[slot, target].tolist()
         return self._factor(at, rank, num_inputs, expert) if rank else None
 
     def second_factor(self, slot: int, target: int, expert: int = 0) -> tuple[Tensor, float] | None:
-        """The factor `b` with the scale of its product; None if the slot's adapter does not change the target. Reads
-        from the device."""
+        """Return the factor `b` and the scale of the product; None if the slot's adapter does not change the target.
+        Reads the device."""
         _, at, rank = self.places[slot, target].tolist()
         begin, end = self.bounds[target].tolist()
         return (self._factor(at, rank, end - begin, expert), self.scales[slot, target].item()) if rank else None
 
     def factors(self, slot: int, target: int, num_inputs: int, expert: int = 0) -> tuple[Tensor, Tensor, float] | None:
-        """`a`, `b` and the scale of their product; None if the slot's adapter does not change the target. Reads the
-        device."""
+        """Return the factors `a` and `b` and the scale of their product; None if the slot's adapter does not change the
+        target. Reads the device."""
         a, second = self.first_factor(slot, target, num_inputs, expert), self.second_factor(slot, target, expert)
         return None if a is None or second is None else (a, *second)
 
@@ -53,8 +54,8 @@ class DeltaTables:
 
 
 class RowSlots(NamedTuple):
-    """The slots of token rows, and the rows in the order of their slots, which kernels go through in segments: at most
-    SEGMENT_ROWS rows that follow each other and have the same slot."""
+    """The adapter slot of each token row, and the token rows sorted by slot. Kernels process the sorted rows in
+    segments: at most SEGMENT_ROWS consecutive rows with the same slot."""
 
     slots: Tensor  # [tokens] int64, NO_SLOT for rows without an adapter
     sorted_slots: Tensor  # [tokens] int64
@@ -72,16 +73,16 @@ class RowSlots(NamedTuple):
         return cls(slots, sorted_slots, order, segments, num_segments).settled()
 
     def settled(self) -> RowSlots:
-        """Make these safe for kernels that read the order before they wait for their predecessors. On a GPU an ordinary
-        launch follows here, which begins only when order and segments are in memory, and those kernels come behind
-        it."""
+        """Make these tensors safe for kernels that read them before they wait for the kernel before them (programmatic
+        dependent launch). On a GPU this launches an ordinary kernel, which begins only when the tensors are in memory;
+        the kernels that read early are launched behind it."""
         if self.slots.is_cuda:
             self.slots.new_zeros(1)
         return self
 
     @staticmethod
     def most_segments(num_rows: int, num_slots: int) -> int:
-        """The most segments that this number of token rows can have."""
+        """Return the most segments that this many token rows can form."""
         return min(num_rows, num_rows // SEGMENT_ROWS + num_slots + 1)
 
 
@@ -98,14 +99,14 @@ def _segments(sorted_slots: Tensor) -> Tensor:
 
 
 class TargetRange(NamedTuple):
-    """The targets of one linear layer, which have consecutive numbers, and where the output features of each target
-    end."""
+    """The adapter targets of one linear layer: they have consecutive numbers, and `ends` says where the output features
+    of each target end."""
 
     first: int
     ends: tuple[int, ...]
 
     def within(self, first: int, stop: int) -> range:
-        """The targets that have some of the output features [first, stop)."""
+        """Return the targets that overlap the output features [first, stop)."""
         begins = (0, *self.ends[:-1])
         places = [place for place, (begin, end) in enumerate(zip(begins, self.ends, strict=True))
                   if begin < stop and end > first]

@@ -1,10 +1,11 @@
-"""A proposal's bookkeeping: the places of the token rows of every drafting pass, and the keys that draw the drafts.
+"""The bookkeeping of a proposal: positions, slots and lengths of the token rows of each drafting pass, and the keys
+with which drafts are sampled.
 
-A position is a place in the text, a slot the place in a group's pages where that position's token is cached. Positions,
-slots, lengths and noise keys do not depend on what is drafted, so all passes are planned at once, before the first.
-Plain torch, any device, the specification: `kernels.gpu.drafts` and, on a CPU, `kernels.cpu.draft_plan` do the
-same in one call, integer for integer, and take and return the types declared here. What the passes compute is not known
-here.
+A position is a token's index in the text. A slot is the cell, in the pages of one cache group, where that token is
+cached. Positions, slots, lengths and noise keys do not depend on which tokens are drafted, so all passes are planned at
+once, before the first one runs. This file is plain torch for any device, and the specification: `kernels.gpu.drafts`
+and, on a CPU, `kernels.cpu.draft_plan` compute the same integers in one call, and take and return the types declared
+here. This file does not know what the passes compute.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Tables = tuple[torch.Tensor, ...]  # page tables of the drafter's groups, [reque
 
 
 class CommittedRequests(NamedTuple):
-    """A committed step's requests, padded; int64 but for `goes_on`."""
+    """The requests of a step after its commit, padded; int64 except `goes_on`."""
 
     rows: torch.Tensor  # [requests]
     query_starts: torch.Tensor  # [requests + 1]
@@ -42,7 +43,7 @@ class DraftingRows(NamedTuple):
 
 @dataclass(frozen=True)
 class DrafterCacheState:
-    """The slots and pages that a drafter has filled. Every step updates the tensors."""
+    """Which slots and pages of its cache a drafter has filled. Every step updates the tensors."""
 
     page_tokens: tuple[int, ...]  # tokens of a page, by group of the drafter
     tail_group: int  # index of the group whose pages keep hidden states
@@ -54,7 +55,7 @@ class DrafterCacheState:
 
 
 class DraftSamplingKeys(NamedTuple):
-    """Sampling keys of each request's drafts, and the number of drafts."""
+    """The keys with which each request's drafts are sampled, and how many drafts it has room for."""
 
     temperature: torch.Tensor  # [requests]
     seed: torch.Tensor  # [requests]
@@ -65,7 +66,8 @@ class DraftSamplingKeys(NamedTuple):
 
 
 class DraftVerdicts(NamedTuple):
-    """Logit rows at which another rule decides whether the draft is accepted, int64."""
+    """The logit rows where another rule than equality with the sampled token decides whether a draft is accepted;
+    int64."""
 
     request: torch.Tensor  # [logit rows]
     row: torch.Tensor  # [logit rows]
@@ -75,7 +77,7 @@ class DraftVerdicts(NamedTuple):
 
 
 class DraftPass(NamedTuple):
-    """One pass: its token rows, and the context lengths of its requests."""
+    """The token rows of one drafting pass, and the context lengths of its requests."""
 
     positions: torch.Tensor  # [tokens]
     slots: tuple[torch.Tensor, ...]  # per group of the drafter [tokens], -1 for dead token rows
@@ -99,7 +101,8 @@ class DraftPasses(NamedTuple):
 
 
 class AdmittedRows(NamedTuple):
-    """Rows that were just admitted, padded, one token row each: the first token that the row is to compute. int64."""
+    """Rows that were just admitted, padded. Each has one token row: the first token that the request has to compute.
+    int64."""
 
     rows: torch.Tensor  # [requests]
     begin: torch.Tensor  # [requests] position of that token: tokens before it come from a prefix hit
@@ -108,7 +111,7 @@ class AdmittedRows(NamedTuple):
 
 
 class FirstSlots(NamedTuple):
-    """The pass that fills the slot of each admitted row's first token."""
+    """The pass that fills, for each admitted row, the drafter's slot of the first token that the row computes."""
 
     only: DraftPass
     key_starts: torch.Tensor  # [requests] first position that may be seen
@@ -117,8 +120,8 @@ class FirstSlots(NamedTuple):
 
 
 class ReadingPass(NamedTuple):
-    """A drafting pass with one token row for each request, which writes nothing to the cache. The row holds the known
-    token after the last computed token. Because nothing is written, one tensor of slots serves every group."""
+    """A drafting pass that only reads the cache: one token row for each request, with the known token after the last
+    computed one. Because nothing is written, one tensor of slots serves every group."""
 
     keys: DraftSamplingKeys
     tokens: torch.Tensor  # [requests]
@@ -127,8 +130,8 @@ class ReadingPass(NamedTuple):
 
 
 class BlockRows(NamedTuple):
-    """The token rows of blocks, equally many for each request: the last known token and the places of drafts behind
-    it. A layer is causal within a block, or each row sees its whole block."""
+    """The token rows of the blocks, equally many for each request: the last known token, then one row for each draft
+    after it. Depending on the layer, a row sees the rows before it in its block, or the whole block."""
 
     positions: torch.Tensor  # [requests * rows]
     slots: tuple[torch.Tensor, ...]  # per group of the drafter [requests * rows], -1 for dead rows
@@ -140,7 +143,8 @@ class BlockRows(NamedTuple):
 
 
 class BlockPasses(NamedTuple):
-    """The two passes of a block drafter: the context of the step's computed tokens is stored, then blocks run."""
+    """The two passes of a block drafter: the first stores the context of the tokens that the step computed, the second
+    runs the blocks."""
 
     keys: DraftSamplingKeys
     context: DraftPass  # the step's own token rows
@@ -150,8 +154,8 @@ class BlockPasses(NamedTuple):
 
 def plan_draft_passes(requests: CommittedRequests, rows: DraftingRows, tables: Tables, own: DrafterCacheState, *,
                       num_wanted: int) -> DraftPasses:
-    """Plan every pass of a proposal of `num_wanted` drafts; the first has the batch's own token rows. Updates `own`:
-    rows by the slots that the first pass fills, and pages whose last token the step computed."""
+    """Plan every pass of a proposal of `num_wanted` drafts. The first pass has the token rows of the step itself.
+    Updates `own`: the slots that the first pass fills, and whether pages that the step completed are valid."""
     at, request_of = requests.rows, requests.request_of
     count, begin = requests.num_computed, requests.computed_before + 1
     fills, filled, valid = count > 0, own.filled[at], own.valid_from[at]
@@ -180,9 +184,10 @@ def plan_draft_passes(requests: CommittedRequests, rows: DraftingRows, tables: T
 
 def plan_block_passes(requests: CommittedRequests, rows: DraftingRows, tables: Tables, own: DrafterCacheState, *,
                       num_wanted: int, num_rows: int) -> BlockPasses:
-    """Plan the passes of a proposal of `num_wanted` drafts by blocks of `num_rows` token rows. Slot p holds the context
-    of token p, and is written only for computed tokens: known ones and accepted drafts. The slots behind them are those
-    of the block, which later steps overwrite. Updates `own` by the slots that the context fills."""
+    """Plan the passes of a proposal of `num_wanted` drafts by a block drafter, with `num_rows` token rows in a block.
+    Slot p holds the context of token p, and is written only for computed tokens: known ones and accepted drafts. The
+    slots after them are used by the block and overwritten in later steps. Updates `own` for the slots that the context
+    fills."""
     at, request_of = requests.rows, requests.request_of
     count, begin = requests.num_computed, requests.computed_before
     fills, filled, valid = count > 0, own.filled[at], own.valid_from[at]
@@ -209,7 +214,8 @@ def plan_block_passes(requests: CommittedRequests, rows: DraftingRows, tables: T
 
 def _block_rows(anchor: torch.Tensor, goes_on: torch.Tensor, key_starts: torch.Tensor, tables: Tables,
                 own: DrafterCacheState, num_rows: int) -> BlockRows:
-    """anchor, key_starts: [requests] position of the last known token, and the first position that may be seen."""
+    """Lay out the rows of the blocks. anchor [requests]: position of the last known token. key_starts [requests]: the
+    first position that may be seen."""
     positions = anchor[:, None] + torch.arange(num_rows, device=anchor.device)  # [requests, rows]
     is_live = (goes_on[:, None] & (positions < own.max_len)).reshape(-1)
     positions = positions.clamp(0, own.max_len - 1).reshape(-1)
@@ -223,7 +229,7 @@ def _block_rows(anchor: torch.Tensor, goes_on: torch.Tensor, key_starts: torch.T
 
 def find_slots(tables: Tables, page_tokens: tuple[int, ...], request_of: torch.Tensor, positions: torch.Tensor,
                is_live: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The slots of positions [..., tokens], one tensor for each group; -1 where a token row is dead."""
+    """Return the slots of positions [..., tokens], one tensor for each group; -1 for dead token rows."""
     slots = []
     for table, size in zip(tables, page_tokens, strict=True):
         page = table[request_of, positions // size].long()
@@ -233,8 +239,8 @@ def find_slots(tables: Tables, page_tokens: tuple[int, ...], request_of: torch.T
 
 def _further(requests: CommittedRequests, tables: Tables, own: DrafterCacheState,
              positions: torch.Tensor) -> list[DraftPass]:
-    """The passes of every draft except the last, at positions [drafts - 1, requests]. A row without room for more
-    tokens is dead there, at a clamped position."""
+    """Plan the passes after the first, one for each draft except the last, at positions [drafts - 1, requests]. A row
+    without room for more tokens is dead there, at a clamped position."""
     is_live = requests.goes_on & (positions < own.max_len)
     positions = positions.clamp(0, own.max_len - 1)
     lengths, live = torch.where(is_live, positions + 1, 0), is_live.long()
@@ -246,7 +252,8 @@ def _further(requests: CommittedRequests, tables: Tables, own: DrafterCacheState
 
 
 def _page_ends(requests: CommittedRequests, table: torch.Tensor, page_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """[tokens] each: the page that ends with the token (the null page if none does), and that page's first position."""
+    """For each token row, the page whose last token it is (the null page if there is none), and the first position of
+    that page: [tokens] each."""
     request = requests.request_of
     offset = torch.arange(request.shape[0], device=request.device) - requests.query_starts[request]
     position = requests.computed_before[request] + offset
@@ -257,7 +264,7 @@ def _page_ends(requests: CommittedRequests, table: torch.Tensor, page_tokens: in
 
 
 def forget_pages(requests: CommittedRequests, tables: Tables, own: DrafterCacheState) -> None:
-    """Mark pages whose last token the step computed as not valid for a hit."""
+    """Mark the pages that the step completed as not valid: a later prefix hit cannot use them for drafting."""
     for table, size in zip(tables, own.page_tokens, strict=True):
         own.page_valid.index_fill_(0, _page_ends(requests, table, size)[0], False)
 
@@ -273,9 +280,10 @@ def _sampling_keys(requests: CommittedRequests, rows: DraftingRows, num_wanted: 
 
 def plan_first_slots(admitted: AdmittedRows, tables: Tables, own: DrafterCacheState, *, needs_tail: bool,
                      num_chained: int, is_filled: bool) -> FirstSlots:
-    """Plan the pass that fills the first slots of admitted rows, and note in `own` which slots of their hits are valid.
-    needs_tail: the drafter fills no slot without the hidden state before it. num_chained: how many slots later the last
-    of chained modules is valid. is_filled: the pass will run; in a cold step it does not."""
+    """Plan the pass that fills the first slots of admitted rows, and record in `own` which slots of their prefix hits
+    are valid. needs_tail: the drafter fills no slot without the hidden state of the token before it. num_chained: with
+    chained modules, how many slots after the first module's the last module's slots become valid. is_filled: whether
+    the pass will run; in a cold step it does not."""
     at, begin = admitted.rows, admitted.begin
     valid_from = torch.full_like(begin, 1 if needs_tail else 0)  # a head has no slot for position 0
     for table, size, needed in zip(tables, own.page_tokens, admitted.needed, strict=True):
@@ -298,9 +306,9 @@ def plan_first_slots(admitted: AdmittedRows, tables: Tables, own: DrafterCacheSt
 
 def _valid_in_hit(table: torch.Tensor, page_tokens: int, needed: torch.Tensor, begin: torch.Tensor,
                   page_valid: torch.Tensor) -> torch.Tensor:
-    """[requests]: the first slot from which on all slots of the prefix hit are valid. Slots before it were not filled
-    by the drafter or were evicted. Pages that have left a window are not needed; if a hit ends within a page of this
-    group, that page's slots are missing."""
+    """[requests]: the slot from which on all slots of the prefix hit are valid. Before it some were evicted or never
+    filled by the drafter. Pages that have left a window are not needed. If a hit ends within a page of this group, the
+    slots in that page are missing."""
     pages, columns = table.long(), torch.arange(table.shape[1], device=table.device)
     in_hit = (columns >= needed[:, None]) & (columns < (begin // page_tokens)[:, None])
     is_broken = in_hit & ((pages == NULL_PAGE) | ~page_valid[pages])
@@ -310,7 +318,7 @@ def _valid_in_hit(table: torch.Tensor, page_tokens: int, needed: torch.Tensor, b
 
 def plan_reading_pass(requests: CommittedRequests, rows: DraftingRows, *, num_wanted: int, max_len: int,
                       behind: int) -> ReadingPass:
-    """Plan a reading pass. Rope positions lie `behind` tokens before the number of known tokens."""
+    """Plan a pass that only reads. A row's rope position is its number of known tokens minus `behind`."""
     at, goes_on = requests.rows, requests.goes_on
     computed = requests.computed_before + requests.num_computed
     tokens = torch.where(goes_on, rows.tokens[at, computed.clamp_max(max_len - 1)], 0)

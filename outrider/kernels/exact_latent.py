@@ -1,8 +1,8 @@
-"""Latent attention for exact mode: the torch twins, in which a token row has the same bits alone and among any others.
+"""Latent attention in exact mode, in plain torch: a token row has the same bits alone and among any other rows.
 
 Every token row is computed by itself, over tiles of KEYS positions that begin at multiples of KEYS, so that a library
-gets the same shapes whatever the batch and the length of its longest context are. A tile in which a token row sees
-nothing changes none of its sums. Slow, and meant as the definition and for small models on a CPU.
+gets the same shapes whatever the batch and its longest context are. A tile in which the token row sees nothing does not
+change its sums. This is slow: it is the definition, and serves small models on a CPU.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def choose_positions(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenCo
 
 def _index_scores(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, num_keys: int,
                   scales: Tensor | None) -> Tensor:
-    """[1, positions] the scores of one token row: q [heads, dim], weights [1, heads]."""
+    """Return the indexer's scores [1, positions] of one token row: q [heads, dim], weights [1, heads]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = []
     for start in range(0, num_keys, KEYS):
@@ -70,31 +70,30 @@ def latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, position
 
 def dense_latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, num_positions: int, scale: float,
                            latent_dim: int, sinks: Tensor | None = None) -> Tensor:
-    """See `latent.dense_latent_attention`. Has the bits of `latent_attention` over all positions."""
+    """See `latent.dense_latent_attention`. Gives the same bits as `latent_attention` over all positions."""
     return latent_attention(q, cache, contexts, _every_position(contexts, num_positions), scale, latent_dim, sinks)
 
 
 def _every_position(contexts: TokenContexts, num_positions: int) -> Tensor:
-    """[tokens, num_positions] the visible positions from the first one on, as an indexer lists them, then
-    NOT_CHOSEN."""
+    """[tokens, num_positions]: the visible positions in order, then NOT_CHOSEN, as an indexer would list them."""
     listed = contexts.first[:, None] + torch.arange(num_positions, device=contexts.first.device)
     return torch.where(listed < contexts.stop[:, None], listed, NOT_CHOSEN)
 
 
 def _entries(cache: Tensor, contexts: TokenContexts, positions: Tensor) -> Tensor:
-    """[positions, width]: the cache entries at these positions, of the request that the single token row belongs to."""
+    """Return the cache entries [positions, width] at these positions of a single token row's request."""
     return cache[_cells(cache, contexts, positions)]
 
 
 def _cells(cache: Tensor, contexts: TokenContexts, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """(pages, cells within the pages) of these positions, of the request that the single token row belongs to."""
+    """Return (pages, cells within the pages) of these positions of a single token row's request."""
     pages = contexts.page_table[contexts.request_of, positions // cache.shape[1]].long()
     return pages, positions % cache.shape[1]
 
 
 def _attend(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor, scale: float,
             latent_dim: int, sinks: Tensor | None) -> Tensor:
-    """One token row: q [heads, latent | rope], positions [chosen]. Returns [heads, latent]."""
+    """Attend for one token row: q [heads, latent | rope], positions [chosen]. Returns [heads, latent]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     acc = q.new_zeros(q.shape[0], latent_dim, dtype=wide)
     peak = acc.new_full((q.shape[0], 1), -torch.inf)

@@ -1,4 +1,4 @@
-"""Experts on the CPU: one product for each chosen expert. `moe.experts` is the specification."""
+"""Mixtures of experts on the CPU, with one product for each chosen expert. `moe.experts` is the specification."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ Weight = TypeVar("Weight", Tensor, Scaled)
 
 
 def plan_on_host(ids: Tensor, num_experts: int) -> list[tuple[int, Tensor]]:
-    """The experts that have pairs, each with its pairs in order. Reads ids on the host, which only the CPU may: there
-    it waits for nothing, no graph can hold a step, and a product per expert needs to know its number of rows.
-    """
+    """List the experts that were chosen, each with its pairs in order. This reads ids on the host, which is allowed
+    only on the CPU: reading there waits for nothing, no graph captures the step, and each product needs its number of
+    rows."""
     flat = ids.reshape(-1)
     counts = flat.bincount(minlength=num_experts).tolist()
     parts = flat.argsort(stable=True).split(counts)
@@ -32,14 +32,14 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
 
 def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
                   added: Tensor | None = None, biases: moe.ExpertBiases | None = None) -> Tensor:
-    """Experts in exact mode: a token row's result has the same bits, whatever the other rows are and choose."""
+    """Compute experts in exact mode: a token row's result has the same bits whatever the other rows are and choose."""
     return _mix(exact.linear_wide, x, ids, weights, gate_up, down, activation, added, biases)
 
 
 def scaled_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Scaled, down: Scaled, activation: str,
                    added: Tensor | None = None, rounds: bool = False,
                    biases: moe.ExpertBiases | None = None) -> Tensor:
-    """The experts' weighted sums on the host, for weights that are codes with scales."""
+    """Compute the weighted sums of experts whose weights are codes with scales."""
     product = _rounding_product(ops.scaled_wide) if rounds else ops.scaled_wide
     return _mix(product, x, ids, weights, gate_up, down, activation, added, biases)
 
@@ -53,8 +53,8 @@ def exact_scaled_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Scale
 
 def native_experts(x: Tensor, routed: moe.Routed, matrices: Sequence[Sequence[native.Matrix]], activation: str,
                    added: Tensor | None = None, biases: moe.ExpertBiases | None = None) -> Tensor:
-    """Experts by native products, which are exact in any mode. matrices: the first projection of each expert, and
-    down."""
+    """Compute experts with native products, which are exact in every mode. matrices: the first projection of each
+    expert, and its down projection."""
     num_tokens, top_k = routed.ids.shape
     made = x.new_empty(num_tokens * top_k, x.shape[1])
     for expert, pairs in plan_on_host(routed.ids, len(matrices)):
@@ -67,7 +67,7 @@ def native_experts(x: Tensor, routed: moe.Routed, matrices: Sequence[Sequence[na
 
 
 def _rounding_product(product: Callable[..., Tensor]) -> Callable[[Tensor, Scaled], Tensor]:
-    """A function that rounds token rows in groups of the weight's size, then multiplies them."""
+    """Return a function that rounds token rows to fp8 in the weight's groups, then multiplies them."""
     return lambda x, weight: product(x, weight, min(weight.group, x.shape[1]))
 
 

@@ -1,9 +1,9 @@
-"""Products of float32 token rows with a weight, whose long sums are made of short ones.
+"""Products of float32 token rows with a weight, computed as sums of short partial sums.
 
-A library adds the products of one output up one after the other, and the longer this chain is, the more it rounds. For
-few token rows libraries divide the chain, because most of the card would be idle otherwise. A step with a short prompt
-is padded to more token rows, for which they do not divide it, so its results would be less exact than those of the same
-prompt alone. Here the chain is divided for any number of token rows up to `MAX_ROWS`.
+A library adds up the products of one output in one long chain, and a longer chain rounds more. For few token rows
+libraries split the chain, because most of the GPU would be idle otherwise. A step with a short prompt is padded to more
+token rows, for which libraries do not split it, so its results would be less exact than those of the same prompt alone.
+Here the chain is split for any number of token rows up to `MAX_ROWS`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def takes_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None 
 
 
 def summed_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """x [tokens, inputs], weight [outputs, inputs] -> [tokens, outputs]: the sum over pieces of the inputs."""
+    """Multiply x [tokens, inputs] with weight [outputs, inputs], and return [tokens, outputs]. Each piece of PIECE
+    inputs is summed by itself, then the partial sums are added."""
     (num_tokens, inputs), outputs = x.shape, weight.shape[0]
     whole = inputs // PIECE * PIECE
     at_once = max(1, MAX_PARTIAL // max(1, num_tokens * outputs)) * PIECE

@@ -1,10 +1,11 @@
-"""A pool of forks of this process that carry out tasks as these come, for tasks whose results lie outside of the forks.
+"""A pool of forked processes that run tasks, for tasks whose results end up outside of the processes (in files).
 
-A fork has everything that this process has, at once: nothing is imported again, which takes seconds. Forking is safe,
-threads and devices notwithstanding, for tasks that need neither: a fork frees nothing that it did not make, prints
-nothing and leaves without cleaning up. A fork that hangs is ended; one that dies loses one task.
+A fork shares all memory of this process at once, so it need not import anything again, which takes seconds. Forking is
+safe despite threads and devices if the tasks need neither: a fork frees nothing that it did not make, prints nothing
+and exits without cleaning up. A fork that hangs is killed; a fork that dies loses one task.
 
-This process forks once: that fork makes the others, since a fork of a process with much memory takes 10 to 20 ms.
+This process forks only once, and that fork makes the others, since forking a process with much memory takes 10 to 20
+ms.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ POLITENESS = 5  # by how much forks give way to this process where there are too
 
 
 class ForkPool:
-    """Runs tasks in forks. A task is bytes for one function that all forks have. Tasks are begun in the order in which
-    they are given."""
+    """Runs tasks in forked processes. A task is a bytes object that each fork passes to the same function. Tasks begin
+    in the order in which they are given."""
 
     def __init__(self, run: Callable[[bytes], object], num_forks: int) -> None:
         self.num_given = 0
@@ -61,8 +62,8 @@ class ForkPool:
         self._todo_end.close()
 
     def wait(self, seconds: float) -> list[int]:
-        """The numbers of the tasks that have ended, with a result or an error, since the last call. Waits for one if
-        there are none. Empty if none has ended within the time, or all forks have died."""
+        """Return the numbers of the tasks that have ended, with a result or an error, since the last call. If there are
+        none, wait for one. Returns nothing if none ends within the time, or all forks have died."""
         if self.num_done == self.num_given or not self._poll.poll(1000 * seconds):
             return []
         numbers = [number for (number,) in _NUMBER.iter_unpack(self._done.read(_NUMBER.size * _AT_ONCE) or b"")]
@@ -70,7 +71,7 @@ class ForkPool:
         return numbers
 
     def close(self) -> None:
-        """End all forks and the processes that they have started. Forks with nothing to do leave by themselves."""
+        """Kill all forks and the processes that they have started, if tasks are left; idle forks exit by themselves."""
         for end in (self._todo_end, self._done, self._tasks):
             end.close()
         if self.num_done < self.num_given:
@@ -87,8 +88,8 @@ class ForkPool:
         self.close()
 
     def _fork(self, num_forks: int) -> int:
-        """Fork a process that forks the others, all of them in a process group of its own with the processes that they
-        start. Returns its id, which is the group's."""
+        """Fork a process that forks the others. They form a process group, together with all processes that they start.
+        Returns the id of the first fork, which is also the group's id."""
         first = _fork()
         if first == 0:
             try:

@@ -1,4 +1,5 @@
-"""Numbers of a cache in fp8 (e4m3): a stored number is the model's, divided by the scale of its head and rounded."""
+"""Keys and values cached in fp8 (e4m3): the stored number is the model's number, divided by the scale of its head and
+rounded."""
 
 from __future__ import annotations
 
@@ -12,14 +13,14 @@ MAX_FP8 = 448.0
 
 
 class HeadScales(NamedTuple):
-    """The scales of one layer's keys and values, [kv heads] float32 each."""
+    """The scales of one layer's keys and values: device tensors [kv heads] float32 each."""
 
     k: Tensor
     v: Tensor
 
 
 class ScaleNumbers(NamedTuple):
-    """The scales of one layer's keys and values, as numbers on the host: one key scale and one value scale for every kv
+    """The scales of one layer's keys and values as Python numbers: one key scale and one value scale for every kv
     head."""
 
     k: tuple[float, ...]
@@ -30,7 +31,7 @@ class ScaleNumbers(NamedTuple):
 
 
 def to_fp8(numbers: Tensor, scale: Tensor | float = 1.0) -> Tensor:
-    """The numbers in fp8. Numbers beyond the greatest of fp8 become the greatest; NaN stays NaN."""
+    """Convert numbers to fp8. Numbers beyond fp8's range become its greatest number; NaN stays NaN."""
     wide = numbers.to(torch.promote_types(numbers.dtype, torch.float32))
     return (wide / scale).clamp(-MAX_FP8, MAX_FP8).to(FP8)
 

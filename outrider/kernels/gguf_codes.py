@@ -1,8 +1,8 @@
-"""GGUF's kinds as the codes with scales that products on a GPU read (`kernels.scaled.Scaled`).
+"""Conversion of GGUF weights to the codes with scales that products on a GPU read (`kernels.scaled.Scaled`).
 
-Codes stay what they are. The scale of a group, and the value at the middle of its codes where a kind has least values,
-are computed in float32 and rounded to bfloat16 once. A weight differs from the file's by at most 2**-8 of
-|code * scale| + |offset|. Products in bfloat16 round the sum of both once more, as they round numbers.
+Codes are kept as they are. A group's scale, and in kinds with minimum values the value at the middle of the group's
+codes, are computed in float32 and rounded to bfloat16 once. A weight differs from the file's by at most 2**-8 of |code
+* scale| + |offset|. Products in bfloat16 round the sum of both once more, as they round any number.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ FORMS = {
 
 
 def has_offsets(kind: str) -> bool:
-    """Whether weights of a kind have a least value in every group."""
+    """Whether weights of a kind have a minimum value in every group."""
     return len(KINDS[kind].halves) == 2
 
 
 def to_codes(kind: str, data: Tensor) -> Scaled:
-    """Turn rows of one GGUF kind, data [outputs, bytes of a row] as files have them, into codes with scales, on the
-    device of `data`."""
+    """Convert rows of one GGUF kind, data [outputs, bytes of a row] as in the file, to codes with scales, on the device
+    of `data`."""
     return by_outputs(lambda rows: _to_codes(kind, rows), data)
 
 
@@ -74,7 +74,8 @@ def _to_codes(kind: str, data: Tensor) -> Scaled:
 
 
 def _by_group(outer: Tensor, inner: Tensor | None, num_groups: int) -> Tensor:
-    """Numbers of blocks [outputs, blocks], with the integers of their groups, as [outputs, groups] in float32."""
+    """Combine the numbers of blocks [outputs, blocks] with the integers of their groups: [outputs, groups] in
+    float32."""
     numbers = outer if inner is None else (outer.unsqueeze(-1) * inner).flatten(1)
     assert numbers.shape[1] == num_groups
     return numbers

@@ -1,8 +1,8 @@
-"""The kinds of GGUF's quantised weights: how a block's bytes become codes and scales. A kind is one declaration.
+"""GGUF's kinds of quantised weights: how the bytes of a block become codes and scales. Each kind is one declaration.
 
-A weight is scale * (code - offset) + least, where the codes of some kinds number the entries of a table. In kinds whose
-blocks have 256 weights a block's scale is multiplied with an integer for every 32 or 16 of them, and so is `least`.
-Plain torch operations: they define what the bits mean, and `cpu/packed_blocks.c` reads the same out of them.
+A weight is scale * (code - offset) + least; the codes of some kinds are indices into a table. In kinds with blocks of
+256 weights, the block's scale is multiplied by one integer for every 32 or 16 weights, and so is `least`. These are
+plain torch operations, which define what the bits mean; `cpu/packed_blocks.c` reads the same numbers.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ GROUP = 32  # weights of a row that are packed together
 
 
 class Unpacked(NamedTuple):
-    """Weight rows [rows, inputs] in parts. `inner_scale` and `inner_least`: the integers of each block, or None."""
+    """Weight rows [rows, inputs] taken apart into codes and scales. `inner_scale` and `inner_least` are the integers
+    within each block, or None."""
 
     codes: Tensor  # uint8 [rows, inputs]
     scale: Tensor  # float32 [rows, blocks]
@@ -55,12 +56,12 @@ def _of_each_weight(outer: Tensor, inner: Tensor | None, width: int) -> Tensor:
 
 
 def _half(blocks: Tensor, at: int) -> Tensor:
-    """The float16 at a byte of each block, as float32 [rows, blocks]."""
+    """Return the float16 that begins at this byte of each block, as float32 [rows, blocks]."""
     return blocks[..., at : at + 2].contiguous().view(torch.float16).float().squeeze(-1)
 
 
 def _bits(packed: Tensor, size: int) -> Tensor:
-    """Numbers of `size` bits out of bytes [.., n]: [.., 8 / size, n], the lowest bits first."""
+    """Unpack numbers of `size` bits from bytes [.., n]: [.., 8 / size, n], the lowest bits first."""
     shifts = torch.arange(0, 8, size, dtype=torch.uint8, device=packed.device).unsqueeze(1)
     return (packed.unsqueeze(-2) >> shifts) & ((1 << size) - 1)
 
@@ -70,8 +71,8 @@ def _in_rows(codes: Tensor) -> Tensor:
 
 
 def _flat(least_at: int | None, ones_at: int | None, nibbles_at: int) -> Callable[[Tensor], Unpacked]:
-    """Declare a kind with blocks of 32 weights: a scale, perhaps a least value, perhaps 32 fifth bits, and 16 bytes
-    with the lower four bits of both halves."""
+    """Declare a kind with blocks of 32 weights: a scale, an optional minimum, an optional fifth bit for each weight,
+    and 16 bytes with the lower four bits of both halves of the block."""
 
     def unpack(blocks: Tensor) -> Unpacked:
         codes = _bits(blocks[..., nibbles_at : nibbles_at + 16], 4).flatten(-2)
@@ -94,7 +95,7 @@ def _unpack_mxfp4(blocks: Tensor) -> Unpacked:
 
 
 def _six_bit_pairs(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and least values of eight groups, six bits each, out of 12 bytes."""
+    """Unpack the scales and minimums of eight groups, six bits each, from 12 bytes."""
     first, second, third = packed.split(4, -1)
     scale = torch.cat((first & 63, third & 15 | first >> 6 << 4), -1)
     least = torch.cat((second & 63, third >> 4 | second >> 6 << 4), -1)
