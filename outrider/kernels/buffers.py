@@ -1,4 +1,4 @@
-"""Tensors that live long, whose sizes are given by named axes and never by a number typed at the call."""
+"""Persistent tensors, whose sizes come from named axes instead of literal numbers, and copies from host to device."""
 
 from __future__ import annotations
 

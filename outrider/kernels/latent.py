@@ -1,9 +1,9 @@
-"""Latent attention and the indexer before it: the torch twins of their kernels.
+"""Latent attention (MLA) and the indexer before it, in plain torch: the reference of their kernels.
 
-Everything is in flat token space: token row r of queries, weights, ranges, scores, chosen positions and outputs is
-token r, whether it prefills, verifies or decodes. Rows that see nothing (dead and padded tokens) choose nothing and
-attend to nothing. Shapes follow from those of the arguments alone, and work is cut into chunks of token rows, so that
-memory stays within a budget and nothing is read on the host.
+Everything is in flat token space: row r of queries, weights, ranges, scores, chosen positions and outputs is token r,
+whether that token prefills, verifies or decodes. Rows that see nothing (dead and padded tokens) choose nothing and
+attend to nothing. Shapes follow from the arguments' shapes alone, and the work is cut into chunks of token rows, so
+that memory stays within a budget and nothing is read on the host.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class TokenContexts(NamedTuple):
 
 def visible_ranges(positions: Tensor, slots: Tensor, request_of: Tensor, lengths: Tensor,
                    starts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(first, stop) of `TokenContexts` for token rows at these positions. They see their requests' keys up to their
-    own, from `starts` [requests] on where that is given; token rows without a slot see nothing."""
+    """Return (first, stop) of `TokenContexts` for token rows at these positions. A row sees its request's keys up to
+    its own position, from `starts` [requests] on if that is given. A row without a slot sees nothing."""
     first = torch.zeros_like(positions) if starts is None else starts[request_of]
     return first, torch.where(slots >= 0, torch.minimum(positions + 1, lengths[request_of]), 0)
 
 
 def write_entries(entries: Tensor, cache: Tensor, slots: Tensor) -> None:
-    """cache [pages, page tokens, width] gets entries [tokens, width] at their slots; slot -1 is not written."""
+    """Write entries [tokens, width] to their slots of cache [pages, page tokens, width]; slot -1 is not written."""
     is_live = (slots >= 0)[:, None]
     pages, offsets = slots.clamp_min(0) // cache.shape[1], slots.clamp_min(0) % cache.shape[1]
     entries = to_fp8(entries) if cache.dtype == FP8 != entries.dtype else entries.to(cache.dtype)
@@ -54,12 +54,13 @@ def write_entries(entries: Tensor, cache: Tensor, slots: Tensor) -> None:
 
 def choose_positions(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, chosen: Tensor,
                      scales: Tensor | None = None, counters: Tensor | None = None) -> None:
-    """Writes into chosen [tokens, top_k] the visible positions of the highest scores, ascending, then NOT_CHOSEN.
+    """Write into chosen [tokens, top_k] the visible positions with the highest scores, ascending, then NOT_CHOSEN.
 
     q [tokens, heads, dim], weights [tokens, heads], keys [pages, page tokens, dim]. The score of a key is the sum over
-    heads of weight * relu(q . key); equal scores go to the lower position. scales [pages, page tokens, 1]: of keys that
-    are stored in fp8. counters: at least [tokens, NUM_COUNTERS] int32 zeros, which a kernel may use up; without them it
-    makes its own."""
+    heads of weight * relu(q . key); of equal scores the lower position wins. scales [pages, page tokens, 1]: the keys'
+    scales if keys are stored in fp8. counters: zeros, at least [tokens, NUM_COUNTERS] int32, which a kernel may
+    overwrite; without them it allocates its own.
+    """
     num_keys = check_choice(q, weights, keys, contexts, chosen)
     for rows in _chunks(q.shape[0], num_keys):
         own = contexts.cut(rows)
@@ -81,12 +82,13 @@ def check_choice(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContex
 
 def latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor, scale: float,
                      latent_dim: int, sinks: Tensor | None = None) -> Tensor:
-    """Attention over chosen positions [tokens, chosen], where NOT_CHOSEN counts for nothing. They are those that
-    `choose_positions` writes: all positions of contexts that have no more than can be chosen.
+    """Attend to chosen positions [tokens, chosen]; NOT_CHOSEN is ignored. The positions are those that
+    `choose_positions` writes, which are all positions of a context that has no more than can be chosen.
 
-    q [tokens, heads, latent | rope] and cache [pages, page tokens, latent | rope]: the whole entry is the key of all
-    heads, its latent part their value. sinks [heads]: the score of one more key that every token row sees, whose value
-    is 0. Returns [tokens, heads, latent]."""
+    q [tokens, heads, latent | rope] and cache [pages, page tokens, latent | rope]: an entry as a whole is the key of
+    all heads, and its latent part is their value. sinks [heads]: the score of one more key that every token row sees,
+    whose value is 0. Returns [tokens, heads, latent].
+    """
     out = q.new_empty(*q.shape[:2], latent_dim)
     for rows in _chunks(q.shape[0], positions.shape[1] * max(q.shape[1:])):
         out[rows] = _attend(q[rows], cache, contexts.cut(rows), positions[rows], scale, latent_dim, sinks)
@@ -95,7 +97,8 @@ def latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, position
 
 def dense_latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, num_positions: int, scale: float,
                            latent_dim: int, sinks: Tensor | None = None) -> Tensor:
-    """Attention over every visible position, all of which are below `num_positions`. Otherwise `latent_attention`."""
+    """Attend to every visible position, all of which are below `num_positions`. The rest is as in
+    `latent_attention`."""
     out = q.new_empty(*q.shape[:2], latent_dim)
     for rows in _chunks(q.shape[0], num_positions * max(q.shape[1:])):
         own = contexts.cut(rows)
@@ -105,8 +108,8 @@ def dense_latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, nu
 
 def latent_values(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor | None, num_positions: int,
                   scale: float, to_values: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """Attention over chosen positions, or with None over every visible one, and its product with each head's matrix
-    to_values [heads, values, latent]. Returns [tokens, heads, values]."""
+    """Attend to chosen positions, or to every visible one if `positions` is None, and multiply each head's result with
+    its matrix of to_values [heads, values, latent]. Returns [tokens, heads, values]."""
     latent_dim = to_values.shape[2]
     if positions is None:
         made = dense_latent_attention(q, cache, contexts, num_positions, scale, latent_dim, sinks)
@@ -116,8 +119,7 @@ def latent_values(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: 
 
 
 def every_position(contexts: TokenContexts, num_positions: int) -> Tensor:
-    """[tokens, num_positions]: each position that the token row sees, and NOT_CHOSEN for positions that it does not
-    see."""
+    """[tokens, num_positions]: each position that the token row sees; NOT_CHOSEN in place of the others."""
     every = torch.arange(num_positions, device=contexts.first.device)
     return torch.where(_is_visible(every, contexts), every, NOT_CHOSEN)
 
@@ -147,17 +149,19 @@ def _index_scores(q: Tensor, weights: Tensor, keys: Tensor, pages: Tensor, scale
 
 
 def as_numbers(keys: Tensor, scales: Tensor | None, cells: tuple[Tensor, ...], wide: torch.dtype) -> Tensor:
-    """The index keys of some pages, or of cells of pages, multiplied by their scales where they are stored in fp8."""
+    """Return the index keys of some pages, or of cells of pages, multiplied by their scales if they are stored in
+    fp8."""
     if scales is None:
         return keys[cells].to(wide)
     return keys.view(torch.uint8)[cells].view(keys.dtype).to(wide) * scales[cells].to(wide)
 
 
 def best_positions(scores: Tensor, contexts: TokenContexts, top_k: int) -> Tensor:
-    """[rows, top_k] the visible positions of the highest scores [rows, positions], ascending, then NOT_CHOSEN.
+    """[rows, top_k]: the visible positions with the highest scores [rows, positions], ascending, then NOT_CHOSEN.
 
-    A stable sort, since a library's top-k may take any of equal scores. What is not visible is masked by selection: it
-    may be NaN. It stays below what is visible, which may be -inf."""
+    The sort is stable, since a library's top-k may take any of equal scores. Scores of invisible positions may be NaN,
+    so they are replaced by -inf, and visible scores are kept above that, so that every visible position ranks first.
+    """
     num_keys = scores.shape[1]
     is_visible = _is_visible(torch.arange(num_keys, device=scores.device), contexts)
     finite = scores.clamp_min(torch.finfo(scores.dtype).min)

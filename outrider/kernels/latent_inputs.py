@@ -1,7 +1,8 @@
 """The inputs of latent attention: norms, ropes and cache writes of compressed vectors, and products of single heads.
 
-The torch twins of the kernels. Ropes leave the rotating dimensions in halves: where the checkpoint has them in pairs
-(0 and 1, 2 and 3), the first of each pair comes before the second. Products of heads in this order are the same.
+These are the plain torch references of the kernels. After a rope, rotated dimensions are stored in halves. If the
+checkpoint has them in pairs (0 and 1, 2 and 3), the first of each pair goes to the first half and the second to the
+second. Queries and keys have the same order, so their products do not change.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ LEAST_SCALE = 2.0**-60
 
 
 class RopeRows(NamedTuple):
-    """The rope of some token rows, and where it finds the rotating dimensions."""
+    """The rope table and the positions of some token rows, and which dimensions rotate."""
 
     positions: Tensor  # [tokens]
     table: Tensor  # [positions, cos | sin]
@@ -27,8 +28,8 @@ class RopeRows(NamedTuple):
     index_at_end: bool = False  # index keys and their queries rotate in their last dimensions, not in their first
 
     def turn(self, x: Tensor, *, in_pairs: bool, at_end: bool = False) -> Tensor:
-        """x [tokens, heads, rotating | rest], or rest | rotating with `at_end` -> rotated | rest, the rotating
-        dimensions in halves."""
+        """Rotate x [tokens, heads, rotating | rest], or [.., rest | rotating] with `at_end`. Returns [.., rotated |
+        rest], with the rotated dimensions in halves."""
         size = self.table.shape[1]
         if not size:
             return x
@@ -42,7 +43,7 @@ class RopeRows(NamedTuple):
 
 
 class IndexInputs(NamedTuple):
-    """An indexer's parts of `write_latents`."""
+    """The indexer's arguments of `write_latents`."""
 
     num_heads: int
     norm_weight: Tensor  # [dim]
@@ -56,10 +57,12 @@ class IndexInputs(NamedTuple):
 
 def write_latents(compressed: Tensor, q_norm: Tensor | None, latent_norm: Tensor, eps: float, rope: RopeRows,
                   slots: Tensor, cache: Tensor, index: IndexInputs | None) -> tuple[Tensor, Tensor]:
-    """Norms and rotates compressed vectors, and writes latents and index keys to their slots.
+    """Norm and rotate compressed vectors, and write latents and index keys to their slots.
 
-    compressed [tokens, q | latent | rope | index key | head weights]: q only with a norm for it, the last two only with
-    an indexer. Returns q normed [tokens, q], and the scaled head weights [tokens, index heads] in float32 or wider."""
+    compressed [tokens, q | latent | rope | index key | head weights]: q is there only if `q_norm` is given, the last
+    two only if `index` is. Returns the normed q [tokens, q], and the scaled head weights [tokens, index heads] in
+    float32 or wider.
+    """
     sizes = [0 if q_norm is None else len(q_norm), len(latent_norm), cache.shape[2] - len(latent_norm)]
     sizes += [0, 0] if index is None else [index.cache.shape[2], index.num_heads]
     q, latent, key, index_key, weights = compressed.split(sizes, dim=1)
@@ -80,8 +83,8 @@ def write_latents(compressed: Tensor, q_norm: Tensor | None, latent_norm: Tensor
 
 
 def to_fp8(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """(fp8 numbers, scales [tokens, 1]) of keys [tokens, dim]. A scale is the least power of two by which the greatest
-    number fits, so that dividing by it rounds nothing."""
+    """Return (fp8 numbers, scales [tokens, 1]) of keys [tokens, dim]. A scale is the smallest power of two with which
+    the greatest number fits; dividing by a power of two rounds nothing."""
     wide = keys.float()
     least = (wide.abs().amax(dim=1, keepdim=True) * (1 / MAX_FP8)).clamp_min(LEAST_SCALE)
     # The next power of two: the bits of the exponent, one higher unless all others are 0.
@@ -96,8 +99,8 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rotate_queries(queries: Tensor, rope: RopeRows, q: Tensor, nope_dim: int, index_q: Tensor | None,
                    index_in_pairs: bool) -> None:
-    """Writes the rotated parts of queries [tokens, heads x (nope | rope) | index heads x dim] to the last dimensions of
-    q [tokens, heads, latent | rope], and to index_q [tokens, index heads, dim] where there is an indexer."""
+    """Rotate queries [tokens, heads x (nope | rope) | index heads x dim]. Their rotated parts are written to the last
+    dimensions of q [tokens, heads, latent | rope], and to index_q [tokens, index heads, dim] if there is an indexer."""
     rope_dim = rope.table.shape[1]
     columns = q.shape[1] * (nope_dim + rope_dim)
     heads = queries[:, :columns].unflatten(1, (q.shape[1], -1))
@@ -109,8 +112,8 @@ def rotate_queries(queries: Tensor, rope: RopeRows, q: Tensor, nope_dim: int, in
 
 def enter_latents(queries: Tensor, rope: RopeRows, q: Tensor, to_latent: Tensor, index_q: Tensor | None,
                   index_in_pairs: bool) -> None:
-    """`rotate_queries`, and the product of each head's other dimensions with its matrix of to_latent [heads, latent,
-    nope] to the first dimensions of q."""
+    """Do what `rotate_queries` does, and write the product of each head's other dimensions with its matrix of to_latent
+    [heads, latent, nope] to the first dimensions of q."""
     num_heads, latent, nope = to_latent.shape
     rotate_queries(queries, rope, q, nope, index_q, index_in_pairs)
     heads = queries[:, : num_heads * (nope + rope.table.shape[1])].unflatten(1, (num_heads, -1))
@@ -118,6 +121,6 @@ def enter_latents(queries: Tensor, rope: RopeRows, q: Tensor, to_latent: Tensor,
 
 
 def head_products(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """out [tokens, heads, outputs] gets the product of each head of x [tokens, heads, inputs] with its own matrix of
-    weight [heads, outputs, inputs]."""
+    """Multiply each head of x [tokens, heads, inputs] with its own matrix of weight [heads, outputs, inputs], and write
+    the result to out [tokens, heads, outputs]."""
     out.copy_(torch.bmm(x.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1))

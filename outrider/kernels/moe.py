@@ -1,7 +1,8 @@
-"""Mixture of experts in plain torch: the choice of experts for each token row, and their weighted results.
+"""Mixtures of experts in plain torch: the choice of experts for each token row, and their weighted results.
 
-A *pair* is one (token row, chosen expert); pair p belongs to token row p // k. Knows tensors only: where weights come
-from, shared experts and norms are for layers. Any float type; sums are in float32, or float64 in a float64 model.
+A *pair* is one (token row, chosen expert); pair p belongs to token row p // k. This file knows only tensors; where
+weights come from, shared experts and norms are the business of layers. Any float type is served; sums are in float32,
+or in float64 for a float64 model.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class RouteRule:
 
 
 class ExpertBiases(NamedTuple):
-    """Biases of all experts, in the order of their outputs: gate before up."""
+    """The biases of all experts, in the order of the weights' outputs: gate before up."""
 
     gate_up: Tensor  # [experts, 2 x width]
     down: Tensor | None  # [experts, hidden]; None on ranks that leave it to another
@@ -63,9 +64,8 @@ class Routed(NamedTuple):
 
 
 def route(logits: Tensor, rule: RouteRule, bias: Tensor | None = None, expert_scale: Tensor | None = None) -> Routed:
-    """logits [tokens, experts], float32 or float64. bias [experts] counts for the choice and not for the weights;
-    expert_scale [experts] multiplies the weights of chosen experts at the end.
-    """
+    """Choose experts from logits [tokens, experts], float32 or float64. bias [experts] is added for the choice but not
+    in the weights. expert_scale [experts] multiplies the weights of the chosen experts at the end."""
     logits = reference.widened(logits)
     scores = logits.softmax(dim=-1) if rule.scoring == "softmax" else logits.sigmoid()
     ranked = scores if bias is None else scores + bias
@@ -83,7 +83,7 @@ def route(logits: Tensor, rule: RouteRule, bias: Tensor | None = None, expert_sc
 
 
 def _in_best_groups(ranked: Tensor, rule: RouteRule) -> Tensor:
-    """The scores, with minus infinity outside of the best groups."""
+    """Return the scores, with minus infinity for experts outside of the best groups."""
     grouped = ranked.view(-1, rule.num_groups, rule.group_size)
     worth = grouped.topk(1 if rule.group_score == "max" else 2, dim=-1).values.sum(dim=-1)
     best = worth.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_groups]
@@ -93,11 +93,12 @@ def _in_best_groups(ranked: Tensor, rule: RouteRule) -> Tensor:
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
             added: Tensor | None = None, biases: ExpertBiases | None = None) -> Tensor:
-    """The weighted sum of each token row's experts, and `added`: x and added [tokens, hidden] -> [tokens, hidden].
+    """Return the weighted sum of each token row's experts, plus `added` if given: x and added [tokens, hidden] ->
+    [tokens, hidden].
 
     ids and weights [tokens, k]. down [experts, hidden, width]; gate_up [experts, 2 x width, hidden], gate first, or
-    [experts, width, hidden] where the activation takes no gate. Fixed shapes and no host reads on any device, at the
-    price of a copy of each pair's weights.
+    [experts, width, hidden] if the activation takes no gate. Shapes are fixed and nothing is read on the host, on any
+    device; the price is a copy of each pair's weights.
     """
     return _mix(x, ids, weights, gate_up, down, activation, added, biases)
 
@@ -105,8 +106,9 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
 def scaled_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Scaled, down: Scaled, activation: str,
                    added: Tensor | None = None, rounds: bool = False,
                    biases: ExpertBiases | None = None) -> Tensor:
-    """`experts` whose weights are codes with scales. rounds: token rows, and the activation's results before the second
-    projection, are first rounded to fp8, each row by itself, in groups of as many inputs as share a scale."""
+    """Compute `experts` with weights that are codes with scales. rounds: token rows are rounded to fp8 before the first
+    projection, and the activation's results before the second. Each row is rounded by itself, in groups of as many
+    inputs as share a scale."""
     return _mix(x, ids, weights, gate_up, down, activation, added, biases, rounds)
 
 
@@ -131,7 +133,7 @@ def _mix(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor | Scaled, down
 
 
 def _products(x: Tensor, weights: Tensor | Scaled, rounds: bool) -> Tensor:
-    """x [pairs, inputs] times the weight of each pair [pairs, outputs, inputs]: [pairs, outputs]."""
+    """Multiply x [pairs, inputs] with the weight of each pair [pairs, outputs, inputs]: [pairs, outputs]."""
     if isinstance(weights, Scaled):
         x = rounded(x, min(weights.group, x.shape[1])) if rounds else x
         weights = weights.numbers()
@@ -141,9 +143,9 @@ def _products(x: Tensor, weights: Tensor | Scaled, rounds: bool) -> Tensor:
 
 def experts_with_shared(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
                         shared_gate_up: Tensor, shared_down: Tensor) -> Tensor:
-    """`experts` plus the result of one expert that every token row takes: shared_gate_up [2 x width, hidden], or
-    [width, hidden] without a gate, and shared_down [hidden, width]; the shared expert may have another width than the
-    other experts."""
+    """Compute `experts` plus the result of one shared expert, which every token row takes. shared_gate_up [2 x width,
+    hidden], or [width, hidden] without a gate; shared_down [hidden, width]. The shared expert's width may differ from
+    the others'."""
     wide = reference.widened(x)
     hidden = reference.widened(activate(wide @ reference.widened(shared_gate_up).t(), activation).to(x.dtype))
     shared = (hidden @ reference.widened(shared_down).t()).to(x.dtype)
@@ -168,7 +170,7 @@ def check_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor | Sca
 
 
 def combine(made: Tensor, weights: Tensor) -> Tensor:
-    """made [tokens, k, hidden], weights [tokens, k] -> [tokens, hidden], added in the order of k on every device."""
+    """Add up made [tokens, k, hidden] with weights [tokens, k]: [tokens, hidden], in the order of k on every device."""
     total = reference.widened(made[:, 0]) * weights[:, :1]
     for slot in range(1, made.shape[1]):
         total = total + reference.widened(made[:, slot]) * weights[:, slot, None]
@@ -176,6 +178,7 @@ def combine(made: Tensor, weights: Tensor) -> Tensor:
 
 
 def distinct_experts(ids: Tensor, num_experts: int) -> Tensor:
-    """Number of distinct experts that the token rows chose, as a device scalar. The weights of each are read."""
+    """Return the number of distinct experts that the token rows chose, as a device scalar: a step reads the weights of
+    these."""
     taken = torch.zeros(num_experts, dtype=torch.int64, device=ids.device)
     return taken.scatter_(0, ids.reshape(-1), 1).sum()

@@ -1,6 +1,6 @@
 """StepPacket: the integers that the host sends to the device for one step, declared once.
 
-The declaration packs them on the host, unpacks them into named views of one device tensor, and gives their number.
+From this declaration the integers are packed on the host, unpacked into named views of one device tensor, and counted.
 Triton kernels take the same views.
 """
 
@@ -53,12 +53,12 @@ class StepExtents:
 
     @cached_property
     def field_sizes(self) -> list[int]:
-        """Integers of every field of a packet, in order."""
+        """The number of integers of each field of a packet, in order."""
         return [self.extent(axis) for axis in packet_axes()]
 
 
 class StepPacket(NamedTuple):
-    """The scheduled integers of a step, as int64 device tensors."""
+    """What the scheduler decided for a step, as int64 device tensors."""
 
     rows: PerRequest
     num_known: PerRequest  # known tokens
@@ -83,8 +83,8 @@ def packet_axes() -> tuple[Axis, ...]:
 
 
 def pack(extents: StepExtents, fields: Sequence[Sequence[int]]) -> list[int]:
-    """The scheduled values of every field, in order, each padded to its extent. Padded tokens and logit rows belong to
-    the last request, at offsets past all that it can have, so that they are never live."""
+    """Concatenate the scheduled values of every field, in order, each padded to its extent. Padded tokens and logit
+    rows belong to the last request, at offsets beyond all that a request can have, so that they are never live."""
     last = extents.requests - 1
     padding = (NULL_ROW, 0, 0, 0, 0, last, extents.tokens, last, extents.max_drafts + 1, 0, -1, 0, 0, 0)
     ints: list[int] = []
@@ -95,10 +95,11 @@ def pack(extents: StepExtents, fields: Sequence[Sequence[int]]) -> list[int]:
 
 
 def empty_packet(extents: StepExtents, device: torch.device) -> torch.Tensor:
-    """The integers of a step of null rows, in which all tokens and logit rows are padding."""
+    """Return the integers of a step without requests: all rows are the null row, all tokens and logit rows are
+    padding."""
     return to_device(pack(extents, [()] * len(StepPacket._fields)), torch.int64, device)
 
 
 def unpack(extents: StepExtents, ints: torch.Tensor) -> StepPacket:
-    """Views of `ints`, one tensor on the device."""
+    """Return views of `ints`, the packed device tensor, by field."""
     return StepPacket(*ints.split(extents.field_sizes))

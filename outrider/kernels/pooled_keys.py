@@ -1,10 +1,10 @@
-"""Index keys of whole blocks for latent attention (GLM5-Next): the torch twins of their kernels.
+"""Index keys of whole blocks for latent attention (GLM5-Next), in plain torch: the reference of their kernels.
 
-`token_blocks.py` says what a block is and how its key lies in the pages. Here the key of a block is a weighted sum of
-its tokens' normed keys. Each dimension has weights of its own: the softmax over the block of every token's gate plus
-a bias for the token's place. A token keeps key and gate in its cells until the block is whole; the key cell of the
-block's last token then holds the key of the block. Chosen blocks become a list of positions, which latent
-attention reads like any other choice.
+`token_blocks.py` says what a block is and where its key is stored in the pages. Here the key of a block is a weighted
+sum of its tokens' normed keys. Each dimension has its own weights: the softmax over the block's tokens of the token's
+gate plus a bias for its place in the block. A token's cells hold its key and its gate until the block is whole; then
+the key cell of the block's last token holds the block's key. Chosen blocks are expanded to a list of positions, which
+latent attention reads like any other choice.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outrider.kernels.token_blocks import TokenBlocks
 
 
 class PoolWeights(NamedTuple):
-    """The tensors that make keys of blocks."""
+    """The model's weights from which the keys of blocks are computed."""
 
     norm_weight: Tensor  # [dim] of the layer norm of a token's key
     norm_bias: Tensor
@@ -42,9 +42,9 @@ class PoolCells(NamedTuple):
 
 def write_pooled_keys(packed: Tensor, weights: PoolWeights, cells: PoolCells, contexts: TokenContexts,
                       blocks: TokenBlocks) -> Tensor:
-    """Writes the normed keys and the gates of packed [tokens, key | head weights | gate] to their slots, and in place
-    of a token's key that of the block which the token completes. Returns the head weights [tokens, heads], scaled, in
-    float32 or wider."""
+    """Write the normed keys and the gates of packed [tokens, key | head weights | gate] to their slots. If a token
+    completes a block, the block's key is written in place of the token's key. Returns the scaled head weights [tokens,
+    heads] in float32 or wider."""
     dim, size, page_tokens = len(weights.norm_weight), blocks.size, cells.keys.shape[1]
     key, heads, gate = packed.split((dim, packed.shape[1] - 2 * dim, dim), dim=1)
     normed = F.layer_norm(widened(key), (dim,), widened(weights.norm_weight), widened(weights.norm_bias), weights.eps)
@@ -70,10 +70,11 @@ def write_pooled_keys(packed: Tensor, weights: PoolWeights, cells: PoolCells, co
 
 
 def list_blocks(contexts: TokenContexts, chosen: Tensor, blocks: TokenBlocks) -> Tensor:
-    """[tokens, (most chosen + 1) * size - 1] the positions of chosen blocks and of the tokens after the last whole
-    one, then NOT_CHOSEN; all positions of contexts that have no more than that.
+    """[tokens, (most chosen + 1) * size - 1]: the positions of the chosen blocks and of the tokens after the last whole
+    block, then NOT_CHOSEN. A context that has no more positions than that is listed completely.
 
-    chosen [tokens, most chosen]: places among the keys of blocks, ascending, then NOT_CHOSEN."""
+    chosen [tokens, most chosen]: indices among the keys of blocks, ascending, then NOT_CHOSEN.
+    """
     size, anchor = blocks.size, blocks.anchor
     entry = torch.arange((chosen.shape[1] + 1) * size - 1, device=chosen.device)
     whole = (contexts.stop - anchor).clamp_min(0) // size

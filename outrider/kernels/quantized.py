@@ -1,7 +1,7 @@
-"""Weights in the bits of a GGUF file: as the file has them, and packed for products on the CPU.
+"""Weights in the quantised bits of a GGUF file: as they are in the file, and packed for products on the CPU.
 
-A weight stands for the float32 numbers that dequantising gives. Packed weights stand for the same numbers in about as
-many bytes (`cpu/packed.c`). Knows GGUF's kinds, not its files.
+Such a weight stands for the float32 numbers that dequantising it gives. Packed weights stand for the same numbers in
+about as many bytes (`cpu/packed.c`). This file knows GGUF's kinds of weights, not its files.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class QuantizedRows:
         return {"weight": self.blocks()}
 
     def blocks(self) -> Tensor:
-        """[outputs, blocks of a row, bytes of a block]."""
+        """The bytes of each block: [outputs, blocks of a row, bytes of a block]."""
         return self.data.view(self.data.shape[0], -1, KINDS[self.kind].block_bytes)
 
     def is_finite(self) -> bool:
-        """Whether the scales are numbers: no float16 among them has all bits of its exponent set."""
+        """Whether all scales are finite: none of these float16 numbers is infinite or NaN."""
         halves = ((self.blocks()[..., at + 1].numpy() & (EXPONENT_BITS >> 8)) for at in KINDS[self.kind].halves)
         return all(int(half.max(initial=0)) < EXPONENT_BITS >> 8 for half in halves)
 
     def dequantize(self) -> Tensor:
-        """The weight [outputs, inputs] in float32."""
+        """Return the weight [outputs, inputs] in float32."""
         return KINDS[self.kind].dequantize(self.blocks())
 
     def pack(self) -> PackedRows:
@@ -71,8 +71,8 @@ class QuantizedRows:
 
 @dataclass(frozen=True)
 class TransposedRows(QuantizedRows):
-    """A weight whose input features are heads that the file holds transposed: [heads of a group, groups, size]. A block
-    may hold parts of several heads, so the weight is dequantised before it is put into the model's order."""
+    """A weight whose input features are heads that the file stores transposed: [heads of a group, groups, size]. A
+    block may hold parts of several heads, so the weight is dequantised before it is brought into the model's order."""
 
     groups: int
     heads: int
@@ -83,12 +83,12 @@ class TransposedRows(QuantizedRows):
 
 
 def grouped_heads(weight: Tensor, groups: int, heads: int, size: int) -> Tensor:
-    """[.., heads * groups * size] -> [.., groups * heads * size]."""
+    """Reorder the last axis from heads * groups * size to groups * heads * size."""
     return weight.unflatten(-1, (heads, groups, size)).transpose(-3, -2).flatten(-3)
 
 
 def empty_rows(name: str, outputs: int, inputs: int, device: torch.device) -> PackedRows:
-    """Room for packed rows of a kind; `device` may be torch's meta device."""
+    """Allocate packed rows of a kind; `device` may be torch's meta device."""
     kind = KINDS[name]
     data = empty_weight(*packed_shape(kind.form, outputs, inputs, kind.block), dtype=torch.uint8, device=device)
     table = None if kind.table is None else torch.tensor(kind.table, dtype=torch.int8)
@@ -96,7 +96,7 @@ def empty_rows(name: str, outputs: int, inputs: int, device: torch.device) -> Pa
 
 
 def draw_rows(name: str, target: Tensor, generator: torch.Generator) -> None:
-    """Fill the data of packed rows with random codes and small scales."""
+    """Fill packed rows with random codes and small scales (dummy weights)."""
     numbers = 2 if len(KINDS[name].halves) == 2 else 1
     target.random_(0, 256, generator=generator)
     heads = target.view(*target.shape[:2], -1)[..., : 4 * numbers * native.packed_lanes()]
@@ -104,9 +104,9 @@ def draw_rows(name: str, target: Tensor, generator: torch.Generator) -> None:
 
 
 def round_activations(x: Tensor, bits: int = 8) -> Tensor:
-    """Round x [tokens, inputs] as products with 8 or 16 activation bits round it. Every 32 inputs share a scale, with
-    which the largest of them becomes 127 or -127, and are rounded to integers. With 16 bits the remainders are rounded
-    too, to 254ths of an integer."""
+    """Round x [tokens, inputs] as products with 8 or 16 activation bits round it. Every 32 inputs share a scale that
+    makes the largest of them 127 or -127, and each input is rounded to an integer. With 16 bits the remainder is
+    rounded too, to a multiple of 1/254."""
     blocks = x.view(x.shape[0], -1, GROUP)
     largest = blocks.abs().amax(-1, keepdim=True)
     inverse = torch.full_like(largest, 127) / largest  # a number over a tensor would be rounded twice
@@ -120,8 +120,9 @@ def round_activations(x: Tensor, bits: int = 8) -> Tensor:
 
 
 def rounding_error(parts: Sequence[PackedRows], bias: Tensor | None, bits: int) -> float:
-    """The largest error of products whose activations, normally distributed, are rounded to so many bits, as a share of
-    their largest result. Of several token rows: the one result of a single row and output could be near 0 by chance."""
+    """Measure the error of products whose activations, normally distributed, are rounded to this many bits. Returns the
+    largest error as a share of the largest result. Several token rows are used, because the one result of a single row
+    and output could be near 0 by chance."""
     if bits == 24:
         return 0.0
     x = torch.randn(ERROR_ROWS, parts[0].inputs, generator=torch.Generator().manual_seed(0))
@@ -131,16 +132,17 @@ def rounding_error(parts: Sequence[PackedRows], bias: Tensor | None, bits: int) 
 
 @functools.cache
 def kept_bits_are_fast() -> bool:
-    """Whether decoding with kept bits takes no longer than with float32 weights.
+    """Whether decoding with quantised weights takes no longer than with float32 weights.
 
-    Known for x86. Elsewhere it is measured once for every build of the native kernels."""
+    The answer is known for x86. On other processors it is measured once for every build of the native kernels.
+    """
     if not native.available() or platform.machine() in ("x86_64", "AMD64"):
         return native.available()
     return remembered("kept_bits_are_fast", _time_kept_bits)
 
 
 def _time_kept_bits() -> bool:
-    """Multiplies one weight larger than the caches both ways, about 0.2 s."""
+    """Time products with one weight, larger than the caches, in quantised and in float32 form. Takes about 0.2 s."""
     outputs, inputs = TRIAL_SHAPE
     packed = empty_rows("Q4_1", outputs, inputs, torch.device("cpu"))
     packed.data.zero_()
@@ -150,8 +152,8 @@ def _time_kept_bits() -> bool:
 
 
 def product_seconds(matrices: Sequence[native.Matrix]) -> list[float]:
-    """Seconds of a product of each matrix with one token row: the shortest of several, taken in turns. Only the time
-    of this thread counts, so a busy machine measures the same as a quiet one."""
+    """Measure the product of each matrix with one token row, and return the seconds of its fastest run; the matrices
+    take turns. Only this thread's CPU time counts, so a busy machine measures the same as a quiet one."""
     seconds = [math.inf] * len(matrices)
     for _ in range(TRIAL_REPEATS):
         for at, matrix in enumerate(matrices):

@@ -1,12 +1,13 @@
 """Recurrences of Mamba-2, gated delta and KDA layers in plain torch: one token of many rows, or many tokens of one
 request.
 
-A *step* is the recurrence itself and the specification; a *scan* does the same in chunks, where products take the
-place of a loop over tokens. All of it in float32, or float64 for float64 inputs; fixed shapes and no host reads. Knows
-nothing of layers or requests.
+A *step* function is the recurrence itself, token by token, and the specification. A *scan* function computes the same
+in chunks, with matrix products in place of a loop over tokens. Arithmetic is in float32, or in float64 for float64
+inputs, with fixed shapes and no host reads. This file knows nothing of layers or requests.
 
-A token that is not finite fails itself and the tokens after it, in scans as in steps: products over a chunk multiply
-later tokens by 0, and 0 x NaN is NaN, so a scan computes with zeros from that token on and selects NaN at the end.
+A token that is not finite makes its own result and those of the later tokens NaN, in scans as in steps. Products over a
+chunk multiply later tokens by 0, and 0 x NaN is NaN, so a scan computes with zeros from that token on and puts NaN into
+the results at the end.
 """
 
 from __future__ import annotations
@@ -45,15 +46,15 @@ class CheckpointTargets(NamedTuple):
 
 
 def causal_conv(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """silu of a convolution of each channel, see `plain_conv`."""
+    """Return silu of a causal convolution of each channel; see `plain_conv`."""
     return F.silu(plain_conv(inputs, weight, bias))
 
 
 def plain_conv(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A convolution of each channel: inputs [.., width - 1 + tokens, channels] -> [.., tokens, channels].
+    """Convolve each channel: inputs [.., width - 1 + tokens, channels] -> [.., tokens, channels].
 
-    weight [width, channels]; the last tap is the token's own. One product after another, so that a token's result is
-    the same bits in a call of one token and of many.
+    weight [width, channels]; the last tap is multiplied with the token itself. Taps are added one after another, so
+    that a token's result has the same bits in a call with one token and with many.
     """
     width = weight.shape[0]
     tokens = inputs.shape[-2] - width + 1
@@ -70,9 +71,8 @@ def plain_conv(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def mamba2_step(
     state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, decay: Tensor, skip: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """state [rows, heads, dim, n], x [rows, heads, dim], dt [rows, heads], b and c [rows, groups, n], decay (A, below
-    zero) and skip (D) [heads]. Returns (y [rows, heads, dim], the new state).
-    """
+    """Advance Mamba-2 by one token: state [rows, heads, dim, n], x [rows, heads, dim], dt [rows, heads], b and c [rows,
+    groups, n], decay (A, below zero) and skip (D) [heads]. Returns (y [rows, heads, dim], the new state)."""
     b, c = (_of_heads(part, x.shape[1], dim=1)[:, :, None] for part in (b, c))
     state = state * (dt * decay).exp()[:, :, None, None] + (x * dt[..., None])[..., None] * b
     return (state * c).sum(dim=-1) + x * skip[:, None], state
@@ -81,8 +81,8 @@ def mamba2_step(
 def mamba2_scan(
     state: Tensor, x: Tensor, dt: Tensor, b: Tensor, c: Tensor, decay: Tensor, skip: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Mamba-2 over tokens of one request, in chunks: state [heads, dim, n], the rest as in `mamba2_step`,
-    with [tokens, ..] instead of [rows, ..]."""
+    """Run Mamba-2 over the tokens of one request, in chunks: state [heads, dim, n]; the other arguments are those of
+    `mamba2_step` with [tokens, ..] instead of [rows, ..]."""
     num_tokens, num_heads = dt.shape
     xdt = x * dt[..., None]
     is_finite = _finite_so_far(xdt, b)
@@ -111,10 +111,9 @@ def mamba2_scan(
 def delta_step(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """state [rows, heads, v dim, k dim], q and k [rows, key heads, k dim], v [rows, heads, v dim], g (the logarithm of
-    the decay) [rows, heads, 1] or [rows, heads, k dim], beta [rows, heads]. Returns (y [rows, heads, v dim], the new
-    state).
-    """
+    """Advance the gated delta rule by one token: state [rows, heads, v dim, k dim], q and k [rows, key heads, k dim], v
+    [rows, heads, v dim], g (the logarithm of the decay) [rows, heads, 1] or [rows, heads, k dim], beta [rows, heads].
+    Returns (y [rows, heads, v dim], the new state)."""
     q, k = (_of_heads(part, v.shape[1], dim=1)[:, :, None] for part in _unit_lengths(q, k))
     state = state * g.exp()[:, :, None]
     error = (v - (state * k).sum(dim=-1)) * beta[..., None]
@@ -125,11 +124,11 @@ def delta_step(
 def delta_scan(
     state: Tensor, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The delta rule over tokens of one request, in chunks: state [heads, v dim, k dim], the rest as in
-    `delta_step`, with [tokens, ..] instead of [rows, ..].
+    """Run the gated delta rule over the tokens of one request, in chunks: state [heads, v dim, k dim]; the other
+    arguments are those of `delta_step` with [tokens, ..] instead of [rows, ..].
 
-    Within a chunk every token corrects what the state and the tokens before it predict: a triangular system, whose
-    right side is linear in the state that the chunk begins with.
+    Within a chunk every token corrects what the state and the tokens before it predict. This is a triangular system of
+    equations, whose right side is linear in the state at the chunk's beginning.
     """
     num_tokens, num_heads = beta.shape
     is_finite = _finite_so_far(k, v, beta, g.exp())  # a decay to nothing has a logarithm of minus infinity
@@ -156,9 +155,9 @@ def delta_scan(
 
 
 def _decayed_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Products k k' and q k' [chunks, heads, chunk, chunk] of a token and those before it, decayed by what lies between
-    them, and what is left at the chunk's end [chunks, heads, chunk, 1 or k dim] of what each token added. q and k
-    [chunks, heads, chunk, k dim], g [chunks, heads, chunk, 1 or k dim]."""
+    """Return the products k k' and q k' [chunks, heads, chunk, chunk] of each token with those before it, decayed by
+    the tokens between them, and the share of each token's addition that is left at the chunk's end [chunks, heads,
+    chunk, 1 or k dim]. q and k [chunks, heads, chunk, k dim], g [chunks, heads, chunk, 1 or k dim]."""
     if g.shape[-1] == 1:
         between = _decay_between(g[..., 0])
         return k @ k.transpose(-1, -2) * between, q @ k.transpose(-1, -2) * between, between[..., -1, :, None]
@@ -175,7 +174,7 @@ def _channel_products(q: Tensor, k: Tensor, g: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _unit_lengths(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """q and k with length 1 over the last axis, then q scaled as attention scales it."""
+    """Scale q and k to length 1 over the last axis, then q by 1 / sqrt(k dim), as attention does."""
     q = q * (q.square().sum(dim=-1, keepdim=True) + NORM_EPS).rsqrt() * q.shape[-1] ** -0.5
     return q, k * (k.square().sum(dim=-1, keepdim=True) + NORM_EPS).rsqrt()
 
@@ -184,7 +183,7 @@ def _unit_lengths(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _finite_so_far(*inputs: Tensor) -> Tensor:
-    """[tokens] whether a token and all before it are finite in these inputs [tokens, ..], which reach the state."""
+    """[tokens]: whether a token and all tokens before it are finite in all of these inputs [tokens, ..]."""
     largest = torch.stack([part.abs().flatten(1).amax(dim=1) for part in inputs]).amax(dim=0)
     return (~(largest < torch.inf)).cumsum(dim=0) == 0
 
@@ -194,8 +193,8 @@ def _zero_unless(is_finite: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def _nan_unless(is_finite: Tensor, y: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """y [tokens, heads, ..] and the state after the last token, with NaN in place of every number that is not
-    finite."""
+    """Return y [tokens, heads, ..] and the state after the last token, with NaN in place of what a non-finite token
+    affects: all rows of y where `is_finite` is false, and the state if it is false for the last token."""
     return torch.where(is_finite[:, None, None], y, torch.nan), torch.where(is_finite[-1], state, torch.nan)
 
 
@@ -209,7 +208,7 @@ def _of_heads(x: Tensor, num_heads: int, dim: int) -> Tensor:
 
 
 def _chunked(x: Tensor, most: int) -> Tensor:
-    """[tokens, ..] -> [chunks, at most `most` tokens, ..], filled up with zeros."""
+    """Split [tokens, ..] into [chunks, at most `most` tokens, ..]; the last chunk is filled up with zeros."""
     size = min(most, x.shape[0])
     missing = -x.shape[0] % size
     if missing:
@@ -218,14 +217,15 @@ def _chunked(x: Tensor, most: int) -> Tensor:
 
 
 def _unchunked(y: Tensor, num_tokens: int) -> Tensor:
-    """[chunks, heads, tokens per chunk, ..] -> [tokens, heads, ..]"""
+    """Join [chunks, heads, tokens per chunk, ..] to [tokens, heads, ..]."""
     return y.transpose(1, 2).flatten(0, 1)[:num_tokens]
 
 
 def _decay_between(log_decay: Tensor) -> Tensor:
-    """log_decay [.., tokens] -> [.., i, j]: what is left at token i of what token j added; 0 for j after i.
+    """log_decay [.., tokens] -> [.., i, j]: the share of token j's addition that is left at token i; 0 for j after i.
 
-    Sums of the tokens between, not differences of sums from the start: those lose the small steps beside large ones.
+    The logarithms of the tokens between i and j are added up. Differences of sums from the start would lose small steps
+    beside large ones.
     """
     size = log_decay.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril(-1)

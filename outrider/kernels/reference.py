@@ -1,7 +1,7 @@
-"""Plain torch twins of the kernels. They are the specification of each operation, and run where no kernel does.
+"""Plain torch versions of the kernels. They define each operation, and run where no kernel serves.
 
-Any device and floating type; 16-bit inputs are computed in float32. Fixed-shape tensor operations only: nothing
-here reads a device value on the host. Knows nothing of layers, models or batches.
+They work on any device and floating type; 16-bit inputs are computed in float32. All tensor operations have fixed
+shapes, and nothing is read from the device to the host. This file knows nothing of layers, models or batches.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_WIDENED = 8192  # weight rows widened at a time
 
 
 def widened(x: Tensor) -> Tensor:
-    """The tensor in float32, if it is narrower: sums are made in float32 at least."""
+    """Return the tensor in float32 if its type is narrower, since sums are made in float32 at least."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -31,23 +31,24 @@ def widened(x: Tensor) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, rounding: int = 0) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis. rounding: the products that follow round token rows to
-    fp8 in groups of so many columns, which a kernel may do here; 0 if they do not."""
+    """x / sqrt(mean(x^2) + eps) * weight over the last axis. rounding: if not 0, the products that follow round token
+    rows to fp8 in groups of this many columns, and a kernel may do that rounding here."""
     wide = widened(x)
     return F.rms_norm(wide, (x.shape[-1],), weight.to(wide.dtype), eps).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, rounding: int = 0) -> Tensor:
-    """Adds x to the residual in place; returns the norm of the sum."""
+    """Add x to the residual in place, and return the norm of the sum."""
     return rms_norm(residual.add_(x), weight, eps)
 
 
 def gated_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float, gate_first: bool,
                activation: str = "silu") -> Tensor:
-    """y and z [tokens, size]: an RMS norm over groups of columns with a gate, silu(z) or sigmoid(z), on y or on the
-    result.
+    """RMS norm of y over groups of columns, with a gate silu(z) or sigmoid(z) that multiplies y before the norm
+    (`gate_first`) or the result after it. y and z [tokens, size].
 
-    weight [size], or [group_size] for all groups. In z's dtype."""
+    weight [size], or [group_size] for all groups. The result has z's dtype.
+    """
     gate = {"silu": F.silu, "sigmoid": torch.sigmoid}[activation](widened(z))
     x = widened(y) * gate if gate_first else widened(y)
     groups = x.unflatten(1, (-1, group_size))
@@ -59,7 +60,7 @@ def gated_norm(y: Tensor, z: Tensor, weight: Tensor, group_size: int, eps: float
 
 
 def silu_mul(gate_up: Tensor, rounding: int = 0) -> Tensor:
-    """gate_up [tokens, 2 x width], gate first: silu(gate) * up. rounding: as in `rms_norm`."""
+    """silu(gate) * up of gate_up [tokens, 2 x width], gate first. rounding: as in `rms_norm`."""
     gate, up = widened(gate_up).chunk(2, dim=-1)
     return (F.silu(gate) * up).to(gate_up.dtype)
 
@@ -111,7 +112,8 @@ def cap_logits(logits: Tensor, cap: float) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Tensor:
-    """x [tokens, heads, dim]; the first rotary_dim elements are rotated, element i with i + rotary_dim / 2.
+    """Rotate the first rotary_dim elements of each head of x [tokens, heads, dim]: element i together with element i +
+    rotary_dim / 2.
 
     cos and sin [tokens, rotary_dim / 2], or [tokens, rotary_dim] with a value for each half.
     """
@@ -124,10 +126,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rotary_dim: int) -> Tensor:
 
 
 def write_slots(cache: Tensor, values: Tensor, slots: Tensor) -> None:
-    """cache [pages, page_size, heads, dim]; values [tokens, heads, dim]; a slot of -1 writes nothing.
+    """Write values [tokens, heads, dim] to their slots of cache [pages, page_size, heads, dim]; slot -1 writes nothing.
 
-    Shapes stay fixed: a token without a slot repeats the write of some token that has one, and where none has,
-    slot 0 is written with what it holds.
+    To keep shapes fixed, a token without a slot repeats the write of a token that has one. If no token has one, slot 0
+    is overwritten with what it holds.
     """
     if values.shape[0] == 0:
         return
@@ -141,8 +143,9 @@ def write_slots(cache: Tensor, values: Tensor, slots: Tensor) -> None:
 
 
 def contain_non_finite(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v [tokens, heads, dim] as they go into a cache. A token that holds what is not finite gets keys of NaN, so
-    that every token that may attend to it fails, and values of 0, so that no other is touched: 0 times NaN is NaN."""
+    """Keep a non-finite token from spoiling other requests: k and v [tokens, heads, dim] are what goes into a cache.
+    The token gets keys of NaN, so that every token that may attend to it fails, and values of 0, because a token that
+    must not see it multiplies its value by 0, and 0 x NaN is NaN."""
     is_finite = (k.isfinite() & v.isfinite()).all(dim=(1, 2), keepdim=True)
     return torch.where(is_finite, k, torch.nan), torch.where(is_finite, v, 0)
 
@@ -160,11 +163,11 @@ def rope_write(
     eps: float = 1e-6,
     rotary_dim: int | None = None,
 ) -> None:
-    """qkv [tokens, (heads + 2 kv heads) x dim]: norms and rotates q and k in place, writes k and v to their slots.
+    """Norm and rotate q and k of qkv [tokens, (heads + 2 kv heads) x dim] in place, and write k and v to their slots.
 
     positions and slots [tokens] int64, slot = page x page_size + offset; cos and sin [max_len, rotary_dim / 2 or
-    rotary_dim]; caches [pages, page_size, kv heads, dim] with any page stride. q_norm and k_norm [dim] are RMS norms
-    of each head, before the rotation.
+    rotary_dim]; caches [pages, page_size, kv heads, dim] with any page stride. q_norm and k_norm [dim] are the weights
+    of RMS norms over each head, before the rotation.
     """
     kv_heads, dim = k_cache.shape[2:]
     heads = qkv.shape[1] // dim - 2 * kv_heads
@@ -206,13 +209,14 @@ def paged_attention(
     sinks: Tensor | None = None,
     is_chunked: bool = False,
 ) -> Tensor:
-    """q [tokens, heads, dim] -> [tokens, heads, dim]; causal over each request's keys, dead tokens give zeros.
+    """Causal attention of q [tokens, heads, dim] to each request's cached keys: [tokens, heads, dim]; dead tokens give
+    zeros.
 
-    Token i of request r (of tokens query_starts[r] to query_starts[r + 1]) is live if i < live[r]; its position is
-    lengths[r] - live[r] + i and it sees keys position - window + 1 (or 0 without a window) to position,
-    none before key_starts[r]. is_chunked: the window does not slide, it begins at position - position % window.
-    sinks [heads]: the score of one more key that every token sees, whose value is 0.
-    page_table [requests, columns]; a key it does not see is never used, whatever its page holds.
+    Token i of request r (of tokens query_starts[r] to query_starts[r + 1]) is live if i < live[r]. Its position is
+    lengths[r] - live[r] + i, and it sees the keys from position - window + 1 (or 0 without a window) to its position,
+    but none before key_starts[r]. is_chunked: the window does not slide but begins at position - position % window.
+    sinks [heads]: the score of one more key that every token sees, whose value is 0. page_table [requests, columns]; a
+    key that no token sees is never used, whatever its page holds.
     """
     if lengths.shape[0] == 0:
         return torch.zeros_like(q)
@@ -260,18 +264,18 @@ def _attend(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [tokens, inputs], weight [outputs, inputs] -> [tokens, outputs]."""
+    """Multiply x [tokens, inputs] with weight [outputs, inputs]: [tokens, outputs]."""
     return F.linear(x, weight, bias)
 
 
 def prepare_linear(weight: Tensor, bias: Tensor | None = None, packed: bool = False) -> CpuProduct | None:
-    """Prepare a product with one weight [outputs, inputs] for many calls. Returns None if `linear` needs no
-    preparation. packed: a second copy of the weight may be held."""
+    """Prepare many products with one weight [outputs, inputs]. Returns None if `linear` needs no preparation. packed: a
+    second copy of the weight is allowed."""
     return None
 
 
 def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
-    """A product computed in float32 if the operands have 16 bits, otherwise in the operands' dtype."""
+    """Multiply in float32 if the operands have 16 bits, otherwise in the operands' dtype."""
     parts = [F.linear(widened(x), widened(rows)) for rows in weight.split(MAX_WIDENED)]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
@@ -280,7 +284,7 @@ def linear_wide(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def take_rows(first: Tensor, second: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """(first[index], second[index]) of matrices with as many rows; one tensor where the matrices are one."""
+    """Return (first[index], second[index]); the same tensor twice if `first` is `second`."""
     taken = first[index]
     return taken, taken if first is second else second[index]
 
@@ -290,11 +294,11 @@ def take_rows(first: Tensor, second: Tensor, index: Tensor) -> tuple[Tensor, Ten
 
 def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, num_wanted: int, min_n: int,
                max_n: int) -> tuple[Tensor, Tensor]:
-    """The tokens that followed an earlier occurrence of a row's last tokens: ([requests, num_wanted] tokens, [requests]
-    how many of them are meant).
+    """Look up the last tokens of each row in its earlier text, and return the tokens that followed there: ([requests,
+    num_wanted] tokens, [requests] how many of them are valid).
 
-    tokens [ROWS, length], of which the first known [ROWS], or `width` if that is less, are the text. The longest suffix
-    of max_n down to min_n tokens that occurred before is used; of several occurrences, the latest.
+    tokens [ROWS, length]: a row's text is its first known [ROWS] tokens, or the first `width` if that is less. The
+    longest suffix of max_n down to min_n tokens that occurred before is used; of several occurrences, the latest.
     """
     history = tokens[rows, :width]
     length = known[rows].clamp_max(width)
@@ -318,8 +322,8 @@ def find_ngram(tokens: Tensor, known: Tensor, rows: Tensor, width: int, num_want
 
 
 def count_runs(row: Tensor, run: Tensor, run_len: Tensor, counts: CountTable) -> None:
-    """Adds 1 to the count of run[i, j] in row[i] for every j < run_len[i], or nothing where there are no counts. The
-    tensors are int64, and run is [requests, most]."""
+    """Add 1 to the count of token run[i, j] in row[i] for every j < run_len[i]. Does nothing if no counts are
+    allocated. The tensors are int64, and run is [requests, most]."""
     if counts.packed is None:
         return
     is_in = torch.arange(run.shape[1], device=run.device) < run_len[:, None]

@@ -1,4 +1,4 @@
-"""ReportedLogprobs: the log-probabilities that kernels report, of sampled tokens and of prompt tokens."""
+"""ReportedLogprobs: the log-probabilities of sampled tokens or of prompt tokens, as the kernels return them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ import torch
 
 
 class ReportedLogprobs(NamedTuple):
-    """Log-probabilities of logit rows [L]: of one token each, and of its row's `num` likeliest tokens, ties by id.
+    """Log-probabilities of logit rows [L]: of one token of each row, and of the row's `num` likeliest tokens (ties by
+    id).
 
-    The log-probability of a logit x is (x - most) - norm: both differences are rounded, and nothing is fused, so that
-    whoever has these two numbers gets the same bits. They depend on nothing but the logits of their own row."""
+    The log-probability of a logit x is (x - most) - norm. Both differences are rounded and nothing is fused, so that
+    any code that has `most` and `norm` computes the same bits. The results of a logit row depend only on its own
+    logits.
+    """
 
     ids: torch.Tensor  # [L, 2 + num] int64: the token's rank, the token, the likeliest tokens
     values: torch.Tensor  # [L, 1 + num] of the token, of the likeliest tokens; NaN beside a NaN or an infinite logit

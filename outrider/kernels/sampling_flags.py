@@ -1,6 +1,6 @@
-"""Bits of a row's sampling flags: which stages of the sampler its request asks for. Kernels read them.
+"""Bits of a row's sampling flags: which stages of the sampler the row's request needs. Kernels read them.
 
-A row whose flags are 0 asks for a draw at its temperature and nothing else; every other stage leaves it alone.
+A row whose flags are 0 needs only a draw at its temperature; all other stages leave it unchanged.
 """
 
 ALLOWED = 1  # allowed_token_ids

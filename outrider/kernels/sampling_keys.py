@@ -1,4 +1,5 @@
-"""SamplingKeys and CountTable, which the sampler passes to its kernels: values that decide a draw, and token counts."""
+"""SamplingKeys (the values that decide a draw) and CountTable (token counts), which the sampler passes to its
+kernels."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ import torch
 
 
 class SamplingKeys(NamedTuple):
-    """Sampling keys of each row, or of each logit row: temperature, seed, sample index."""
+    """The temperature, seed and sample index of each row, or of each logit row."""
 
     temperature: torch.Tensor  # float32; 0: greedy
     seed: torch.Tensor  # int64
@@ -16,8 +17,8 @@ class SamplingKeys(NamedTuple):
 
 
 class CountTable(NamedTuple):
-    """Token counts of all rows. Kernels find them by an address that they read when they run, because a captured step
-    may be older than the counts, whose memory is taken when a request first asks for penalties."""
+    """Token counts of all rows, for penalties. Their memory is allocated when a request first asks for penalties, which
+    may be after a step was captured; so kernels read the address of the counts from the device each time they run."""
 
     packed: torch.Tensor | None  # [rows, vocabulary] int32, see sampling_flags
     address: torch.Tensor  # [1] int64: of `packed`; 0 while there is none

@@ -1,8 +1,9 @@
-"""Weights kept as short codes with scales, and the product with them in plain torch, which defines what the bits mean.
+"""Weights stored as short codes with scales, and the product with them in plain torch, which defines what the bits
+mean.
 
-One form serves all files of this kind: codes of 8 or 4 bits, a scale for every group of neighbouring inputs of an
-output, perhaps a zero point or an offset for every group and a factor for every output. Sources bring their files into
-this form.
+All quantised formats use this one form: codes of 8 or 4 bits, a scale for every group of neighbouring inputs of an
+output, optionally a zero point or an offset for every group, and optionally a factor for every output. The loaders of
+the formats convert their files to this form.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ def codes_per_byte(code: str) -> int:
 
 @dataclass(frozen=True)
 class Scaled:
-    """A weight [.., outputs, inputs]: (code - zero) * scale * factor, or code * scale + offset. Codes of 4 bits lie in
-    bytes: in each group the first half of the columns has the low bits, the second half the high bits. An int4 code is
-    stored plus 8."""
+    """A weight [.., outputs, inputs]: (code - zero) * scale * factor, or code * scale + offset. Two codes of 4 bits
+    share a byte: the first half of a group's columns is in the low bits, the second half in the high bits. An int4 code
+    is stored plus 8."""
 
     code: str
     group: int  # inputs that share a scale; the last group of a row of 8-bit codes may be short
@@ -61,7 +62,7 @@ class Scaled:
         return *outputs, width * codes_per_byte(self.code)
 
     def __getitem__(self, index: int | slice | Tensor) -> Scaled:
-        """The part that an index of the first axis takes: an expert, or some outputs."""
+        """Index the first axis: return the weight of one expert, or of some outputs."""
         held = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "blocks"}
         parts = {name: tensor[index] for name, tensor in held.items() if isinstance(tensor, Tensor)}
         return replace(self, blocks=None, **parts)
@@ -73,7 +74,7 @@ class Scaled:
 
     @property
     def has_tiles(self) -> bool:
-        """Whether the weight [outputs, inputs] consists of whole tiles, which some kernel reads."""
+        """Whether the weight [outputs, inputs] divides into whole tiles in a form that some kernel reads."""
         outputs, inputs = self.shape
         if outputs % TILE_OUTPUTS or inputs % TILE_INPUTS:
             return False
@@ -82,10 +83,10 @@ class Scaled:
             is_short and self.zeros is None and self.factors is None)
 
     def tiled(self, is_tiled: bool = True) -> Scaled:
-        """This weight with its bytes in another order, in place. Tiled: 64 bytes of 64 outputs follow each other in the
-        order in which the threads of a tensor core hold them, four neighbours with two columns of two outputs. Codes of
-        4 bits first become halves of 128 columns, whatever the group is. Slices of whole tiles of outputs stay tiled.
-        """
+        """Bring the bytes of this weight into tiled order, or back into plain order, in place. In tiled order, 64 bytes
+        of each of 64 outputs are stored together, in the order in which the threads of a tensor core hold them: four
+        neighbours with two columns of two outputs. Codes of 4 bits are first paired across halves of 128 columns,
+        whatever the group is. A slice of whole tiles of outputs stays tiled."""
         if is_tiled == self.is_tiled:
             return self
         assert self.has_tiles
@@ -100,17 +101,18 @@ class Scaled:
 
     @property
     def has_blocks(self) -> bool:
-        """Whether the weight [outputs, inputs] consists of whole blocks, which may have one scale each."""
+        """Whether the weight [outputs, inputs] divides into whole blocks of BLOCK x BLOCK, each of which may have one
+        scale."""
         return self.code == FP8 and self.group == BLOCK and not any(size % BLOCK for size in self.shape)
 
     def with_blocks(self) -> Scaled:
-        """This weight with `blocks` set, if every BLOCK of its outputs share their scales."""
+        """Return this weight with `blocks` set, if every BLOCK outputs share their scales."""
         blocks = self.scales[::BLOCK].contiguous()
         is_shared = torch.equal(blocks.repeat_interleave(BLOCK, 0), self.scales)
         return replace(self, blocks=blocks if is_shared else None)
 
     def numbers(self) -> Tensor:
-        """The weight in float32."""
+        """Return the dequantised weight in float32."""
         assert not self.is_tiled
         if codes_per_byte(self.code) == 1:
             values = self.codes.float()
@@ -125,7 +127,7 @@ class Scaled:
         return values if self.factors is None else values.mul_(self.factors)
 
     def nibbles(self) -> Tensor:
-        """Codes of 4 bits [.., outputs, inputs], each in a byte."""
+        """Unpack codes of 4 bits [.., outputs, inputs], one in each byte."""
         return unpack_nibbles(self.codes, self.group)
 
     def _by_column(self, of_groups: Tensor) -> Tensor:
@@ -139,8 +141,8 @@ class Scaled:
 
 
 def arrange(weight: Scaled, dtype: torch.dtype) -> Scaled:
-    """Bring the weight [outputs, inputs], in place, into the form that products with token rows of this dtype read. In
-    plain torch that is the form of the files."""
+    """Bring the weight [outputs, inputs], in place, into the order that the products for token rows of this dtype read.
+    In plain torch that is the order of the files."""
     return replace(weight.tiled(False), blocks=None)
 
 
@@ -167,35 +169,35 @@ def _repack(codes: Tensor, group: int, other: int) -> Tensor:
 
 
 def unpack_nibbles(codes: Tensor, group: int) -> Tensor:
-    """Codes of 4 bits [.., inputs], each in a byte, out of bytes [.., inputs / 2] in the order of `Scaled`."""
+    """Unpack bytes [.., inputs / 2], in the order of `Scaled`, to codes of 4 bits [.., inputs], one in each byte."""
     pairs = codes.unflatten(-1, (-1, group // 2))
     return torch.cat((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
 
 
 def pack_nibbles(nibbles: Tensor, group: int) -> Tensor:
-    """Codes of 4 bits [.., inputs] as bytes [.., inputs / 2] in the order of `Scaled`."""
+    """Pack codes of 4 bits [.., inputs] into bytes [.., inputs / 2], in the order of `Scaled`."""
     low, high = nibbles.to(torch.uint8).unflatten(-1, (-1, 2, group // 2)).unbind(-2)
     return (low | high << 4).flatten(-2)
 
 
 def scaled_rows(weight: Scaled, index: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of some outputs [index, inputs] of a weight [outputs, inputs]."""
+    """Dequantise some outputs of a weight [outputs, inputs]: [index, inputs]."""
     if weight.is_tiled:
         weight = replace(weight, codes=weight.codes.clone()).tiled(False)
     return weight[index].numbers().to(dtype)
 
 
 class Rounded(NamedTuple):
-    """Token rows as e4m3 codes [tokens, inputs] and float32 scales [tokens, groups]."""
+    """Token rows rounded to fp8: e4m3 codes [tokens, inputs] and float32 scales [tokens, groups]."""
 
     codes: Tensor
     scales: Tensor
 
 
 def round_to_fp8(x: Tensor, group: int) -> Rounded:
-    """x [tokens, inputs] as e4m3 codes and float32 scales [tokens, groups]: the largest of every `group` neighbouring
-    inputs of a token row becomes 448. A scale depends on no other token row. Numbers are multiplied by the scale's
-    reciprocal: a division of each takes longer than reading it."""
+    """Round x [tokens, inputs] to e4m3 codes with float32 scales [tokens, groups]: the scale of every `group`
+    neighbouring inputs of a token row makes the largest of them 448. A scale depends on no other token row. Numbers are
+    multiplied by the scale's reciprocal, because dividing each takes longer than reading it."""
     padded = torch.nn.functional.pad(x.float(), (0, -x.shape[1] % group)).unflatten(1, (-1, group))
     largest = padded.abs().amax(-1).clamp_min(1e-12)
     codes = (padded * (FP8_MAX / largest)[..., None]).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
@@ -203,13 +205,13 @@ def round_to_fp8(x: Tensor, group: int) -> Rounded:
 
 
 def rounded(x: Tensor, group: int) -> Tensor:
-    """The numbers of `round_to_fp8`, in float32."""
+    """Round as `round_to_fp8` does, and return the rounded numbers in float32."""
     return Scaled(FP8, group, *round_to_fp8(x, group)).numbers()
 
 
 def scaled_wide(x: Tensor, weight: Scaled, rounding: int = 0) -> Tensor:
-    """x [tokens, inputs] times the weight [outputs, inputs]: [tokens, outputs], in float32 or float64. rounding: token
-    rows are first rounded to fp8 in groups of so many inputs; 0 leaves them as they are."""
+    """Multiply x [tokens, inputs] with the weight [outputs, inputs]: [tokens, outputs] in float32 or float64. rounding:
+    the token rows are first rounded to fp8 in groups of this many inputs; 0 leaves them as they are."""
     wide = widened(x) if rounding == 0 else rounded(x, rounding)
     outputs, inputs = weight.shape
     step = max(1, MAX_NUMBERS // inputs)
@@ -220,14 +222,13 @@ def scaled_wide(x: Tensor, weight: Scaled, rounding: int = 0) -> Tensor:
 
 
 def scaled_linear(x: Tensor, weight: Scaled, bias: Tensor | None = None, rounding: int = 0) -> Tensor:
-    """The product of `scaled_wide` plus the bias [outputs], in the dtype of x."""
+    """Return the product of `scaled_wide` plus the bias [outputs], in the dtype of x."""
     out = scaled_wide(x, weight, rounding)
     return (out if bias is None else out.add_(bias)).to(x.dtype)
 
 
 def scaled_gated(x: Tensor, weight: Scaled, bias: Tensor | None, rounding: int, activation: str) -> Tensor:
-    """act(gate) * up of the product with the weight: the first half of the outputs is the gate, the second half is
-    up."""
+    """Return act(gate) * up, where the first half of the product's outputs is the gate and the second half is up."""
     out = scaled_linear(x, weight, bias, rounding)
     return silu_mul(out) if activation == "silu" else gelu_tanh_mul(out)
 
@@ -236,7 +237,7 @@ def scaled_gated(x: Tensor, weight: Scaled, bias: Tensor | None, rounding: int, 
 
 
 def by_outputs(make: Callable[[Tensor], Scaled], weight: Tensor) -> Scaled:
-    """The codes that `make` gives for a weight [outputs, ..], made of some outputs at a time: float32 numbers of a
+    """Convert a weight [outputs, ..] to codes with `make`, some outputs at a time, because the float32 numbers of a
     large matrix and of its errors would take several times the memory of its codes."""
     pieces = weight.split(max(1, MAX_NUMBERS // weight.shape[1]))
     first = make(pieces[0])
@@ -258,13 +259,14 @@ def by_outputs(make: Callable[[Tensor], Scaled], weight: Tensor) -> Scaled:
 
 
 def to_fp8_rows(weight: Tensor) -> Scaled:
-    """A weight [outputs, inputs] in fp8 with a scale for every output."""
+    """Convert a weight [outputs, inputs] to fp8 with a scale for every output."""
     codes, scales = round_to_fp8(weight, weight.shape[1])
     return Scaled(FP8, weight.shape[1], codes, scales)
 
 
 def to_int8_groups(weight: Tensor, group: int) -> Scaled:
-    """A weight [outputs, inputs] in int8 with a bfloat16 scale for every group, whose extreme becomes 127 or -127."""
+    """Convert a weight [outputs, inputs] to int8 with a bfloat16 scale for every group, which makes the group's largest
+    number 127 or -127."""
     numbers = weight.float().unflatten(1, (-1, group))
     scales = (numbers.abs().amax(-1, keepdim=True) / 127).bfloat16()
     codes = (numbers / scales.float()).nan_to_num_(0, 0, 0).round_().clamp_(-127, 127).to(torch.int8)
@@ -272,12 +274,13 @@ def to_int8_groups(weight: Tensor, group: int) -> Scaled:
 
 
 def to_int4_groups(weight: Tensor, group: int, has_offsets: bool = False) -> Scaled:
-    """A weight [outputs, inputs] in int4 with a bfloat16 scale for every group, and perhaps an offset.
+    """Convert a weight [outputs, inputs] to int4 with a bfloat16 scale for every group, and optionally an offset.
 
-    Several ranges are tried, which leave out more and more of a group's extremes. The codes of each get the scale and
-    offset of least squared error, and the group takes the range whose error is smallest. The error of a number counts
-    in proportion to its size plus the group's root mean square, so that few large numbers are not given up for many
-    small ones. Groups with numbers that are not finite get a scale of NaN."""
+    Several ranges of codes are tried, each of which clips more of a group's extremes than the one before. The codes of
+    each range get the scale and offset with the least squared error, and the group takes the range whose error is
+    smallest. The error of a number is weighted by its size plus the group's root mean square, so that a few large
+    numbers are not given up for many small ones. Groups with numbers that are not finite get a scale of NaN.
+    """
     numbers = weight.float().unflatten(1, (-1, group))
     low, high = torch.aminmax(numbers, dim=-1, keepdim=True)
     # 16 codes reach from -8 to 7 steps: around the middle of the group, or with -8 at its extreme.
@@ -301,8 +304,9 @@ def to_int4_groups(weight: Tensor, group: int, has_offsets: bool = False) -> Sca
 def _fit_codes(
     codes: Tensor, numbers: Tensor, importance: Tensor, middle: Tensor, has_offsets: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(scale, offset, error) of each group: scale and offset of least squared error with the codes, as bfloat16 holds
-    them, and that error less the sum of the numbers' squares. The offset includes the middle, which `numbers` lack."""
+    """Return (scale, offset, error) of each group: the scale and offset with the least squared error for these codes,
+    rounded to bfloat16, and that error minus the sum of the numbers' squares. The offset includes `middle`, which was
+    subtracted from `numbers`."""
 
     def total(values: Tensor) -> Tensor:
         return values.sum(-1, keepdim=True)

@@ -1,7 +1,7 @@
-"""Codes with scales for the native products of a CPU. `kernels.scaled` says what the bits mean.
+"""Weights of codes with scales, prepared for the native products of a CPU. `kernels.scaled` says what the bits mean.
 
-Fp8 is multiplied where it lies, with the bits of a product with its float32 numbers. Integers and 4-bit floats are
-copied into the packed forms that weights of GGUF files have; 4-bit floats in groups of 16 inputs are copied as fp8.
+Fp8 codes are multiplied where they are, with the same bits as a product with their float32 numbers. Integers and 4-bit
+floats are copied into the packed forms of GGUF weights; 4-bit floats in groups of 16 inputs are copied as fp8.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class HostWeight(NamedTuple):
 
 
 def host_weight(weight: Scaled, bias: Tensor | None, allow_copy: bool, activation_bits: int = 24) -> HostWeight | None:
-    """The weight [outputs, inputs] for products with float32 token rows; None if they need its numbers."""
+    """Prepare the weight [outputs, inputs] for native products with float32 token rows. Returns None if no native
+    product reads its codes."""
     scales = weight.scales.float() if weight.factors is None else weight.scales.float() * weight.factors
     if weight.code == FP8:
         matrix = native.fp8_matrix(weight.codes, scales, weight.group, bias) if weight.zeros is None else None
@@ -48,8 +49,8 @@ def host_weight(weight: Scaled, bias: Tensor | None, allow_copy: bool, activatio
 
 
 def packed_rows(weight: Scaled) -> native.PackedRows | None:
-    """A weight of integers or 4-bit floats, whose groups are whole blocks of 32 inputs, in a form of cpu/packed.c;
-    None for all others."""
+    """Copy a weight of integers or 4-bit floats into a packed form of cpu/packed.c. Returns None for other codes, and
+    if the groups are not whole blocks of 32 inputs."""
     outputs, inputs = weight.shape
     kind = PACKED_KINDS.get((weight.code, weight.shifts is not None))
     if kind is None or not native.available() or weight.group % GROUP or inputs % GROUP:
@@ -63,7 +64,7 @@ def packed_rows(weight: Scaled) -> native.PackedRows | None:
 
 
 def _unpacked(weight: Scaled) -> Unpacked:
-    """Some weight rows in parts, with a scale for every 32 inputs."""
+    """Take some weight rows apart into codes and scales, with a scale for every 32 inputs."""
     codes = weight.codes.view(torch.uint8) if weight.code == INT8 else weight.nibbles()
     scales = weight.scales.float() if weight.factors is None else weight.scales.float() * weight.factors
     least = None  # the number of code 0, of integers that are stored plus 8

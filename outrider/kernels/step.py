@@ -1,8 +1,10 @@
-"""A step's bookkeeping: `prepare_step` before the forward, `commit_step` after the sampler, `store_drafts` at the end;
-`share_drafts` before all others, in a captured step that has to share its token rows out.
+"""The bookkeeping of a step on the device: `prepare_step` runs before the forward pass, `commit_step` after the
+sampler, `store_drafts` at the end. `share_drafts` runs before all others in captured steps whose token rows the device
+shares out among drafts.
 
-Plain torch, any device, the specification: `kernels.gpu.step`, `drafts.entry` and `drafts.share` do the same in one
-launch each, integer for integer, and take and return the types declared here. Nothing here knows models or caches.
+This file is plain torch for any device, and the specification: `kernels.gpu.step`, `drafts.entry` and `drafts.share`
+compute the same integers in one launch each, and take and return the types declared here. Nothing here knows models or
+caches.
 """
 
 from __future__ import annotations
@@ -54,7 +56,7 @@ class RowFields(Protocol):
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """All tensors of a batch that depend on row state; int64 unless stated otherwise."""
+    """The tensors of a batch that depend on row state; int64 unless stated otherwise."""
 
     computed: torch.Tensor  # [requests] when the step begins
     num_known: torch.Tensor  # [requests] live known tokens
@@ -76,7 +78,7 @@ class PreparedStep:
 
 
 class VerifiedStep(NamedTuple):
-    """The tensors of a batch that a commit needs, [requests]."""
+    """The tensors of a batch that `commit_step` needs; [requests]."""
 
     rows: torch.Tensor
     num_known: torch.Tensor  # live
@@ -88,7 +90,7 @@ class VerifiedStep(NamedTuple):
 
 @dataclass(frozen=True)
 class CommittedStep:
-    """A step's results for its requests, padded ones included, after the rows were updated."""
+    """The results of a step for its requests, padded ones included, after the rows were updated."""
 
     accepted: Accepted
     num_computed: torch.Tensor  # [requests] known tokens computed and drafts accepted
@@ -97,8 +99,8 @@ class CommittedStep:
 
 
 class Proposal(NamedTuple):
-    """The drafts of one drafter, int64. Types, shapes and devices were checked. Values were not checked, and a user's
-    drafter may have made them."""
+    """The drafts of one drafter, int64. Types, shapes and devices have been checked, but values have not: a drafter
+    written by a user may have made them."""
 
     tokens: torch.Tensor  # [requests, num_wanted]
     counts: torch.Tensor  # [requests] how many of the tokens are drafts
@@ -106,7 +108,7 @@ class Proposal(NamedTuple):
 
 
 class WrongValue(NamedTuple):
-    """A wrong value of a proposal, in the form in which `store_drafts` reports it to the host."""
+    """An invalid value in a proposal, as `store_drafts` reports it to the host."""
 
     drafter: int  # index of the proposal
     is_token: bool  # a token id outside the vocabulary; else a count out of range
@@ -114,13 +116,13 @@ class WrongValue(NamedTuple):
 
     @classmethod
     def from_code(cls, code: int, value: int) -> WrongValue:
-        """code: 1 + 2 * drafter for a count, one more for a token id."""
+        """Decode a fault: `code` is 1 + 2 * drafter for a count, 2 + 2 * drafter for a token id."""
         return cls((code - 1) // 2, code % 2 == 0, value)
 
 
 def prepare_step(packet: StepPacket, state: RowFields, *, max_drafts: int, page_tokens: tuple[int, ...],
                  max_len: int) -> PreparedStep:
-    """Prepare a batch from row state. `page_tokens` is per group; positions stay below `max_len`."""
+    """Build the tensors of a batch from row state. `page_tokens` is per group; positions stay below `max_len`."""
     rows, request_of, offset = packet.rows, packet.request_of, packet.offset
     known, computed = state.known[rows], state.computed[rows]
     alive = state.alive[rows] & (rows != NULL_ROW)
@@ -155,13 +157,16 @@ def prepare_step(packet: StepPacket, state: RowFields, *, max_drafts: int, page_
 
 
 def share_drafts(packet: StepPacket, state: RowFields, *, max_drafts: int) -> None:
-    """Share `packet.num_shared` token rows out among the drafts that wait in the rows, likeliest first, and lay the
-    batch out anew: writes the packet's counts of drafts, owners, offsets and logit rows. A request gets at most its
-    `num_drafts` before. Does nothing if num_shared is 0. All requests of the batch decode: each has one known token.
+    """Share `packet.num_shared` token rows out among the drafts that wait in the rows, likeliest first, and lay out the
+    batch again: this overwrites the packet's numbers of drafts, owners of token rows, offsets and logit rows. A request
+    gets at most its previous `num_drafts`. Does nothing if num_shared is 0. All requests of the batch decode: each has
+    one known token.
 
-    The gain of a draft is the chance that it is reached and accepted, the product of the chances of the drafts up to
-    it, by their levels and the weight of the request. It never rises along a chain, so that the likeliest drafts of a
-    request are its first ones; of equals the first are taken. Whole numbers, so that every kernel and rank agrees."""
+    The gain of a draft is the chance that it is reached and accepted: the product of the chances of the drafts up to
+    it, which follow from the drafter's confidence levels and the request's weight. Gains never rise along a request's
+    drafts, so its likeliest drafts are its first ones; of equal gains the first are taken. Gains are integers, so that
+    every kernel and rank agrees.
+    """
     rows, (requests,), (tokens,) = packet.rows, packet.rows.shape, packet.request_of.shape
     is_shared = packet.num_shared > 0  # [1]
     room = (state.sampling.end_len[rows] - state.known[rows] - 1).clamp_min(0)
@@ -195,7 +200,8 @@ def share_drafts(packet: StepPacket, state: RowFields, *, max_drafts: int) -> No
 
 
 def _first_logits(packet: StepPacket) -> torch.Tensor:
-    """[requests] each request's first logit row. Other logit rows are written to a cell past the requests."""
+    """Return each request's first logit row: [requests]. Other logit rows are written to a cell after the last
+    request."""
     requests, logit_rows = packet.rows.shape[0], packet.logit_request.shape[0]
     first = torch.zeros(requests + 1, dtype=torch.int64, device=packet.rows.device)
     cell = torch.where(packet.logit_draft == 0, packet.logit_request, requests)
@@ -209,8 +215,8 @@ def _slots(table: torch.Tensor, page_tokens: int, request_of: torch.Tensor, posi
 
 
 def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: VerifiedStep, state: RowFields) -> CommittedStep:
-    """Accept drafts that equal the tokens `sampled` [logit rows], decide how each request ends, and update the rows:
-    the run becomes known, its accepted part computed."""
+    """Accept the drafts that equal the `sampled` tokens [logit rows], decide how each request ends, and update the
+    rows: the tokens gained become known, and those of them that were accepted drafts count as computed."""
     rows = batch.rows
     known = state.known[rows]
     accepted = accept(sampled, bad, batch.first_logit, batch.drafts, batch.num_drafts, batch.samples, known,
@@ -238,11 +244,12 @@ def store_drafts(rows: torch.Tensor, proposals: Sequence[Proposal], goes_on: tor
                  counts: torch.Tensor) -> None:
     """Store proposals in their rows: a request that goes on gets the drafts of the first drafter that has any for it.
 
-    Any value is taken. A count outside of 0 to num_wanted, or a token id outside of the vocabulary among so many
-    tokens, is a fault: that request gets nothing of that drafter, and the first fault of every request is written to
-    its columns FAULT and FAULT_VALUE of `counts`. is_on [proposals]: 0 for a drafter that is switched off. levels go
-    to the rows and to the column LEVELS with the drafts that they speak of; 0 without any.
-    fills: requests that go on get num_wanted drafts in any case, of token 0 where no drafter had one."""
+    Invalid values are caught here. A count outside of 0 to num_wanted, or a draft outside of the vocabulary, is a
+    fault: the request gets nothing from that drafter, and the first fault of every request is written to its columns
+    FAULT and FAULT_VALUE of `counts`. is_on [proposals]: 0 for a drafter that is switched off. The confidence levels of
+    the stored drafts go to the rows and to the column LEVELS; 0 if the drafter gave none. fills: requests that go on
+    always get num_wanted drafts, with token 0 where no drafter had one.
+    """
     num_wanted = proposals[0].tokens.shape[1]
     columns, nothing = torch.arange(num_wanted, device=rows.device), torch.zeros_like(rows)
     count, code, value, level = nothing, nothing, nothing, nothing

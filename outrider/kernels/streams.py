@@ -1,10 +1,11 @@
 """Residual streams: several copies of the residual stream side by side in each token row, with learned gates that read
-them and write to them. The torch twins of the kernels.
+and write them. These are the plain torch references of the kernels.
 
-A token row has streams [num_streams x hidden]. There are two ways to read and write them. In Qwen4-Exp a layer reads a
-gated mean of the normed streams and adds its result to each stream, scaled by a weight of that stream (`join_streams`,
-`stream_gates`, `mix_streams`). In hyper-connections (GLM5-Next, HY-V4) it reads a weighted sum, and the streams mix
-among themselves where it writes (`read_streams`, `write_streams`). Every function treats each token row alone.
+A token row holds its streams as [num_streams x hidden]. There are two ways to read and write them. In Qwen4-Exp a layer
+reads a gated mean of the normed streams and adds its result to each stream, scaled by a weight of that stream
+(`join_streams`, `stream_gates`, `mix_streams`). In hyper-connections (GLM5-Next, HY-V4) a layer reads a weighted sum,
+and the streams are mixed with each other when it writes (`read_streams`, `write_streams`). Every function treats each
+token row by itself.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ LEAST_GATE = 1e-6
 
 def join_streams(x: Tensor | None, weights: Tensor | None, streams: Tensor, gain: Tensor, eps: float,
                  num_streams: int) -> Tensor:
-    """Adds x [tokens, hidden], scaled by weights [tokens, num_streams], to each stream of streams
-    [tokens, num_streams x hidden], in place. Returns the RMS norm of every stream by itself, scaled by gain
-    [num_streams x hidden]. Without x nothing is added."""
+    """Add x [tokens, hidden], scaled by weights [tokens, num_streams], to each stream of streams [tokens, num_streams x
+    hidden], in place; without x nothing is added. Returns the RMS norm of each stream by itself, scaled by gain
+    [num_streams x hidden]."""
     if x is not None and weights is not None:
         streams.add_((x[:, None, :] * weights[:, :, None]).flatten(1))
     wide = streams.to(torch.promote_types(streams.dtype, torch.float32)).unflatten(1, (num_streams, -1))
@@ -32,21 +33,23 @@ def join_streams(x: Tensor | None, weights: Tensor | None, streams: Tensor, gain
 
 
 def stream_gates(projected: Tensor, num_streams: int, has_weights: bool) -> tuple[Tensor, Tensor]:
-    """projected [tokens, low rank | num_streams] -> (silu of the first part, 2 x sigmoid of the second), both divided
-    by the number of streams before. Without weights the second part has no columns."""
+    """Compute gates from projected [tokens, low rank | num_streams]: (silu of the first part, 2 x sigmoid of the
+    second), both divided by the number of streams before the activation. Without weights the second result has no
+    columns."""
     rank = projected.shape[1] - (num_streams if has_weights else 0)
     scaled = projected / num_streams
     return F.silu(scaled[:, :rank]), 2 * torch.sigmoid(scaled[:, rank:])
 
 
 def mix_streams(gates: Tensor, normed: Tensor, num_streams: int) -> Tensor:
-    """The mean over streams of sigmoid(gates) * normed: both [tokens, num_streams x hidden] -> [tokens, hidden]."""
+    """Return the mean over streams of sigmoid(gates) * normed; both arguments [tokens, num_streams x hidden], the
+    result [tokens, hidden]."""
     return (torch.sigmoid(gates) * normed).unflatten(1, (num_streams, -1)).mean(dim=1)
 
 
 def gate_values(keys: Tensor, queries: Tensor, values: Tensor, num_streams: int) -> Tensor:
-    """Values [tokens, hidden] for each stream, scaled by sigmoid(g), where g is the signed root of the product of the
-    stream's key and query: both [tokens, num_streams x hidden]. Returns [tokens, num_streams x hidden]."""
+    """Return values [tokens, hidden] once for each stream, scaled by sigmoid(g): [tokens, num_streams x hidden]. g is
+    the signed square root of the product of the stream's key and query, both [tokens, num_streams x hidden]."""
     split = (num_streams, values.shape[1])
     gate = (keys.unflatten(1, split) * queries.unflatten(1, split)).sum(dim=-1) / math.sqrt(values.shape[1])
     gate = gate.abs().clamp_min(LEAST_GATE).sqrt() * gate.sign()
@@ -59,7 +62,7 @@ def add_silu(values: Tensor, convolved: Tensor) -> Tensor:
 
 
 def mean_streams(streams: Tensor, num_streams: int) -> Tensor:
-    """The mean over streams [tokens, num_streams x hidden], added in one order: [tokens, hidden]."""
+    """Return the mean over streams [tokens, num_streams x hidden], added up in one order: [tokens, hidden]."""
     first, *others = streams.to(torch.promote_types(streams.dtype, torch.float32)).chunk(num_streams, dim=1)
     total = first
     for each in others:
@@ -68,7 +71,7 @@ def mean_streams(streams: Tensor, num_streams: int) -> Tensor:
 
 
 class StreamRule(NamedTuple):
-    """How the weights of hyper-connections are computed from logits."""
+    """How hyper-connections compute their weights from logits."""
 
     num_streams: int
     rms_eps: float
@@ -80,8 +83,8 @@ class StreamRule(NamedTuple):
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """How many logits make the weights of reading, of adding and of mixing. Streams that do not mix, or that end
-        here, have fewer."""
+        """The numbers of logits for the weights that read, that add and that mix. Streams that do not mix, or that end
+        here, have fewer parts."""
         n = self.num_streams
         return (n,) if not self.writes else (n, n, n * n) if self.num_rounds else (n, n)
 
@@ -92,12 +95,14 @@ class StreamRule(NamedTuple):
 
 def read_streams(streams: Tensor, logits: Tensor, scale: Tensor, base: Tensor,
                  rule: StreamRule) -> tuple[Tensor, Tensor, Tensor]:
-    """The input of a half of a layer, read from streams [tokens, n x hidden], and the weights by which it writes back.
+    """Read the input of half a layer (attention or MLP) from streams [tokens, n x hidden], and compute the weights with
+    which it writes back.
 
-    logits [tokens, pre n | post n | mixing n x n], float32 or wider: the product of the streams, which are not normed
-    yet, with a matrix; or twice as many columns, of which the first half and the second are to be added. scale [parts]
-    and base [logits]: of each part. Returns (the weighted sum of the streams [tokens, hidden], post [tokens, n], mixing
-    weights [tokens, n x n]); the last two have no columns where the rule has no such part."""
+    logits [tokens, pre n | post n | mixing n x n], float32 or wider: the product of the streams, before their norm,
+    with a matrix. With twice as many columns, the two halves are added up. scale [parts] and base [logits]: scale and
+    bias of each part's logits. Returns (the weighted sum of the streams [tokens, hidden], post [tokens, n], mixing
+    weights [tokens, n x n]); the last two have no columns if the rule has no such part.
+    """
     n, wide = rule.num_streams, streams.to(logits.dtype)
     if logits.shape[1] == 2 * rule.num_logits:
         logits = logits[:, : rule.num_logits] + logits[:, rule.num_logits :]
@@ -119,8 +124,8 @@ def read_streams(streams: Tensor, logits: Tensor, scale: Tensor, base: Tensor,
 
 
 def write_streams(streams: Tensor, x: Tensor, post: Tensor, mixing: Tensor) -> None:
-    """Sets stream j of streams [tokens, n x hidden], in place, to post[j] * x plus the sum over i of mixing[i, j] times
-    stream i, or plus itself where there are no mixing weights: x [tokens, hidden], post [tokens, n], mixing
+    """Set stream j of streams [tokens, n x hidden], in place, to post[j] * x plus the sum over i of mixing[i, j] *
+    stream i; without mixing weights, to post[j] * x plus stream j. x [tokens, hidden], post [tokens, n], mixing
     [tokens, n x n or 0]."""
     n, size = post.shape[1], x.shape[1]
     parts = streams.to(post.dtype).split(size, dim=1)

@@ -1,12 +1,12 @@
-"""Attention to the blocks of a context that an indexer chose: the torch twins of its kernels.
+"""Attention to the blocks of a context that an indexer chose, in plain torch: the reference of its kernels.
 
 A *block* is `size` consecutive tokens; block s begins at position `anchor + s * size`. The indexer compares queries
 with one key for each whole block: the mean of its tokens' keys, normed and rotated by the block's first position. A
-query attends to the chosen blocks, and to the last tokens, which make no whole block yet.
+query attends to the chosen blocks, and to the last tokens, which do not fill a block yet.
 
-Index keys lie in pages like other keys. A token keeps its own key in its cell until the block is whole; the cell of
-the block's last token then holds the key of the block. A rejected draft is overwritten by the token that takes its
-place, so nothing has to be undone. Everything is in flat token space, as in `latent.py`.
+Index keys are stored in pages like other keys. A token's cell holds the token's own key until the block is whole; then
+the cell of the block's last token holds the key of the block. A rejected draft is overwritten by the token that takes
+its place, so nothing has to be undone. Everything is in flat token space, as in `latent.py`.
 """
 
 from __future__ import annotations
@@ -25,27 +25,28 @@ MAX_ELEMENTS = 1 << 24  # of gathered keys that exist at a time
 
 
 class TokenBlocks(NamedTuple):
-    """The division of a text into blocks, runs of tokens that share one index key of a layer."""
+    """The division of a text into blocks: consecutive tokens that share one index key of a layer."""
 
     size: int  # tokens
     anchor: int  # the position at which the first one begins
 
     @property
     def cell(self) -> int:
-        """The cell that holds a block's key: its number within a page, modulo `size`."""
+        """The cell that holds a block's key: its index within a page, modulo `size`."""
         return (self.anchor + self.size - 1) % self.size
 
     @property
     def shift(self) -> int:
-        """The number that is added to a block's number to get its place among the keys of its request's blocks."""
+        """What has to be added to a block's number to get its index among the block keys of its request (see
+        `keys`)."""
         return (self.anchor + self.size - 1) // self.size
 
     def keys(self, cache: Tensor) -> Tensor:
-        """The keys of blocks in a cache [pages, page tokens, dim]: a view [pages, page tokens / size, dim]."""
+        """Return the block keys of a cache [pages, page tokens, dim] as a view [pages, page tokens / size, dim]."""
         return cache[:, self.cell :: self.size]
 
     def visible(self, contexts: TokenContexts) -> TokenContexts:
-        """The whole blocks that each token row sees, as places among the keys of blocks."""
+        """Return the range of whole blocks that each token row sees, as indices among the block keys."""
         first = (contexts.first - self.anchor).clamp_min(0).add(self.size - 1).div(self.size, rounding_mode="floor")
         stop = (contexts.stop - self.anchor).clamp_min(0).div(self.size, rounding_mode="floor")
         stop = torch.maximum(first, stop)
@@ -54,11 +55,12 @@ class TokenBlocks(NamedTuple):
 
 def write_block_keys(raw: Tensor, gain: Tensor, eps: float, rope: RopeRows, slots: Tensor, offsets: Tensor,
                      contexts: TokenContexts, cache: Tensor, blocks: TokenBlocks) -> None:
-    """Writes index keys raw [tokens, dim] to their slots, or the key of the block that a token completes.
+    """Write index keys raw [tokens, dim] to their slots; a token that completes a block writes the block's key instead.
 
-    gain [dim]: scale of the RMS norm of the mean. rope: positions [tokens] in their requests, and the table of cos and
-    sin. offsets [tokens]: how many tokens of its request each one has before it in this step: their keys need not be
-    in the cache yet. cache [pages, page tokens, dim]."""
+    gain [dim]: weight of the RMS norm of the mean. rope: positions [tokens] in their requests, and the table of cos and
+    sin. offsets [tokens]: how many tokens of the same request come before each one in this step; their keys need not be
+    in the cache yet. cache [pages, page tokens, dim].
+    """
     size, positions, page_tokens = blocks.size, rope.positions, cache.shape[1]
     write_entries(raw, cache, slots)
     begin = positions - (size - 1)
@@ -76,7 +78,8 @@ def write_block_keys(raw: Tensor, gain: Tensor, eps: float, rope: RopeRows, slot
 
 
 def write_keys_values(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
-    """k and v [tokens, kv heads, dim] into caches [pages, page tokens, kv heads, dim]; slot -1 is not written."""
+    """Write k and v [tokens, kv heads, dim] to their slots of caches [pages, page tokens, kv heads, dim]; slot -1 is
+    not written."""
     for made, cache in zip(contain_non_finite(k, v), (k_cache, v_cache), strict=True):
         is_live = (slots >= 0)[:, None, None]
         pages, offsets = slots.clamp_min(0) // cache.shape[1], slots.clamp_min(0) % cache.shape[1]
@@ -85,10 +88,11 @@ def write_keys_values(k: Tensor, v: Tensor, slots: Tensor, k_cache: Tensor, v_ca
 
 def block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: TokenContexts, chosen: Tensor,
                     scale: float, blocks: TokenBlocks) -> Tensor:
-    """Attention of q [tokens, heads, dim] to chosen blocks and to the tokens after the last whole one.
+    """Attend, for q [tokens, heads, dim], to the chosen blocks and to the tokens after the last whole block.
 
-    chosen [tokens, most chosen]: places among the keys of blocks, ascending, then NOT_CHOSEN. k_cache and v_cache
-    [pages, page tokens, kv heads, dim]. Returns [tokens, heads, dim]; 0 for token rows that see nothing."""
+    chosen [tokens, most chosen]: indices among the block keys, ascending, then NOT_CHOSEN. k_cache and v_cache [pages,
+    page tokens, kv heads, dim]. Returns [tokens, heads, dim]; 0 for token rows that see nothing.
+    """
     positions = _listed(contexts, chosen, blocks)
     out = torch.empty_like(q)
     for rows in _chunks(q.shape[0], positions.shape[1] * q.shape[1] * q.shape[2]):
@@ -98,7 +102,8 @@ def block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: Token
 
 def exact_block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: TokenContexts, chosen: Tensor,
                           scale: float, blocks: TokenBlocks) -> Tensor:
-    """See `block_attention`. Every token row by itself, so that a library gets the same shapes whatever the batch."""
+    """See `block_attention`. Computes every token row by itself, so that a library gets the same shapes for any
+    batch."""
     out = torch.empty_like(q)
     for row in range(q.shape[0]):
         own = contexts.cut(slice(row, row + 1))
@@ -108,14 +113,14 @@ def exact_block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts:
 
 
 def every_block(contexts: TokenContexts, count: int) -> Tensor:
-    """[tokens, count] all blocks that a token row sees, given as `TokenBlocks.visible` does, then NOT_CHOSEN. No token
-    row may see more than `count`."""
+    """[tokens, count]: the indices of all blocks that a token row sees, from what `TokenBlocks.visible` returned, then
+    NOT_CHOSEN. No token row may see more than `count` blocks."""
     places = contexts.first[:, None] + torch.arange(count, device=contexts.first.device)
     return torch.where(places < contexts.stop[:, None], places, NOT_CHOSEN).int()
 
 
 def check_blocks(q: Tensor, k_cache: Tensor, contexts: TokenContexts, chosen: Tensor) -> None:
-    """Raises unless the arguments of `block_attention` agree."""
+    """Raise ValueError unless the shapes of `block_attention`'s arguments agree."""
     if not q.shape[0] == contexts.request_of.shape[0] == chosen.shape[0]:
         raise ValueError(f"block_attention: token rows disagree: queries {q.shape[0]}, contexts "
                          f"{contexts.request_of.shape[0]}, chosen {chosen.shape[0]}")

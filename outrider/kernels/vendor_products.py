@@ -1,6 +1,6 @@
-"""Products of 16-bit numbers that the vendor's library does in one call, with the sum or the rounding that follows.
+"""Products of 16-bit numbers in one call of the vendor's library, together with the sum or rounding that follows.
 
-The table of operations says where they serve; torch's plain product is the reference and needs no place here.
+The table of operations says when they are used; torch's plain product is their reference.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ MANY_ROWS = 1024  # token rows from which on a product adds to the residual stre
 
 def has_many_rows(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
                   bias: torch.Tensor | None = None) -> bool:
-    """Whether `add_product` serves."""
+    """Whether there are enough token rows for `add_product` to be used."""
     return x.shape[0] >= MANY_ROWS and bias is None
 
 

@@ -1,7 +1,8 @@
-"""Mixers: the parts of layers in which the tokens of a request meet, over a batch and its cache.
+"""Mixers: the parts of layers in which the tokens of a request exchange information (attention, recurrence), over a
+batch and its cache.
 
 `paged` is attention over keys and values in pages, `latent` attention over one compressed vector per token, `indexed`
-attention to chosen blocks of a context; `recurrent` carries a state per row.
+attention to the chosen blocks of a context; `recurrent` keeps one state per row.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
-"""ForwardBatch, the one description of a step's token rows.
+"""ForwardBatch: the only description of a step's token rows that models and mixers get.
 
-Mixers read page tables, lengths and bounds only from the batch they are given: nothing is kept between steps.
+Mixers read page tables, lengths and upper bounds from the batch they are given, and keep nothing between steps.
 """
 
 from __future__ import annotations
@@ -15,27 +15,26 @@ from outrider.cache.kinds import pages_for
 
 @dataclass(frozen=True)
 class LengthBound:
-    """An upper bound of the longest context in a batch, made from the bounds of its requests. Only graph capture uses
-    the worst case."""
+    """An upper bound, known to the host, of the longest context in a batch. It follows from the bounds of the requests;
+    only graph capture uses the longest context that is allowed."""
 
     tokens: int
 
     def after(self, steps: int, max_len: int) -> LengthBound:
-        """The bound after `steps` drafting passes, each of which adds one token."""
+        """Return the bound after `steps` drafting passes, each of which adds one token."""
         return LengthBound(min(self.tokens + steps, max_len))
 
 
 @dataclass(frozen=True)
 class ExactQueries:
-    """The queries of a batch whose number of tokens per request the host knows. A padded request has no tokens."""
+    """The host knows how many tokens each request of the batch has. A padded request has none."""
 
     lens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class DecodeQueries:
-    """The queries of a batch in which every request has at most `most` tokens. Only the device knows how many tokens
-    each has."""
+    """Every request of the batch has at most `most` tokens; only the device knows how many each has."""
 
     most: int
     shares_pages: bool = False  # several requests hold the same pages, which attention may read once for all of them
@@ -43,8 +42,7 @@ class DecodeQueries:
 
 @dataclass(frozen=True)
 class MixedQueries:
-    """The queries of a batch in which requests have any number of tokens. Only the device knows how many tokens each
-    has."""
+    """The requests of the batch may have any number of tokens; only the device knows how many each has."""
 
     decode_kernel_max_query: int  # requests with more tokens than this use the prefill kernel
 
@@ -76,8 +74,8 @@ class NoExtraKeys:
 
 @dataclass(frozen=True)
 class ExtraKeys:
-    """A range of keys that each token sees, whatever the causal rule, windows and masks say: the positions
-    [starts, ends), both 0 for a token without a range. The tokens of a range are all in one batch."""
+    """A range of positions [starts, ends) that each token sees in addition, whatever the causal rule, windows and masks
+    say; both are 0 for a token without a range. The tokens of a range are all in one batch."""
 
     starts: torch.Tensor  # [tokens]
     ends: torch.Tensor  # [tokens] one past the last position
@@ -88,10 +86,10 @@ NO_EXTRA_KEYS = NoExtraKeys()
 
 @dataclass(frozen=True)
 class BatchView:
-    """Token rows of a step, all tensors cut to the same counts of requests and tokens.
+    """The token rows of a step, with all tensors cut to the same numbers of requests and tokens.
 
-    Tokens of a request are contiguous; its live tokens come first. Dead and padded tokens have slot -1. The int32
-    copies are made with the view, for kernels that take only int32.
+    The tokens of a request are contiguous, live ones first. Dead and padded tokens have slot -1. The int32 copies are
+    made together with the view, for kernels that take only int32.
     """
 
     num_requests: int
@@ -114,19 +112,19 @@ class BatchView:
     extra_keys: ExtraKeys | NoExtraKeys = NO_EXTRA_KEYS
 
     def page_table(self, group: Group) -> torch.Tensor:
-        """[requests, columns]: the page table of a group, cut after the columns that the batch's longest context can
+        """Return the page table [requests, columns] of a group, cut to the columns that the batch's longest context can
         use."""
         return self.page_tables[group.index][:, : pages_for(self.max_length.tokens, group.page_tokens)]
 
     def slots(self, group: Group) -> torch.Tensor:
-        """[tokens] cell of each token in the group's pages, -1 for dead and padded tokens."""
+        """Return the slot [tokens] of each token in the group's pages; -1 for dead and padded tokens."""
         return self.token_slots[group.index]
 
 
 @dataclass(frozen=True)
 class ForwardBatch:
-    """One step's batch with and without padding. The target and the drafter each use one of the two views
-    whole, and no code slices their tensors. In a captured step only the device knows what was scheduled, so both are
+    """One step's batch, with and without padding. The target and the drafter each use one of the two views as a whole;
+    no other code slices these tensors. In a captured step only the device knows what was scheduled, so both views are
     the padded batch."""
 
     padded: BatchView
@@ -134,7 +132,7 @@ class ForwardBatch:
 
 
 def check_rows(view: BatchView, group: Group) -> None:
-    """Check that all tensors of a view have the same number of requests or tokens. Every kernel wrapper calls this
+    """Check that the tensors of a view have the same numbers of requests and of tokens. Every kernel wrapper calls this
     first."""
     table, lengths, starts = view.page_table(group), view.lengths, view.query_starts
     if not table.shape[0] == lengths.shape[0] == starts.shape[0] - 1 == view.live.shape[0]:

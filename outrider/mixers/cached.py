@@ -1,7 +1,7 @@
-"""CachedLayers: a model's layers with their parts of the pool, served by one mixer for each kind of layer.
+"""CachedLayers: a model's layers with their views of the page pool, served by one mixer for each kind of layer.
 
-Target and drafters each have one. Pages and lengths come from the view of a step alone. `register_mixer` adds a kind of
-layer from outside the package.
+The target has one, and so has each drafter. Page tables and lengths come only from the view of a step. `register_mixer`
+lets code outside the package add a kind of layer.
 """
 
 from __future__ import annotations
@@ -36,15 +36,16 @@ class Attend(Protocol):
     """A model's access to its layers' caches during one step."""
 
     def mixer(self, layer: int) -> Any:
-        """The layer bound to the step. Its type depends on the kind of layer: `PagedLayer`, `RecurrentLayer`."""
+        """Return the layer, bound to the step. Its type depends on the kind of layer: `PagedLayer`,
+        `RecurrentLayer`."""
 
 
 class WantedRows:
     """The token rows whose results the caller reads. Layers still write the cache for all token rows."""
 
     def __init__(self, token_rows: torch.Tensor, bind: Callable[[], Mapping[int, Any]] = dict) -> None:
-        """token_rows: [rows] int64. bind: the layers that can attend for these rows alone, bound to them; it is called
-        once, when somebody asks for a layer."""
+        """token_rows: [rows] int64. bind: returns, by index, the layers that can attend for these rows alone, bound to
+        them; it is called once, when a layer is first asked for."""
         self.token_rows = token_rows
         self._bind = bind
 
@@ -53,7 +54,7 @@ class WantedRows:
         return self._bind()
 
     def mixer(self, layer: int) -> Any:
-        """The layer of `layers`, bound to the wanted rows only. It writes nothing."""
+        """Return a layer of `layers`, bound to the wanted rows only. This layer writes nothing to the cache."""
         return self.layers[layer]
 
 
@@ -80,18 +81,19 @@ _MIXERS: dict[type[PagedSpec], type[Mixer] | str] = {
 
 
 def register_mixer(spec: type[PagedSpec], mixer: type[Mixer]) -> None:
-    """Let `mixer(layers, pool, backend)` serve the layers whose first cache claim has this type of spec."""
+    """Use `mixer(layers, pool, backend)` for the layers whose first cache claim has this type of spec."""
     _MIXERS[spec] = mixer
 
 
 def mixer_of(spec: type[PagedSpec]) -> type[Mixer] | None:
-    """The mixer that serves layers of this spec. None if there is none."""
+    """Return the type of mixer that serves layers with this spec; None if there is none."""
     found = _MIXERS.get(spec)
     return import_attribute(found) if isinstance(found, str) else found
 
 
 def can_capture(layout: CacheLayout, backend: Backend) -> bool:
-    """Whether the backend and every group's mixer let steps be captured. Groups of recurrent layers have no mixer."""
+    """Whether steps can be captured: the backend and every group's mixer must allow it. Recurrent groups have no
+    mixer."""
     specs = [group.spec for group in layout.groups]
     return backend.is_capturable and all((mixer_of(type(spec)) or Mixer).is_capturable(spec) for spec in specs)
 
@@ -115,7 +117,7 @@ class CachedLayers:
             mixer.set_exact(True)
 
     def page_parts(self, layer: int) -> dict[str, torch.Tensor]:
-        """The tensors that a layer keeps once for each page, by name: [pages, *shape]."""
+        """Return the tensors of a layer that are kept once for each page, by name: [pages, *shape]."""
         return self._pool.page_parts(layer)
 
     def bind(self, view: BatchView, others: Mapping[int, Any] | None = None) -> BoundLayers:
@@ -126,14 +128,14 @@ class CachedLayers:
         return BoundLayers(parts[0] if len(parts) == 1 else dict(item for part in parts for item in part.items()))
 
     def bind_rows(self, view: BatchView) -> dict[int, Any]:
-        """Bind layers to a view of the last tokens of each request, whose results are wanted. Another view binds all
-        tokens of the step and writes the cache. Mixers leave out layers that cannot read the cache entries written by
-        the other view."""
+        """Bind layers to a view of each request's last tokens, whose results the caller reads. The cache is written
+        through another view, which binds all tokens of the step. Layers that cannot read entries written through that
+        view are left out."""
         return {layer: bound for mixer in self.mixers for layer, bound in mixer.bind_rows(view).items()}
 
     def bind_after(self, earlier: BoundLayers, token_rows: torch.Tensor, view: BatchView) -> BoundLayers:
-        """Bind the layers to a further pass with one token row for each of `token_rows` of an earlier pass. Mixers
-        may go on with what that pass found."""
+        """Bind the layers to a later drafting pass, with one token row for each of the `token_rows` of an earlier pass.
+        Mixers may reuse what the earlier pass found."""
         later = self.bind(view)
         for mixer in self.mixers:
             mixer.carry(earlier.layers, later.layers, token_rows)
@@ -145,7 +147,8 @@ class CachedLayers:
 
     @property
     def whole_len(self) -> int:
-        """The longest context, in tokens, for which some layers do less work than for longer contexts."""
+        """The longest context, in tokens, that every layer attends to as a whole. With longer ones some layers do extra
+        work."""
         return min((mixer.whole_len for mixer in self.mixers), default=EVERY_LENGTH)
 
 

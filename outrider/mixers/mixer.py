@@ -1,4 +1,4 @@
-"""Mixer: the base class of what serves the layers of one kind, over a batch and its cache."""
+"""Mixer: the base class for serving all layers of one kind, over a batch and its cache."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EVERY_LENGTH = sys.maxsize  # tokens: more than any context has
 
 
 class Mixer(ABC):
-    """Layers of one kind, with their views of the pool and their backend."""
+    """All layers of one kind in a model, with their views of the page pool and their backend."""
 
     whole_len: int = EVERY_LENGTH  # tokens of the longest context with which the layers do less than with longer ones
 
@@ -36,15 +36,15 @@ class Mixer(ABC):
 
     @abstractmethod
     def bind(self, view: BatchView) -> Mapping[int, Any]:
-        """Bind every layer to a step over this view. `Attend.mixer` hands out the values."""
+        """Bind every layer to a step over this view. `Attend.mixer` returns the values, by layer."""
 
     def bind_rows(self, view: BatchView) -> Mapping[int, Any]:
-        """Bind layers to a view of each request's last tokens. Only layers that can read the cache entries of all
-        tokens of the step are bound."""
+        """Bind layers to a view of each request's last tokens. Layers that cannot read the cache entries of all tokens
+        of the step are left out."""
         return {}
 
     def carry(self, earlier: Mapping[int, Any], later: Mapping[int, Any], token_rows: torch.Tensor) -> None:
         """Let layers that are bound to a later drafting pass reuse what an earlier pass found for `token_rows`."""
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
-        """Allocate the buffers that captured steps share. Called before any capture."""
+        """Allocate the buffers that captured steps share. Called once, before any capture."""

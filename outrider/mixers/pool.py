@@ -1,7 +1,8 @@
-"""DevicePool: the device memory of all pages, one buffer of which each layer has views in its group's geometry.
+"""DevicePool: the device memory of all pages. It is one buffer; each layer has views of it in the shape of its group.
 
-A page's bytes are contiguous: its group's layers, a drafter's included, then the parts that are kept once for each
-page. So one copy moves a page with all that belongs to it. The pool does not know which request owns a page.
+The bytes of a page are contiguous: first the layers of the page's group, including a drafter's, then what is kept once
+for each page. So one copy moves a page with everything that belongs to it. The pool does not know which request owns a
+page.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from outrider.kernels.fp8_cache import ScaleNumbers
 class DevicePool:
     def __init__(self, layout: CacheLayout, num_pages: int, dtype: torch.dtype, device: torch.device,
                  scales: Mapping[int, ScaleNumbers] | None = None) -> None:
-        """scales: of fp8 layers, where the model's files have them."""
+        """scales: the scales of fp8 layers, by layer, if the model's files have them."""
         self.layout = layout
         self.dtype = dtype
         assert layout.page_bytes % dtype.itemsize == 0
@@ -28,11 +29,11 @@ class DevicePool:
         self._scales = {layout.places[layer]: own for layer, own in (scales or {}).items()}
 
     def scales_of(self, layer: int) -> ScaleNumbers | None:
-        """Scales of a layer's heads. Layers that share their pages have the same."""
+        """Return the scales of a layer's heads. Layers that share their pages share their scales."""
         return self._scales.get(self.layout.places[layer])
 
     def layer(self, layer: int) -> dict[str, torch.Tensor]:
-        """The parts of one layer's cache by name: [pages, page tokens, *shape] each, views of the pool."""
+        """Return the parts of one layer's cache by name: views [pages, page tokens, *shape] of the pool."""
         views: dict[str, torch.Tensor] = {}
         for group_index, member in self.layout.places[layer]:
             group = self.layout.groups[group_index]
@@ -43,12 +44,12 @@ class DevicePool:
         return views
 
     def page_parts(self, layer: int) -> dict[str, torch.Tensor]:
-        """The parts that a layer keeps once for each page by name: [pages, *shape] each, views of the pool."""
+        """Return the parts that a layer keeps once for each page, by name: views [pages, *shape] of the pool."""
         return {placed.part.name: self._view(placed.part, placed.part.shape, placed.start)
                 for placed in self.layout.page_parts if placed.layer == layer}
 
     def _view(self, part: Part, shape_in_page: tuple[int, ...], start: int) -> torch.Tensor:
-        """The view of a part that begins `start` bytes into every page."""
+        """Return the view of a part that begins `start` bytes into every page."""
         data = self.data if part.dtype == MODEL_DTYPE else self.data.view(getattr(torch, part.dtype))
         assert data.element_size() == part.itemsize, f"part {part.name!r} has elements of {part.itemsize} bytes"
         assert start % part.itemsize == 0, f"part {part.name!r} does not begin at a whole element"
@@ -57,22 +58,22 @@ class DevicePool:
         return data.as_strided(shape, strides, start // part.itemsize)
 
     def copy_page(self, page: int) -> torch.Tensor:
-        """All that belongs to a page, as bytes on the host: [page_bytes] uint8."""
+        """Copy everything that belongs to a page to the host: [page_bytes] uint8."""
         return self.data[page].view(torch.uint8).to("cpu", copy=True)
 
     def restore_page(self, page: int, copied: torch.Tensor) -> None:
-        """Give a page, perhaps another than the copied one, the bytes of `copy_page`."""
+        """Overwrite a page with bytes from `copy_page`, which may be those of another page."""
         self.data[page].view(torch.uint8).copy_(copied)
 
     def apply(self, changes: PageChanges) -> None:
-        """Make the changes of pages' bytes that precede a step. Pages are zeroed as wide integers: filling takes its
-        time for each element, whatever its size."""
+        """Zero the pages that a step needs cleared before it runs. Pages are filled as wide integers, because filling
+        takes its time per element, whatever the element's size."""
         if changes.cleared:
             self._wide.index_fill_(0, to_device(changes.cleared, torch.int64, self.data.device), 0)
 
     def poison(self, pages: torch.Tensor) -> None:
-        """Fill pages with ones in every bit, which is NaN in every float type. Tests poison pages that no request
-        owns, which no kernel may read."""
+        """Set every bit of these pages, which makes NaN of every float type. Tests poison pages that no request owns,
+        because no kernel may read them."""
         self._wide.index_fill_(0, pages, -1)
 
     @property

@@ -1,9 +1,9 @@
 """The arithmetic of an EAGLE-3 head for training: what `models.eagle` computes, as torch operations with gradients.
 
-Passes are unrolled as drafting makes them. Pass 0 runs at every token p (slot p of the head's cache) with the target's
-hidden state of p - 1. Pass s runs after the drafts before it: with token p + s, which is the true one, and with the
-head's own state of pass s - 1. Its query sees the slots of pass 0 up to p, and of the passes after it the one slot on
-its own way:
+Training runs the same passes as drafting. Pass 0 runs at every token p (slot p of the head's cache) with the target's
+hidden state of token p - 1. Pass s drafts from the result of pass s - 1: its inputs are the true token p + s and the
+head's own hidden state from pass s - 1. Its query sees the slots of pass 0 up to p, and one slot of each pass between:
+the one that the same chain of drafts has filled.
 
     pass 0   slot 1  2  3 ... p          filled with the target's states
     pass 1                       p+1     token p+1, own state of pass 0 at p
@@ -26,7 +26,7 @@ LAYER = "midlayer"
 
 @dataclass(frozen=True)
 class HeadForm:
-    """The sizes and variants of an EAGLE-3 head of one Llama layer that its arithmetic depends on."""
+    """The sizes and variants of an EAGLE-3 head (one Llama layer) on which its arithmetic depends."""
 
     head_dim: int
     eps: float
@@ -38,7 +38,8 @@ class HeadForm:
 
 @dataclass(frozen=True)
 class TextSlots:
-    """The slots 1, 2, ... of texts that are padded to a length, in the order of texts and slots. All on one device."""
+    """The slots 1, 2, ... of several texts that are padded to one length, listed text by text. All tensors are on one
+    device."""
 
     num_texts: int
     length: int
@@ -47,40 +48,40 @@ class TextSlots:
 
     @classmethod
     def from_lengths(cls, lengths: torch.Tensor, length: int) -> TextSlots:
-        """lengths: [texts] tokens of each."""
+        """List the slots of texts with lengths [texts], in tokens."""
         at = torch.arange(length, device=lengths.device)
         places = ((at >= 1) & (at < lengths[:, None])).flatten().nonzero()[:, 0]
         return cls(len(lengths), length, places, places % length - 1)
 
     def to(self, device: torch.device) -> TextSlots:
-        """These slots on a device, from the host, without waiting for the device."""
+        """Copy these slots from the host to a device, without waiting for the device."""
         return replace(self, places=send(self.places, device), positions=send(self.positions, device))
 
     @property
     def _padded(self) -> torch.Tensor:
-        """[slots] text * (length - 1) + slot - 1"""
+        """Index of each slot among the padded slots: [slots] text * (length - 1) + slot - 1."""
         return self.places // self.length * (self.length - 1) + self.positions
 
     def pad(self, heads: torch.Tensor) -> torch.Tensor:
-        """[heads, slots, dim] -> [texts, heads, length - 1, dim], with zeros in slots that a text does not have."""
+        """Pad [heads, slots, dim] to [texts, heads, length - 1, dim], with zeros in slots that a text does not have."""
         rows = heads.transpose(0, 1)
         padded = rows.new_zeros(self.num_texts * (self.length - 1), *rows.shape[1:]).index_copy(0, self._padded, rows)
         return padded.unflatten(0, (self.num_texts, -1)).transpose(1, 2)
 
     def take(self, heads: torch.Tensor) -> torch.Tensor:
-        """[texts, heads, length - 1, dim] -> [slots, heads * dim]"""
+        """Undo `pad`: [texts, heads, length - 1, dim] -> [slots, heads * dim]."""
         return heads.transpose(1, 2).flatten(2).flatten(0, 1).index_select(0, self._padded)
 
     def rows_of(self, places: torch.Tensor) -> torch.Tensor:
-        """The rows of slots with these places (text * length + slot)."""
+        """Return the index, in this list, of the slots at these places (text * length + slot)."""
         rows = places.new_zeros(self.num_texts * self.length)
         rows[self.places] = torch.arange(len(self.places), device=places.device)
         return rows[places]
 
 
 class Eagle3Network(NamedLayers):
-    """The network of a head, which computes passes over padded texts. Weights have the names of the exported file.
-    Trained weights are float32."""
+    """The network of an EAGLE-3 head, run over padded texts. Weights have the names of the exported file; trained
+    weights are float32."""
 
     def __init__(self, form: HeadForm, weights: Mapping[str, torch.Tensor]) -> None:
         super().__init__(weights, form.eps)
@@ -89,9 +90,9 @@ class Eagle3Network(NamedLayers):
 
     def passes(self, embeds: torch.Tensor, aux_states: torch.Tensor, slots: TextSlots,
                num_passes: int) -> Iterator[torch.Tensor]:
-        """Inputs of the output layer [slots, hidden] of each pass. Where a slot's text ends before the pass's token,
-        they mean nothing. embeds: [texts, length, hidden] embeddings of the tokens; aux_states: [texts, length, layers,
-        hidden]. Nothing is computed for what the texts are padded with, except in attention."""
+        """Run the passes, and yield for each the inputs of the output layer [slots, hidden]. They are meaningless in
+        slots whose text ends before the pass's token. embeds: [texts, length, hidden] embeddings of the tokens;
+        aux_states: [texts, length, layers, hidden]. Padding is left out of all computations but attention."""
         if not len(slots.places):
             return
         embeds = self._norm(f"{LAYER}.input_layernorm", embeds.flatten(0, 1).index_select(0, slots.places))
@@ -114,13 +115,14 @@ class Eagle3Network(NamedLayers):
             hidden = output if self._form.feeds_back_normed else stream
 
     def _consume(self, aux_states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """aux_states: [slots, layers, hidden]; dtype: of the weights; a target's states may be narrower or wider."""
+        """Project the target's auxiliary states [slots, layers, hidden] to the head's width. dtype: the weights'; the
+        states may be narrower or wider."""
         if self._form.norms_aux:
             normed = [self._norm(f"fc_norm.{at}", each.to(dtype)) for at, each in enumerate(aux_states.unbind(dim=1))]
             aux_states = torch.stack(normed, dim=1)
         return wide(self._linear("fc", aux_states.flatten(1).to(dtype)))
 
     def _heads(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        """[heads, slots, dim]"""
+        """Project x, and split the result into heads: [heads, slots, dim]."""
         projected = self._linear(f"{LAYER}.self_attn.{name}_proj", x)
         return projected.unflatten(-1, (-1, self._form.head_dim)).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""Arithmetic that networks in training share: layers by the names of their weights, and angles of positions."""
+"""Arithmetic that the networks in training share: layers that find their weights by name, and rotary positions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 
 class NamedLayers:
-    """Linear layers, norms and MLPs over a dictionary of weights, which an optimizer changes."""
+    """Linear layers, norms and MLPs whose weights come from a dictionary, which an optimizer updates."""
 
     def __init__(self, weights: Mapping[str, torch.Tensor], eps: float) -> None:
         self._weights, self._eps = weights, eps
@@ -26,7 +26,8 @@ class NamedLayers:
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """Turn the halves of x [.., dim] by their positions [.., 1]; the other axes are equal or broadcast."""
+    """Apply rotary embedding to the halves of x [.., dim] at positions [.., 1]; the other axes are equal or
+    broadcast."""
     steps = torch.arange(0, x.shape[-1], 2, device=x.device, dtype=wide(x).dtype) / x.shape[-1]
     angles = positions * theta**-steps
     cos, sin = angles.cos(), angles.sin()
@@ -35,5 +36,5 @@ def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tens
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """x in float32 at least: norms, angles and softmax are not computed in 16 bits."""
+    """Return x in float32 at least, because norms, angles and softmax are not computed in 16 bits."""
     return x if x.dtype == torch.float64 else x.float()

@@ -1,9 +1,11 @@
-"""Attention of an unrolled pass: over the keys of pass 0 up to a slot, and the one key of each later pass on its way.
+"""Attention of one training pass (see `eagle3_network.py`): each query sees the keys of pass 0 up to its slot, and one
+key of each later pass.
 
-Two ways compute the same. `dense_attention` holds all scores and leaves gradients to autograd; it defines the result.
-`flash_attention` gives the keys of pass 0 to torch's flash kernels, which hold no scores, and joins the others by the
-log-sum-exp that these kernels return. In the backward pass the kernels get the log-sum-exp and output of *all* keys:
-they derive each key's share from the log-sum-exp, so they find the gradients of their keys as parts of the whole.
+There are two implementations. `dense_attention` stores all scores and leaves gradients to autograd; it defines the
+result. `flash_attention` gives the keys of pass 0 to torch's flash kernels, which store no scores, and adds the other
+keys with the log-sum-exp that these kernels return. In the backward pass the flash kernels get the log-sum-exp and the
+output over *all* keys. They derive each key's softmax weight from the log-sum-exp, so they compute the right gradients
+for their own keys.
 """
 
 from __future__ import annotations
@@ -22,14 +24,14 @@ aten = torch.ops.aten
 
 def attend(query: torch.Tensor, keys: Sequence[torch.Tensor], values: Sequence[torch.Tensor],
            scale: float) -> torch.Tensor:
-    """query [texts, heads, count, dim]; keys and values [texts, kv heads, count, dim] of each pass. Returns [texts,
-    heads, count, dim]."""
+    """Attend for query [texts, heads, count, dim] to keys and values [texts, kv heads, count, dim] of each pass.
+    Returns [texts, heads, count, dim]."""
     way = flash_attention if _takes_flash(query) else dense_attention
     return way(query, keys, values, scale)
 
 
 def _takes_flash(query: torch.Tensor) -> bool:
-    """Whether a GPU's flash kernels serve the dtype and the size of heads."""
+    """Whether torch's flash kernels serve this device, dtype and head size."""
     is_narrow, dim = query.dtype in (torch.bfloat16, torch.float16), query.shape[-1]
     return (query.is_cuda and is_narrow and dim % 8 == 0 and dim <= MAX_HEAD_DIM
             and torch.cuda.get_device_capability(query.device) >= LEAST_CAPABILITY)
@@ -99,7 +101,8 @@ class _FlashAttention(torch.autograd.Function):
 
 def _flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
            scale: float) -> tuple[torch.Tensor, torch.Tensor, tuple[Any, ...]]:
-    """(output, log-sum-exp [texts, heads, count], what else the backward kernel asks for) of causal attention."""
+    """Run causal flash attention: (output, log-sum-exp [texts, heads, count], further arguments of the backward
+    kernel)."""
     if query.is_cuda:
         mixed, log_sum, *rest = aten._scaled_dot_product_flash_attention(query, key, value, 0.0, True, scale=scale)
         return mixed, log_sum, tuple(rest[:6])
