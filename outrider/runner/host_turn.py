@@ -1,8 +1,8 @@
 """HostTurn: a feature's part of split steps, in which the host acts between the forward pass and the sampler.
 
-A step is split if it samples for a request whose part says `masks_tokens`. The turn is taken when the forward pass is
-queued, so the host works while the device does. A step before may still run: what the turn reads of rows, it has asked
-for in `prepare`, and it waits for that copy alone.
+A step is split if it samples for a request whose part says `masks_tokens`. The turn comes when the forward pass is
+queued, so host and device work at the same time. An earlier step may still run. A part that needs the content of rows
+therefore orders a copy in `prepare`, and its turn waits for this copy alone.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ class HostTurn(StepPart):
 
     @abstractmethod
     def turn(self, batch: ScheduledBatch, *, runs_ahead: bool) -> None:
-        """Write what the sampler shall read, such as masks (`RowMasks`). runs_ahead: the next step is queued before the
-        result of this one is read, so drafts of the next step must be guessed now."""
+        """Write what the sampler reads, such as masks (`RowMasks`). runs_ahead: the next step is queued before the
+        result of this one is read, so the part must guess drafts for the next step now."""
 
     def settle(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
-        """Called with the result of a split step before the next step is queued, if steps do not run ahead. The part
-        may read rows and store drafts in them. Returns the result with counts of drafts that are right again."""
+        """Correct the result of a split step, before the next step is queued. Called only if steps do not run ahead.
+        The part may read rows and store drafts in them; the returned result has the new numbers of drafts."""
         return result
 
     def explain(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
-        """Called with the result of every split step: the result, with errors of requests that the part can explain.
-        The device knows only that no token was allowed. Must read nothing of the device."""
+        """Return the result with better errors for the requests whose failure the part can explain: the device knows
+        only that no token was allowed. Called with the result of every split step. Must not read the device."""
         return result
 
 
 class HostTurns:
-    """All parts that have a turn in the steps of a device, in the order in which they take it."""
+    """All parts that take a turn in a device's steps, in the order in which they take it."""
 
     def __init__(self, runs_ahead: bool) -> None:
         self.runs_ahead = runs_ahead  # set by the runner of the steps
@@ -48,7 +48,7 @@ class HostTurns:
             clock.lap(part.name)
 
     def amend(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
-        """The result of a step as the parts leave it."""
+        """Let the parts correct the result of a step and explain its errors."""
         if batch.mode.form is not StepForm.SPLIT:
             return result
         for part in self._all:

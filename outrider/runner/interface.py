@@ -1,7 +1,7 @@
 """Runner: the interface between the engine and a worker. Plain data passes through it: facts about the worker, batches
 and results. No torch here.
 
-So a worker can live in this process, in a process of its own, or be one of several ranks.
+A worker can therefore live in this process or in a process of its own, and can be split over several ranks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Runner(Protocol):
 
     def idle(self, quiet_seconds: float) -> float | None:
         """Prepare for later steps, a little at a time. Called when no step is in flight and none has come for
-        `quiet_seconds`. Returns after how many seconds to call again; None: not before there were steps again."""
+        `quiet_seconds`. Returns the seconds after which to call again; None: only after further steps."""
 
     def close(self) -> None: ...
 
@@ -47,7 +47,7 @@ class StepCancelled(RuntimeError):
 
 @dataclass(frozen=True)
 class NoDrafting:
-    """Nothing is drafted."""
+    """No token is drafted."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class BoundedSteps:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """A worker's account of itself, once it has loaded, measured and captured."""
+    """What a worker tells the engine about itself after it has loaded, measured and captured."""
 
     limits: Limits
     layout: CacheLayout

@@ -1,6 +1,6 @@
 """LocalRunner: a DeviceStep behind `submit(batch) -> future`, so that the host can schedule while the device works.
 
-On the CPU a second thread takes the place of the device. The runner knows rows, and no requests.
+On the CPU a second thread takes the place of the device. The runner knows rows and not requests.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Made = TypeVar("Made")
 
 
 class Padding:
-    """Sizes that batches are padded up to; without any, batches run as scheduled."""
+    """The sizes that batches are padded up to. Without any, batches run at their own size."""
 
     def __init__(self, requests: tuple[int, ...] = (), tokens: tuple[int, ...] = ()) -> None:
         self._requests, self._tokens = sorted(requests), sorted(tokens)

@@ -15,5 +15,5 @@ from outrider.sample.extras import LogitEditor
 class LogitsPart(StepPart):
     @abstractmethod
     def of_step(self, batch: ScheduledBatch, logit_counts: Sequence[int]) -> LogitEditor:
-        """Make the editor of a step's logit rows, before the forward pass. logit_counts: logit rows of each
-        request."""
+        """Make the editor for a step's logit rows, before the forward pass. logit_counts: the number of logit rows of
+        each request."""

@@ -1,4 +1,6 @@
-"""Measurements of a worker's start: the costs of steps, by which drafts are counted and prompts are bounded later."""
+"""Measures the costs of steps when a worker starts. The engine uses them to choose numbers of drafts and to bound the
+tokens of prompts in a step.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How many pages the pool gets, and a report of what went where.
+"""Decides how many pages the pool gets, and reports how the device's memory is divided.
 
-Every number comes from the layout, the limits and the device's memory; nothing is guessed twice.
+Every number follows from the layout, the limits, the device's memory and the measured memory of steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Memory that steps take beside weights and pages, as `runner.graphs.warm_up` measured and estimated it."""
+    """The memory that steps take in addition to weights and pages, as `runner.graphs.warm_up` measured and estimated
+    it."""
 
     activation_bytes: int = 0  # memory of the largest step
     state_bytes: int = 0  # memory of rows, without that of recurrent layers
@@ -145,7 +146,7 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
 
 
 def _stored_as(layout: CacheLayout) -> str:
-    """A note for the report: how layers store keys and values. Empty if all of them store the model's dtype."""
+    """Describe for the report how layers store keys and values. Empty if all of them use the model's dtype."""
     layers: Counter[str] = Counter()
     for group in layout.groups:
         layers[group.spec.cache_type.name] += len(group.layers)
@@ -156,8 +157,8 @@ def _stored_as(layout: CacheLayout) -> str:
 
 
 def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan: MemoryPlan) -> Limits:
-    """A request of max_len must fit the pool, or it could wait for ever: an automatic max_len is lowered, a given one
-    refused."""
+    """Make sure that a request of max_len fits the pool, since it could otherwise wait for ever. If it does not fit, an
+    automatic max_len is lowered, and one that the user gave is refused."""
     usable = plan.num_pages - 1
 
     def fits(length: int) -> bool:
@@ -208,8 +209,8 @@ def _no_room(config: EngineConfig, device: torch.device, budget: int, weights: i
 
 
 def _free_bytes(config: EngineConfig, device: torch.device, ranks: WorkerRanks) -> int:
-    """Bytes that this rank may still take on its device. Ranks that use the same device read the free memory when all
-    of them have loaded, and share it."""
+    """Return the bytes that this rank may still take on its device. Ranks on the same device wait until all of them
+    have loaded, then read the free memory and share it."""
     ranks.link.gather(None)
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)

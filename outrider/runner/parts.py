@@ -1,4 +1,4 @@
-"""StepParts: what steps are made of, gathered before it is known how many pages there will be."""
+"""StepParts: everything that steps are made of, gathered before the number of pages is known."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class StepParts:
 
     @property
     def takes_extra_keys(self) -> bool:
-        """Whether every layer can let tokens see keys after their own."""
+        """Whether every layer can let tokens attend to keys of later tokens."""
         return self.backend.takes_masks and self.layout.keeps_only_keys
 
     def make_step(self, limits: Limits, num_pages: int) -> DeviceStep:

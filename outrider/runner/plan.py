@@ -23,7 +23,7 @@ from outrider.sample.sampler import kernels_serve
 
 
 class RowAdditions(NamedTuple):
-    """Inputs of a step's requests beside their token ids."""
+    """What a step's requests bring to its inputs beside their token ids."""
 
     given_rows: GivenRows | None = None  # vectors in place of embeddings, at the step's token rows
     drafter_given_rows: GivenRows | None = None  # in a drafter's first pass: of the position after each token row's own
@@ -41,7 +41,8 @@ class NoCheckpoints:
 
 @dataclass(frozen=True)
 class RowCheckpoints:
-    """Every request may write the one checkpoint whose pages its row was given; the packet has its boundary."""
+    """Each request may write one checkpoint, to the pages that its row was given. The packet has the position at which
+    it is due."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ CheckpointPlan = NoCheckpoints | RowCheckpoints | ListedCheckpoints
 
 @dataclass(frozen=True)
 class StepPlan:
-    """The host's decisions about a step, beside its shape."""
+    """The host's decisions about a step, apart from the step's shape."""
 
     needs: StepNeeds
     extras: StepExtras
@@ -67,7 +68,8 @@ class StepPlan:
 
     @property
     def failures(self) -> Mapping[int, str]:
-        """Failures of requests whose logits could not be edited, by index. Complete when the step has sampled."""
+        """Error messages of the requests whose logits could not be edited, by index. Complete when the step has
+        sampled."""
         return {} if self.extras.editor is None else self.extras.editor.failures
 
 
@@ -75,7 +77,7 @@ class StepPlanner:
     def __init__(self, state: RowState, recurrent: RecurrentRows, vocab_size: int,
                  has_sampler_kernels: Callable[[], bool],
                  reach_of_deltas: Callable[[list[int]], DeltaReach] = lambda rows: DeltaReach.NOTHING) -> None:
-        """reach_of_deltas: tells which parts of the model the deltas of the given rows change."""
+        """reach_of_deltas: tells which parts of the model the deltas (LoRA) of the given rows change."""
         self._state, self._recurrent, self._vocab_size = state, recurrent, vocab_size
         self._has_sampler_kernels, self._reach_of_deltas = has_sampler_kernels, reach_of_deltas
         # What the last step asked of the sampler, which most steps ask again.

@@ -1,4 +1,4 @@
-"""From a config and a model to the parts of its steps: limits, drafter, attention backend, layout of the cache."""
+"""Gathers the parts of a model's steps from the config: limits, drafter, attention backend, layout of the cache."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from outrider.runner.worker_ranks import ONE_RANK, WorkerRanks
 
 def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
                  ranks: WorkerRanks = ONE_RANK) -> StepParts:
-    """Gather the parts of a model's steps. `drafter`: one that is already made, instead of the config's."""
+    """Gather what the steps of a model are made of. `drafter`: an existing drafter, used instead of the one in the
+    config."""
     speculative = config.speculative
     max_drafts = 0 if drafter is None else drafter.max_drafts
     if speculative is not None:
@@ -59,8 +60,9 @@ def draft_build(config: EngineConfig, model: Model, limits: Limits) -> DraftBuil
 
 
 def prepare_all(model: Model, drafter: Drafter | None, config: EngineConfig) -> int:
-    """Prepare the model and its drafter. The drafter comes first, and never exact, since drafts cannot change the text:
-    layers that both use are as the model needs them."""
+    """Prepare the layers of the model and its drafter for computing, and return the bytes of packed copies. The drafter
+    is prepared first and never as exact, since drafts cannot change the text; layers that both use are then prepared as
+    the model needs them."""
     modules = [] if drafter is None else drafter.modules()
     for module in modules:
         module.follow_target()

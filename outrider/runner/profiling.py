@@ -17,7 +17,7 @@ _running: WeakKeyDictionary[Any, tuple[Any, str]] = WeakKeyDictionary()
 
 @dataclass(frozen=True)
 class StartProfile(Command[None]):
-    """Begin to record. One recording at a time."""
+    """Begin to record a profile. Only one recording can run at a time."""
 
     prefix: str | None = None  # of the file's name
 
@@ -35,7 +35,7 @@ class StartProfile(Command[None]):
 
 @dataclass(frozen=True)
 class StopProfile(Command[str]):
-    """Write what was recorded to a file that chrome://tracing and Perfetto show, and return its path."""
+    """Stop recording, write the profile to a file for chrome://tracing or Perfetto, and return its path."""
 
     folder: str
 

@@ -35,8 +35,8 @@ class PromptLogprobs:
 
 def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, state: RowState, *,
                     row_by_row: bool = False) -> PromptLogprobs | None:
-    """The log-probabilities of the prompts' tokens that this step computes; None if no request asks. row_by_row: see
-    `sample`."""
+    """Compute the log-probabilities of the prompt tokens that this step computes; None if no request asks for any.
+    row_by_row: see `sample`."""
     params = state.params.of_rows(scheduled.rows)
     asked = [p.prompt_logprobs for p in params if p.prompt_logprobs is not None]
     if not asked:
@@ -72,8 +72,8 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
 
 @dataclass(frozen=True)
 class PromptProcessing:
-    """What requests ask to be done with the logits of their prompts before log-probabilities are taken: what the
-    sampler does with those that it draws from."""
+    """Processes the logits of prompts as the sampler would before a draw, for requests that ask for log-probabilities
+    of processed logits."""
 
     asked: Asked
     is_processed: torch.Tensor  # [logit rows] bool
@@ -81,7 +81,7 @@ class PromptProcessing:
     @classmethod
     def from_params(cls, params: list[SamplingParams], counts: list[int], rows: LogitRows, state: RowState,
                     bound: int, vocab: int) -> PromptProcessing | None:
-        """None if no request asks. counts: logit rows of each request."""
+        """Return None if no request asks for it. counts: the number of logit rows of each request."""
         asks = [p.prompt_logprobs_mode == "processed" and count > 0 for p, count in zip(params, counts, strict=True)]
         if not any(asks):
             return None
@@ -94,14 +94,15 @@ class PromptProcessing:
         return cls(asked, to_device(flags, torch.bool, state.device))
 
     def apply(self, logits: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """The logits of logit rows start to stop, processed where a request asks."""
+        """Process the logits of logit rows start to stop that belong to requests which ask for it; the others stay as
+        they are."""
         processed = process_logits(logits, self.asked.between(start, stop))
         return torch.where(self.is_processed[start:stop, None], processed, logits)
 
 
 @dataclass(frozen=True)
 class HiddenRows:
-    """The reported vectors of hidden states, one for each scheduled request, in batch order."""
+    """The vectors of hidden states that a step reports, request by request in batch order."""
 
     vectors: torch.Tensor  # flat, float32, float64 of a float64 model
     shapes: list[tuple[int, int] | None]  # (vectors, their size) of each request; None: it generates tokens
@@ -110,8 +111,9 @@ class HiddenRows:
 
 def reported_hidden(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, params: RowParams, *,
                     exact: bool = False) -> HiddenRows | None:
-    """exact: a sum is left to the host, which gets every token's vector, since sums of chunks would add in an order
-    that depends on where the prompt was cut."""
+    """Collect the hidden states that requests ask for; None if no request does. exact: leave sums to the host, which
+    then gets every token's vector, since sums of chunks would add in an order that depends on where the prompt was
+    cut."""
     reports = params.hidden_of(scheduled.rows)
     if not reports:
         return None
@@ -144,7 +146,7 @@ def reported_hidden(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
 
 
 def with_hidden(requests: list[RequestResult], hidden: HiddenRows) -> list[RequestResult]:
-    """The results with the hidden states that were asked for. A request for hidden states ends with its prompt."""
+    """Add the hidden states to the results of the requests that asked for them. Such a request ends with its prompt."""
     vectors = hidden.vectors.cpu().float().numpy()
     first, done = 0, []
     for result, shape, is_last in zip(requests, hidden.shapes, hidden.ends, strict=True):

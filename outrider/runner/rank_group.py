@@ -1,4 +1,5 @@
-"""Joining the ranks of a worker: the torch.distributed group that layers sum over, and the device of a rank."""
+"""Joins the ranks of a worker: makes the torch.distributed group over which layers sum, and picks each rank's
+device."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ SHARED_DEVICE = "OUTRIDER_RANKS_SHARE_DEVICE"  # tests: set to 1, all ranks use 
 
 
 def device_of_rank(name: str, link: RankLink) -> str:
-    """The setting `device` of one rank: one CUDA device for each rank, or the CPU for all ranks."""
+    """Return the setting `device` for one rank: a CUDA device of its own for each rank, or the CPU for all ranks."""
     device = pick_device(name)
     if link.count == 1 or device.type != "cuda":
         return name

@@ -1,4 +1,5 @@
-"""Messages between the hosts of several ranks, and the state that each of them shows of itself. No torch here.
+"""RankLink carries messages between the host processes of several ranks. RankStatus shows a rank's state to its parent.
+No torch here.
 
 Ranks must run the same sums in the same order. A decision that two ranks could take differently, because it depends on
 a clock, on free memory or on a failure, is therefore taken by rank 0, or agreed on, through a `RankLink`: which
@@ -24,7 +25,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class _Decided(Generic[Value]):
-    """A decision of rank 0, or the words of the exception that it raised."""
+    """A decision of rank 0, or the message of the exception that it raised instead."""
 
     value: Value | None
     error: str | None = None
@@ -86,7 +87,7 @@ class RankStatus:
 
     @property
     def progress(self) -> int:
-        """Rises whenever the rank begins something, or need not wait any longer."""
+        """A number that rises whenever the rank begins some work, or no longer has to wait for other ranks."""
         return self._numbers[_PROGRESS]
 
     @property
@@ -97,8 +98,8 @@ class RankStatus:
 
 @dataclass(frozen=True)
 class RankLink:
-    """Pipes between the hosts of the ranks. Every rank calls the same methods in the same order, from one thread at a
-    time."""
+    """Pipes between the host processes of the ranks. Every rank calls the same methods in the same order, from one
+    thread at a time."""
 
     rank: int = 0
     count: int = 1
@@ -106,7 +107,7 @@ class RankLink:
     status: RankStatus = field(default_factory=lambda: RankStatus([0] * STATUS_FIELDS))  # a parent may look at it
 
     def decide(self, make: Callable[[], Value]) -> Value:
-        """The value that rank 0 makes, on every rank. If `make` raises there, this raises on every rank."""
+        """Call `make` on rank 0, and return its value on every rank. If `make` raises, this raises on every rank."""
         if self.rank > 0:
             decided = cast("_Decided[Value]", self._receive(0))
             if decided.error is not None:
@@ -121,7 +122,7 @@ class RankLink:
         return value
 
     def gather(self, value: Value) -> list[Value]:
-        """The values of all ranks in their order, on every rank. Waits for all ranks."""
+        """Return the values of all ranks, in their order, on every rank. Waits for all ranks."""
         if self.rank > 0:
             self._send(0, value)
             return cast("list[Value]", self._receive(0))

@@ -12,7 +12,7 @@ WIDE = (torch.float32, torch.float64)
 
 
 class ProcessRanks:
-    """A `RankGroup` over the processes of a torch.distributed group, which exists already."""
+    """A `RankGroup` over the processes of an existing torch.distributed group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         """group: the default group of the process if None."""
@@ -20,7 +20,7 @@ class ProcessRanks:
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum over ranks. Parts of 16 bits are added in float32 and rounded once."""
+        """Add the parts of all ranks. 16-bit parts are added in float32, and the sum is rounded once."""
         first, *others = self._parts(part)
         total = first if part.dtype in WIDE else first.float()
         for other in others:

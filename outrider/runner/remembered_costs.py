@@ -1,9 +1,11 @@
-"""Step costs on a CPU for a drafter that is used by default: measured at the first start, remembered, checked later.
+"""Step costs on a CPU for a drafter that is used by default. They are measured at the first start, stored, and checked
+at later ones.
 
 Measuring takes a second or more, too long for engines that did not ask for drafts. A later start times three steps
-instead: if all are slower or faster than they were by one factor, so are all others. On a busy machine they are timed
-some more times, in turns, because the shortest times are the least disturbed. Otherwise everything is measured again.
-Times that a busy machine made implausible serve their own start alone.
+instead. If all three are slower or faster by the same factor, all stored costs are multiplied by it; otherwise
+everything is measured again. The three steps are timed in several rounds if need be, because on a busy machine the
+shortest times are the least disturbed. Costs that a busy machine made implausible are used for this start and not
+stored.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ def _name(config: EngineConfig, limits: Limits) -> str:
 
 
 def _read(found: Any) -> StepCosts | None:
-    """The costs that an entry holds; None if it is damaged."""
+    """Read the costs from a stored entry; None if the entry is damaged."""
     try:
         costs = StepCosts(tuple(map(int, found["tokens"])), tuple(map(float, found["seconds"])),
                           drafting=tuple(DraftCost(int(n), float(first), float(each))
@@ -62,8 +64,8 @@ def _read(found: Any) -> StepCosts | None:
 
 @torch.inference_mode()
 def _factor(known: StepCosts, step: DeviceStep, limits: Limits) -> float | None:
-    """The factor by which steps take longer now than when they were measured. None if three steps disagree: one token,
-    one token with all its drafts checked, one token with a proposal."""
+    """Return the factor by which steps take longer now than when they were measured. None if the three timed steps
+    disagree: one token, one token with all its drafts checked, one token with a proposal."""
     drafts = limits.max_drafts
     steps = (1, 0), (1 + drafts, 0), (1, drafts)  # token rows, and drafts that are proposed
     before = [known.step(tokens) + known.draft(num_wanted) for tokens, num_wanted in steps]

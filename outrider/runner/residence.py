@@ -1,8 +1,8 @@
-"""Residence: what of a worker's memory is on the device. It puts weights and cache to sleep, wakes them, and replaces
-weights.
+"""Residence: keeps track of which parts of a worker's memory are on the device. It puts weights and cache to sleep,
+wakes them, and replaces weights.
 
-Layers and mixers know nothing of this: their tensors stay, and only the memory behind these goes. Captured steps hold
-addresses and numbers of the weights, so they are dropped and captured again.
+Layers and mixers know nothing of this: their tensor objects stay, and only the memory behind them is freed. Captured
+steps hold addresses and numbers of the weights, so they are dropped and captured again.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ALL_NEEDED = "no request is served until an update with all weights succeeds"
 class Residence:
     def __init__(self, config: EngineConfig, parts: StepParts, step: DeviceStep, runner: LocalRunner | CudaRunner,
                  source: ModelSource | None) -> None:
-        """source: where dropped weights are read again; None: only an update can bring them back."""
+        """source: the files from which dropped weights are read again; None: only an update can bring them back."""
         self._config, self._parts, self._step, self._runner, self._source = config, parts, step, runner, source
         self._asleep: dict[str, list[FreedMemory]] = {}
         self._are_incomplete = False  # the weights were dropped, or an update of them failed half-way
@@ -79,18 +79,18 @@ class Residence:
 
     @property
     def can_run(self) -> bool:
-        """Whether everything is on the device, and the weights are those of one model."""
+        """Whether steps can run: everything is on the device, and all weights belong to one version of the model."""
         return not self._asleep and not self._are_incomplete
 
     def sleep(self, level: int) -> SleepReport:
-        """Put all parts to sleep. If something speaks against it, nothing is changed."""
+        """Put all parts to sleep. If an error is raised before memory is freed, all parts stay awake."""
         with self._background_paused():
             return self._sleep(level)
 
     @contextmanager
     def _background_paused(self) -> Iterator[None]:
-        """Within, no background work is done, and none afterwards while something sleeps: it may read weights of the
-        model and the drafter."""
+        """A context without background work, which may read weights of the model and the drafter. The work resumes
+        afterwards only if nothing sleeps and the weights are whole."""
         self._parts.background.pause()
         try:
             yield
@@ -164,8 +164,8 @@ class Residence:
         return report
 
     def update_weights(self, given: UpdateWeights) -> UpdateReport:
-        """Replace weights. Everything is checked before anything is changed. If it fails after that, weights that were
-        asleep stay so."""
+        """Replace weights. All tensors are checked before any weight changes. If the update fails, weights that were
+        asleep go back to sleep."""
         with self._background_paused():
             return self._update_weights(given)
 
@@ -193,7 +193,8 @@ class Residence:
         return self._end_update(len(names), start)
 
     def _check_whole(self, update: weight_update.WeightUpdate, names: Collection[str]) -> None:
-        """Refuse an update that lacks weights which the model lacks, too. Those that were only dropped are read."""
+        """Refuse an update that leaves the model without some of its weights. If weights were only dropped, those that
+        the update lacks are first read from the files."""
         if self._are_incomplete and self._are_unread and not update.is_whole(names, self._doubtful):
             self._read_weights()
         if self._are_incomplete:
@@ -234,8 +235,8 @@ class Residence:
         restore_order([self._parts.model, *self._modules()])
 
     def finish_stream(self, needs_all: bool) -> UpdateReport:
-        """End an update whose tensors came one by one. It is whole if all weights came, or if the weights were whole
-        before and `needs_all` is False. If no weight came, such an update has changed nothing."""
+        """End an update whose tensors came one by one. It must have all weights if `needs_all` is True or the weights
+        were incomplete before; otherwise any of them will do, and an update without tensors changes nothing."""
         with self._background_paused():
             stream, self._stream, start = self._stream, None, time.perf_counter()
             if stream is None or not stream.has_begun:
@@ -255,7 +256,8 @@ class Residence:
             return self._end_update(len(stream.came), start - stream.seconds)
 
     def checksum(self) -> WeightsChecksum:
-        """The checksums of all weights that updates replace. Weights that sleep, or that are not whole, have none."""
+        """Compute the checksums of all weights that an update would replace. Refused while weights sleep or are
+        incomplete."""
         if WEIGHTS in self._asleep:
             raise ValueError("the weights sleep: wake_up(tags=['weights']) first")
         if self._are_incomplete:
@@ -277,12 +279,13 @@ class Residence:
                 self._capture_again()
 
     def _doubt(self, names: Iterable[str]) -> None:
-        """Called when an update has failed after it had changed some of these weights."""
+        """Clean up after an update that failed when it had changed some of these weights: note the buffers among them,
+        and free weights that were asleep."""
         self._doubtful |= set(filter(weight_update.is_buffer, names))
         self._free_again(WEIGHTS)
 
     def _begin_update(self) -> None:
-        """Called before the first weight changes."""
+        """Prepare for the first change of a weight: mark the weights as incomplete and drop captured steps."""
         if self.can_run:  # requests may keep their rows, with drafts that the old weights have accepted
             self._step.recurrent.fold_pending()
         self._was_incomplete, self._are_incomplete, self._are_unread = self._are_incomplete, True, False
@@ -290,7 +293,7 @@ class Residence:
         self._release()
 
     def _complete(self, names: Iterable[str]) -> None:
-        """Called when an update has replaced all weights. Makes everything that is derived from weights again."""
+        """Finish an update that has replaced all weights: make again everything that is derived from weights."""
         if self._was_incomplete:
             self._read_drafter(names)
         self._prepare()
@@ -310,11 +313,11 @@ class Residence:
     # Weights
 
     def _modules(self) -> list[LayeredModule]:
-        """The modules of the drafters."""
+        """Return the modules of the drafters."""
         return [] if self._parts.drafter is None else self._parts.drafter.modules()
 
     def _weights_to_free(self, level: int) -> list[FreedMemory]:
-        """The weights in two groups: weights that can be read or made again, and the rest, which are copied before
+        """Return the weights in two groups: those that can be read or made again, and the rest, which are copied before
         their memory is freed."""
         modules = [self._parts.model, *(self._modules() if self._makes_drafter else [])]
         named = [own for module in modules for own in module.weights().items()]
@@ -331,8 +334,8 @@ class Residence:
         return [FreedMemory(again.values(), keeps=level == 1), FreedMemory(rest, keeps=True)]
 
     def _drop_packed(self) -> int:
-        """Let go of the second copies of weights, which only a CPU has; `_prepare` makes them again. Returns their
-        bytes."""
+        """Drop the packed second copies of weights, which only a CPU has; `_prepare` makes them again. Returns the
+        bytes that this freed."""
         if self._step.state.device.type != "cpu" or not self._packed_bytes:
             return 0
         before, unpacked = self._packed_bytes, replace(self._config, packed_weights=False)
@@ -353,7 +356,7 @@ class Residence:
             memory.restore()
 
     def _free_again(self, part: str) -> None:
-        """Free the memory of a part again, because the work that it was restored for has failed."""
+        """Free a part's memory again after a failure of the work that it was restored for."""
         for memory in self._asleep.get(part, ()):
             memory.free()
         self._release()
@@ -372,8 +375,8 @@ class Residence:
         self._doubtful.clear()
 
     def _read_drafter(self, given: Iterable[str]) -> None:
-        """Fill the dropped weights of the drafter from a new drafter that is made for this. Weights that the update
-        gave are left as they are."""
+        """Fill the dropped weights of the drafter from a new drafter, which is made only for this. Weights named in
+        `given`, which the update has replaced, stay as they are."""
         speculative, parts = self._config.speculative, self._parts
         if parts.drafter is None or speculative is None or not self._makes_drafter:
             return
@@ -399,8 +402,8 @@ class Residence:
     # Cache and captured steps
 
     def _cache_tensors(self) -> list[torch.Tensor]:
-        """The tensors of the cache: the pages, and the states of recurrent layers. Their content is not kept, because
-        no request has a row."""
+        """Return the tensors of the cache: the pages, and the states of recurrent layers. Their content need not be
+        kept, because no request has a row."""
         rows = self._step.recurrent.layers.values()
         return [self._step.pool.data, *(tensor for own in rows
                                         for tensor in (own.state, own.tail, own.conv_in, *own.gates))]
@@ -410,7 +413,7 @@ class Residence:
             torch.cuda.synchronize()
 
     def _release(self) -> None:
-        """Give memory that torch keeps for later back to the device, and to the host."""
+        """Give memory that torch caches for reuse back to the device, and pinned memory back to the host."""
         if self._step.state.device.type == "cuda":
             torch.cuda.empty_cache()
             release_copies()

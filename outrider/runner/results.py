@@ -1,4 +1,4 @@
-"""From a step's device tensors to a StepResult: the one place where the host reads the device."""
+"""Turns a step's device tensors into a StepResult. This is the one place where the host reads the device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ERROR = int(Finish.ERROR)
 
 def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
                 uncaptured: Uncaptured | None = None) -> StepResult:
-    """Read a step's result from the device. uncaptured: why the step did not replay a captured one."""
+    """Read a step's result from the device. uncaptured: the reason why the step ran without a graph, if it did."""
     counts, nothing = result.counts.tolist(), [None] * scheduled.num_requests
     # Counts and runs are padded.
     parts = zip(scheduled.request_ids, scheduled.epochs, counts, result.run.tolist(),
@@ -53,7 +53,8 @@ def with_asked_logprobs(result: DeviceResult, batch: ScheduledBatch, params: Row
 
 def _run_logprobs(scheduled: ScheduledBatch, result: DeviceResult,
                   counts: list[list[int]]) -> list[list[TokenLogprobs] | None] | None:
-    """For each request the log-probabilities of its run, or None if the request did not ask for them."""
+    """Return each request's log-probabilities of the tokens that the step added; None for a request that did not ask
+    for them."""
     if not result.params or result.logprobs is None:
         return None
     nums = [params.logprobs for params in result.params]
@@ -73,7 +74,7 @@ def _run_logprobs(scheduled: ScheduledBatch, result: DeviceResult,
 
 
 def _prompt_logprobs(result: DeviceResult) -> list[list[TokenLogprobs] | None] | None:
-    """Each request's log-probabilities of its prompt, as far as the step computed it."""
+    """Return each request's log-probabilities of the prompt tokens that the step computed."""
     if not result.params or result.prompt_logprobs is None:
         return None
     rows = result.prompt_logprobs.rows.to("cpu")
@@ -87,7 +88,7 @@ def _prompt_logprobs(result: DeviceResult) -> list[list[TokenLogprobs] | None] |
 
 
 def _written(scheduled: ScheduledBatch, result: DeviceResult) -> list[int]:
-    """Ids of the checkpoints that the step wrote."""
+    """Return the ids of the checkpoints that the step wrote."""
     flags = result.written.tolist()
     if isinstance(result.checkpoints, RowCheckpoints):
         index_of = {row: i for i, row in enumerate(scheduled.rows)}
