@@ -1,18 +1,18 @@
-"""The loop, the life of a request, text in and out.
+"""The engine: the loop of steps, the life of a request, and the conversion of text to tokens and back.
 
 **A step fails** (any exception while it is queued, runs or is read). Batches carry a *generation*. In the worker
-(`runner/generations.py`) a failed step takes along all later ones of its generation: they raise `StepCancelled` and
-touch nothing. The host waits for them, and the scheduler recovers (`Scheduler.recover`): every request that has a row
-gives it up and is computed again from its settled tokens, in a new generation. Before the first batch of that
-generation the device forgets all rows (`DeviceStep.reset`). What is forgotten: rows, drafts, windows, checkpoints in
-the making, folds and every page that only unsettled steps wrote. What stays: tokens that went out, and pages and
-checkpoints that settled results had published. Independently, a row's page table is null until the last part of its
-admission, so a row that is half admitted reaches no pages.
+(`runner/generations.py`) a failed step cancels all later steps of its generation: they raise `StepCancelled` and change
+nothing. The host waits for them, and the scheduler recovers (`Scheduler.recover`): every request that has a row gives
+it up and is computed again from its settled tokens, in a new generation. Before the first batch of that generation the
+device forgets all rows (`DeviceStep.reset`). What is forgotten: rows, drafts, windows, checkpoints in the making, folds
+and every page that only unsettled steps wrote. What stays: tokens that went out, and pages and checkpoints that settled
+results had published. Independently, a row's page table is null until the last part of its admission, so a row that is
+half admitted reaches no pages.
 
 **Who is blamed** (`sched/faults.py`). The requests of a failed step are computed again together, once. If that fails
-too, they are tried in halves, then in halves of halves, while all others wait; the request that fails twice alone ends
-with the error, and its mates go on. A step that is only too large passes in halves. A request has passed when it has
-come further than the failed step would have brought it.
+too, they are tried in halves, then in halves of halves, while all others wait; a request that fails twice alone ends
+with the error, and the others go on. A step that was only too large succeeds in halves. A request counts as innocent
+when it has come further than the failed step would have brought it.
 
 **A drafter fails** (it raises, or returns something else than drafts): no step fails, and no request ends. The
 drafter loses its drafts of that step, and after 3 faults it is switched off (`core/drafter_faults.py`; drafters.md

@@ -1,6 +1,6 @@
-"""AcceptanceAlarm: says when a drafter's drafts are no longer accepted after an update of the weights.
+"""AcceptanceAlarm: warns if a drafter's drafts are no longer accepted after an update of the weights.
 
-The text stays right, so nothing else would show that a drafter has missed an update.
+The generated text stays right, so nothing else would show that an update left out the drafter's weights.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ NOTHING = 0.01  # share that is as good as none
 
 
 class AcceptanceAlarm(StepWatcher):
-    """Compares the share of first drafts that are accepted under each version of the weights with the share before."""
+    """Compares, after each update of the weights, the share of first drafts that are accepted with the share before the
+    update."""
 
     def __init__(self, stats: EngineStats, version: Callable[[], int]) -> None:
-        """version: the version of the weights now."""
+        """version: returns the current version of the weights."""
         self._stats, self._version = stats, version
         self._seen = version()
         self._drafted = self._accepted = 0  # when this version began
@@ -52,6 +53,6 @@ class AcceptanceAlarm(StepWatcher):
         self._seen, self._drafted, self._accepted, self._is_known = self._version(), drafted, accepted, False
 
     def _counts(self) -> tuple[int, int]:
-        """First drafts that were checked, and that were accepted."""
+        """Return how many first drafts were checked so far, and how many of them were accepted."""
         stats = self._stats
         return stats.num_drafts, stats.accepted_per_position[0] if stats.accepted_per_position else 0

@@ -1,9 +1,9 @@
-"""Python's garbage collector and a running engine.
+"""Keeps Python's garbage collector from stalling a running engine.
 
 A full collection looks at every container that lives. After start-up these are some hundred thousand of imported
-libraries, which takes 80 to 140 ms: a stall of every request, once in a few hundred large steps. So start-up's objects
-are frozen. Those that requests make since are many too, 30 to 60 ms for a few hundred requests, and Python runs full
-collections often while few objects are older: while an engine has work, there are only young collections.
+libraries, which takes 80 to 140 ms: a stall of every request, once in a few hundred large steps. The objects that exist
+after start-up are therefore frozen. The objects of a few hundred requests also take 30 to 60 ms, and with so few older
+objects Python runs full collections often. While an engine has work, only the young generation is collected.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _engines: set[int] = set()  # ids of the engines for which the heap is frozen
 
 @contextmanager
 def collections_paused() -> Iterator[None]:
-    """A context without garbage collections. While torch is imported they would take a tenth of the time and find
-    little."""
+    """A context without garbage collections. While torch is imported, collections would take a tenth of the time and
+    free little."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -55,7 +55,8 @@ def _release(engine_id: int) -> None:
 
 
 class WorkingThresholds:
-    """The collector's thresholds while any engine of this process has work, and the user's at all other times."""
+    """Sets the collector's thresholds: those for a busy engine while any engine of this process has work, and the
+    user's at all other times."""
 
     def __init__(self) -> None:
         self._known: set[int] = set()  # ids of the engines that live
@@ -64,7 +65,7 @@ class WorkingThresholds:
         self._due = 0.0  # when a full collection is due
 
     def begin(self, engine: object) -> None:
-        """Called when an engine is about to run a step."""
+        """Set the thresholds for a busy engine. Called when an engine is about to run a step."""
         if not self._working:
             self._before = gc.get_threshold()
             if self._before[0]:  # else the user collects
@@ -80,7 +81,8 @@ class WorkingThresholds:
         self._working.add(id(engine))
 
     def end(self, engine: object) -> None:
-        """Called when an engine has no work any more, or was closed."""
+        """Restore the user's thresholds if no engine has work any more. Called when an engine has run out of work, or
+        was closed."""
         self._end(id(engine))
 
     def _forget(self, engine_id: int) -> None:

@@ -1,8 +1,8 @@
-"""Tokens to text in pieces, and stop strings in them. Both take runs of tokens of any length.
+"""Turns tokens into text piece by piece, and finds stop strings in the pieces. Both take runs of tokens of any length.
 
 A piece never holds half a character, and the pieces of a text together are exactly `Tokenizer.decode` of all its
-tokens, however they were split into runs. Each token has its own piece (often empty while a character is
-incomplete), so what comes out depends on the tokens alone and never on how many a step yielded.
+tokens, however they were split into runs. Each token has its own piece (often empty while a character is incomplete),
+so the text depends on the tokens alone and never on how many of them a step yielded.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ class _Decoder(Protocol):
     def finish(self) -> str: ...
 
     def own_text(self, token: str) -> str:
-        """The text of a token in the middle of a text, bytes that begin no character included."""
+        """Return the text of a token in the middle of a text. Bytes that do not form a character are included as
+        replacement characters."""
 
 
 class Detokenizer:
-    """The text of one request's output, piece by piece."""
+    """Turns the tokens of one request's output into text, piece by piece."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -42,20 +43,20 @@ class Detokenizer:
         self._decoder = _make_decoder(tokenizer)
 
     def feed(self, run: Sequence[int]) -> list[str]:
-        """One piece for each token of the run."""
+        """Return one piece of text for each token of the run."""
         return [self._piece(token_id) for token_id in run]
 
     def finish(self) -> str:
-        """Text that was held back, once the last token has come."""
+        """Return the text that was held back. Called after the last token."""
         return self._decoder.finish()
 
     @property
     def num_waiting(self) -> int:
-        """Characters that are held back and already complete."""
+        """The number of characters that are held back although they are complete."""
         return self._decoder.num_waiting
 
     def own_text(self, token_id: int) -> str:
-        """The text that this token alone adds in the middle of a longer text. Changes no state."""
+        """Return the text that this token alone adds in the middle of a longer text. Changes no state."""
         token = self._written(token_id)
         return "" if token is None else self._decoder.own_text(token)
 
@@ -64,21 +65,21 @@ class Detokenizer:
         return "" if token is None else self._decoder.feed(token)
 
     def _written(self, token_id: int) -> str | None:
-        """A token as the tokenizer's file writes it. None if it has no text, since a model's vocabulary may be padded
-        beyond the tokenizer's."""
+        """Return a token as the tokenizer's file writes it; None if it adds no text, as skipped special tokens and the
+        padding of a model's vocabulary."""
         return None if token_id in self._skipped else self._tokenizer.id_to_token(token_id)
 
 
 class TokenOffsets:
-    """Finds the character of a text at which each token begins. A token that is a part of a character, or that adds no
-    text yet, begins where that character does."""
+    """Finds the character of a text at which each token begins. A token that is a part of a character begins where that
+    character does."""
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens)
         self._length = 0  # length of the text so far, without the part that waits
 
     def feed(self, run: Sequence[int]) -> list[int]:
-        """One offset for each token of the run."""
+        """Return one offset for each token of the run, in characters."""
         return [self._offset(token_id) for token_id in run]
 
     def _offset(self, token_id: int) -> int:
@@ -110,7 +111,8 @@ def _decoder_steps(decoder: Any) -> list[dict[str, Any]]:
 
 
 def _is_streamable(step: dict[str, Any]) -> bool:
-    """Whether the text of a token depends only on the tokens before it."""
+    """Whether text can be decoded piece by piece with this decoder step, because no later token changes the text of an
+    earlier one."""
     match step["type"]:
         case "ByteFallback" | "Fuse" | "Metaspace" | "WordPiece":
             return True
@@ -155,7 +157,7 @@ def _token_bytes(token: str) -> bytes:
 
 @lru_cache(maxsize=1)
 def _byte_of_char() -> dict[str, int]:
-    """The table from characters to bytes. Byte-level tokenizers write a byte as itself if it is printable, and
+    """Return the table from characters to bytes. Byte-level tokenizers write a byte as itself if it is printable, and
     otherwise as a character from 256 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -200,7 +202,7 @@ class _Pieces:
 
 @dataclass(frozen=True)
 class Stopped:
-    """The result of a run: text that can be shown, and whether a stop string ended it."""
+    """What the check for stop strings says of a run: the text that can be shown, and whether a stop string ended it."""
 
     text: str
     stop: str | None  # the stop string that was found
@@ -208,7 +210,8 @@ class Stopped:
 
 
 class StopStrings:
-    """Finds the stop string that is complete first, also across pieces. Text that may begin one is held back."""
+    """Finds the stop string that is complete first, also across pieces. Text that may be the beginning of a stop string
+    is held back."""
 
     def __init__(self, stops: Sequence[str], include_stop: bool = False, min_tokens: int = 0) -> None:
         assert all(stops), "a stop string must not be empty"
@@ -219,7 +222,7 @@ class StopStrings:
         self._held = ""
 
     def feed(self, pieces: Sequence[str]) -> Stopped:
-        """One piece for each token of the run, as a Detokenizer gives them."""
+        """Check the pieces of a run, one for each token, as a Detokenizer returns them."""
         out: list[str] = []
         for i, piece in enumerate(pieces):
             if self._num_unchecked > 0:
@@ -233,8 +236,8 @@ class StopStrings:
         return Stopped("".join(out), None, len(pieces))
 
     def finish(self, tail: str = "") -> Stopped:
-        """Called after the last token. `tail` is the text that the detokenizer held back; none is held back any
-        more."""
+        """Check the text after the last token and return all that is left. `tail` is the text that the detokenizer held
+        back."""
         text, stop = self._check(tail)
         if stop is None:
             text, self._held = text + self._held, ""
@@ -253,7 +256,7 @@ class StopStrings:
         return text, None
 
     def _num_held(self, text: str) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Return the length of the longest suffix of the text that is the beginning of a stop string."""
         for length in range(min(self._longest - 1, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):
                 return length

@@ -1,7 +1,8 @@
-"""The loop: schedule, step, update, emit, with the next step scheduled before the last one's result is read.
+"""Engine: the loop that schedules a step, runs it, updates the scheduler and emits outputs. The next step may be
+scheduled before the last one's result is read.
 
-Owns the life of a request from its arrival, checked, to its last run. Knows scheduler and runner by their data only; a
-runner may live in another thread or process.
+The engine owns a request from its arrival, after it was checked, to its last token. It exchanges only plain data with
+the scheduler and the runner; a runner may live in another thread or process.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Engine:
     def __init__(self, make_scheduler: Callable[[int], Scheduler], worker: WorkerLine, checks: RequestChecks,
                  requests: LiveRequests, stats: EngineStats, *, watchers: Sequence[StepWatcher] = (),
                  submits_early: bool = False) -> None:
-        """make_scheduler: makes a scheduler whose steps begin at the given generation. submits_early: whether the next
-        step is queued before the tokens of the last step are delivered."""
+        """make_scheduler: makes a scheduler whose steps have the given generation. submits_early: whether the next step
+        is queued before the tokens of the last step are delivered."""
         self._requests, self.keepers = requests, requests.keepers
         self._make_scheduler, self._watchers = make_scheduler, tuple(watchers)
         self.scheduler = self._watched_scheduler(0)
@@ -56,7 +57,7 @@ class Engine:
 
     @property
     def weights_version(self) -> int:
-        """How many updates of weights were complete."""
+        """The number of updates of the weights that were completed."""
         return self._requests.weights_version
 
     @property
@@ -65,7 +66,7 @@ class Engine:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is the copy of an engine in a forked process."""
+        """Whether this is the copy of an engine in a forked process, which cannot be used."""
         return self.worker.is_forked
 
     @property
@@ -99,8 +100,8 @@ class Engine:
         return seeded
 
     def resume(self, request_id: str, queued: CheckedRequest, known: dict[int, list[int]]) -> dict[int, str]:
-        """Go on with a request after `reset`. `known`: for each sample that has not ended, the tokens that the caller
-        has. Returns the texts of these samples so far."""
+        """Add a request again after `reset`. `known`: the tokens that the caller already has, for each sample that has
+        not ended. Returns the text of these tokens by sample."""
         return self._requests.resume(request_id, queued, known, self.scheduler)
 
     def abort(self, request_id: str) -> None:
@@ -120,8 +121,8 @@ class Engine:
             self.abort(request_id)
 
     def rest(self) -> None:
-        """Wait for the steps in flight, preempt all requests and empty the cache: what the device holds is about to be
-        changed. The next `step` returns what these steps added to requests."""
+        """Wait for the steps in flight, preempt all requests and empty the cache, because the content of the device's
+        memory is about to change. The next `step` returns what the steps in flight added to requests."""
         self.settle()
         self.scheduler.preempt_all()
         self.scheduler.cache.forget_all()
@@ -129,20 +130,21 @@ class Engine:
         self._flush()
 
     def take_new_weights(self) -> None:
-        """Raise the version of the weights, after `rest` and a complete update. No page of older weights can be found
-        any more, and outputs say which tokens come from which version."""
+        """Raise the version of the weights by one, after `rest` and a complete update. Cached pages of older weights
+        are no longer prefix hits, and outputs say which tokens come from which version."""
         self._requests.use_weights(self.weights_version + 1)
         self.scheduler.cache.use_weights(self.weights_version)
 
     def forget_cached(self) -> bool:
-        """Forget cached pages that no request holds. Returns whether no page can be found any more."""
+        """Forget the cached pages that no request holds. Returns True if no page is left that a prefix hit could
+        find."""
         self.check_running()
         is_empty = self.scheduler.cache.forget_cached()
         self._flush()
         return is_empty
 
     def order(self, command: Command[Answer]) -> Future[Answer]:
-        """Have the worker carry out a command; steps go on meanwhile."""
+        """Have the worker carry out a command, and return a future of the answer; steps go on meanwhile."""
         return self.worker.order(command)
 
     def command(self, command: Command[Answer]) -> Answer:
@@ -150,10 +152,10 @@ class Engine:
         return self.worker.command(command)
 
     def reset(self) -> None:
-        """Forget all requests, steps and pages, whatever state they are in: after an interrupt, which may have landed
-        on any line. The worker runs steps in their order, so what it may still be computing comes before the first step
-        of the new generation and is forgotten with it. `resume` brings requests back, then `drop_unused`
-        follows: until then features keep what requests had."""
+        """Forget all requests, steps and pages. Called after an interrupt, which may have landed on any line, so their
+        state may be inconsistent. The worker runs steps in order: a step that it may still be computing comes before
+        the first step of the new generation and is forgotten with it. Afterwards `resume` adds requests again, and
+        `drop_unused` drops what features keep for the others."""
         scheduler = self._watched_scheduler(self.scheduler.generation + 1)
         scheduler.cache.mark_all_unclean()
         self.worker.forget()
@@ -192,7 +194,7 @@ class Engine:
         return self.runner.idle(quiet_seconds)
 
     def close(self) -> None:
-        """Waits for the steps in flight. Requests that still run are never answered."""
+        """Wait for the steps in flight and end the engine. Requests that still run are never answered."""
         if self.is_forked:
             return
         self.worker.end(EngineError("the engine was closed"))
@@ -203,7 +205,7 @@ class Engine:
         unfreeze_heap(self)  # what start-up made may be garbage from now on
 
     def close_watchers(self) -> None:
-        """Close the step watchers. They free what another engine may need, such as the addresses for events of the
+        """Close the step watchers, which frees what another engine may need, such as the addresses for events of the
         cache."""
         watchers, self._watchers = self._watchers, ()
         for watcher in watchers:
@@ -212,7 +214,7 @@ class Engine:
     # Inside
 
     def _submit(self) -> bool:
-        """Schedule and queue the next step, if there is anything to compute."""
+        """Schedule and queue the next step. Returns False if there is nothing to compute or no step may run."""
         if not self.worker.takes_steps or self.pause.is_on:
             return False
         batch = self.trace.schedule(self.scheduler)
@@ -240,7 +242,8 @@ class Engine:
         return updates
 
     def _recover(self, error: Exception) -> None:
-        """Called when a step has failed. Waits for the steps after it; then the scheduler begins again."""
+        """Go on after a failed step: wait for the steps behind it, then let the scheduler compute the requests
+        again."""
         log.error("a step failed", exc_info=error)
         self.worker.drain()
         self.scheduler.recover(f"a step failed: {error!r}")

@@ -19,14 +19,15 @@ Checked = TypeVar("Checked")
 
 
 class Order(Protocol):
-    """A function that gives a command to the worker and does not wait for the answer."""
+    """A function that sends a command to the worker without waiting, and returns a future of the answer."""
 
     def __call__(self, command: Command[Answer], /) -> Future[Answer]: ...
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who has a request checked. Callers of the same name share what a feature gives to each in turn."""
+    """The tenant on whose behalf a request is checked. Features give callers of different names turns; callers of the
+    same name share one."""
 
     name: str = ""
     is_gone: Callable[[], bool] = lambda: False  # whether the answer is no longer waited for
@@ -34,7 +35,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class EngineTools:
-    """What an engine lends to its features."""
+    """What an engine gives its features to work with."""
 
     info: WorkerInfo
     model: ServedModel
@@ -49,22 +50,22 @@ class EngineFeature:
     reads_extra_args = False  # whether requests pass it values in `SamplingParams.extra_args`
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise ValueError for parameters of a request that the feature cannot serve. Called before it is accepted."""
+        """Raise ValueError for parameters that the feature cannot serve. Called before a request is accepted."""
 
     def part_maker(self, params: SamplingParams, caller: Caller | None) -> Callable[[], RequestPart] | None:
         """Prepare what requests with these parameters need, which may take seconds. Returns a function that makes the
-        part of each such request, or None if they need none. Raises ValueError if they cannot be served. caller: None
-        stands for the program itself."""
+        feature's part of one such request, or None if they need none. Raises ValueError if they cannot be served.
+        caller: None if the program itself asks."""
         return None
 
     def start_check(self, check: Callable[[], Checked], tenant: str) -> Future[Checked] | None:
-        """Start a check of requests that ask for the feature on a thread, if such checks may take seconds. With None
-        the caller's own thread runs it."""
+        """Start a request's check on another thread, if the feature's checks may take seconds. If this returns None,
+        the caller runs the check itself."""
         return None
 
     def make_resource(self, info: WorkerInfo) -> RowResource | None:
-        """Make the resource that requests of the feature need on the device to run. Every new scheduler gets a new
-        resource, of which nothing is taken. A feature that is made when a request asks for it has none."""
+        """Make the device resource that requests of the feature must hold to run. Every new scheduler gets a new one,
+        of which nothing is taken yet. A feature that is made when a request first asks for it has none."""
         return None
 
     def make_keeper(self, tools: EngineTools) -> RequestKeeper | None:
@@ -72,5 +73,6 @@ class EngineFeature:
         return None
 
     def page_labels(self) -> dict[str, str]:
-        """Public names of cache keys (`RequestPart.cache_key`), for events of the cache. The feature changes it."""
+        """Return the names under which events of the cache show cache keys (`RequestPart.cache_key`). The feature
+        changes this dict while it runs."""
         return {}

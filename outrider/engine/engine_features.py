@@ -1,4 +1,4 @@
-"""EngineFeatures: the features of one engine. No torch."""
+"""EngineFeatures: holds the features of one engine, and calls them when requests are checked. No torch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ class EngineFeatures:
             feature.check_params(params)
 
     def part_makers(self, params: RequestParams, caller: Caller | None) -> list[PartMaker]:
-        """Prepare what requests with these parameters need of features. Each maker makes one part of a request."""
+        """Prepare what requests with these parameters need of features. Returns functions that each make one feature's
+        part of such a request."""
         if not isinstance(params, SamplingParams):
             return []
         for name in self._asked(params):
@@ -57,21 +58,24 @@ class EngineFeatures:
         return [maker for maker in makers if maker is not None]
 
     def start_check(self, check: Callable[[], Checked], params: RequestParams, tenant: str) -> Future[Checked] | None:
-        """Start a check on a thread, if the parameters ask for a feature whose checks may take seconds."""
+        """Start a check on another thread, if the parameters ask for a feature whose checks may take seconds; otherwise
+        return None."""
         for feature in self._serving(params) if isinstance(params, SamplingParams) else ():
             if (started := feature.start_check(check, tenant)) is not None:
                 return started
         return None
 
     def need(self, name: str) -> EngineFeature:
-        """The half of a feature that requests ask for. Raises ValueError if this installation lacks it."""
+        """Return the engine's half of a feature that requests ask for; the first call makes it. Raises ValueError if
+        this installation lacks the feature."""
         with self._lock:
             if name not in self._made:
                 self.put(name, engine_half(name)(self._config))
             return self._made[name]
 
     def put(self, name: str, feature: EngineFeature) -> None:
-        """Add a feature that requests ask for. It is noted last, so an interrupt leaves no feature half made."""
+        """Add a feature that requests ask for. It is registered last, so that an interrupt leaves no half-made feature
+        behind."""
         keeper = feature.make_keeper(self._tools)
         if keeper is not None:
             self.keepers.add(keeper)

@@ -1,7 +1,7 @@
 """LiveRequests: the requests of an engine, from their arrival to their last output.
 
-Makes what turns the tokens of each sample into outputs, gives every step's results to it, and keeps the metrics that
-the caller gets.
+LiveRequests makes an output object for each sample, gives it the results of every step, and keeps the metrics that the
+caller gets.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OutputMaker: TypeAlias = SampleOutput | HiddenGatherer
 
 @dataclass(slots=True)
 class _Live:
-    """A request that the caller knows, with its n samples."""
+    """A request that has not ended, with its n samples."""
 
     request_id: str
     metrics: RequestMetrics
@@ -47,8 +47,8 @@ class _Live:
         self.metrics.first_token_time = time.perf_counter()
 
     def end_sample(self, request: Request) -> bool:
-        """Count the steps and tokens of a sample that has ended. Returns whether it was the last sample of its
-        request."""
+        """Add the steps and tokens of a sample that has ended to the metrics. Returns whether it was the request's last
+        sample."""
         metrics, counted = self.metrics, request.stats
         metrics.num_cached_tokens = max(metrics.num_cached_tokens, counted.num_hit_tokens)
         metrics.num_preemptions += counted.num_preemptions
@@ -63,7 +63,7 @@ class _Live:
 
 class LiveRequests:
     def __init__(self, model: ServedModel, keepers: RequestKeepers, seed: int = 0) -> None:
-        """seed: the engine's seed. Requests without a seed get one that is drawn from it."""
+        """seed: the engine's seed, from which seeds are drawn for requests without one."""
         self.keepers = keepers
         self._model, self._seed = model, seed
         self._ids = count()
@@ -82,7 +82,7 @@ class LiveRequests:
         return iter(self._live)
 
     def samples_of(self, request_id: str) -> list[Request]:
-        """The request as the scheduler knows it, once for each sample; none if it has ended."""
+        """Return the scheduler's requests for this request, one for each sample; none if it has ended."""
         live = self._live.get(request_id)
         return [request for request, _ in live.samples] if live else []
 
@@ -116,7 +116,7 @@ class LiveRequests:
         return texts
 
     def stamp_admissions(self, batch: ScheduledBatch) -> None:
-        """Note the time at which requests are scheduled first."""
+        """Note the time at which requests are scheduled for the first time."""
         if batch.admissions:
             stamp_admissions(batch, lambda request_id: self._samples[request_id][0].metrics)
 
@@ -154,7 +154,7 @@ class LiveRequests:
         self._samples |= {request.id: (live, sample) for live in lives for request, sample in live.samples}
 
     def use_weights(self, version: int) -> None:
-        """Later tokens of all requests come from this version of the weights."""
+        """Set the version of the weights from which later tokens of all requests come."""
         self.weights_version = version
         for _, sample in self._samples.values():
             if isinstance(sample, SampleOutput):
@@ -185,7 +185,7 @@ class LiveRequests:
                 scheduler.end(request.id, Finish.STOP)
 
     def end(self, requests: Iterable[Request], increments: list[OutputIncrement]) -> None:
-        """These requests have ended without a step."""
+        """End requests that the scheduler has ended without a result of a step."""
         for request in requests:
             self._end(request, increments)
 
@@ -200,6 +200,6 @@ class LiveRequests:
     # After an interrupt
 
     def forget(self) -> None:
-        """Forget all requests, whatever state they are in. Features keep what requests had until `drop_unused`."""
+        """Forget all requests, whose state may be inconsistent. Features keep what requests had until `drop_unused`."""
         self._live, self._samples = {}, {}
         self.keepers.forget_requests()

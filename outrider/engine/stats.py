@@ -1,4 +1,4 @@
-"""EngineStats: what an engine has done since it started, fed by its steps; and the log line people can grep.
+"""EngineStats: counts of what an engine has done since it started, and the log line that shows them.
 
 Counts plain data only (batches and results), so a server can keep one without torch.
 """
@@ -26,8 +26,8 @@ STEP_TOKENS = (1, *(1 << power for power in range(3, 15)))  # bounds of the size
 
 @dataclass
 class EngineStats:
-    """Statistics of an engine. Here a *draft* is the sequence of one request's drafts in one step, and a position is an
-    index in this sequence."""
+    """Counts of what an engine has done. Here a *draft* is the sequence of one request's draft tokens in one step, and
+    a position is an index in this sequence."""
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
@@ -86,7 +86,7 @@ class EngineStats:
                 self.drafters_off[fault.drafter, fault.message] = 1
 
     def observe_runs(self, results: Iterable[RequestResult]) -> None:
-        """Count the runs of a step's requests."""
+        """Count the tokens and accepted drafts of a step's requests."""
         runs = [result for result in results if result.run]
         self.num_runs += len(runs)
         self.num_generation_tokens += sum([len(result.run) for result in runs])
@@ -101,12 +101,12 @@ class EngineStats:
 
     @property
     def mean_run_length(self) -> float:
-        """Tokens a step yields for one request, steps without drafts included."""
+        """The mean number of tokens that a step yields for one request. Steps without drafts count too."""
         return self.num_generation_tokens / self.num_runs if self.num_runs else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
-        """Mean run over the steps that had drafts to check."""
+        """The mean number of tokens that a step yields for a request whose drafts it checks."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
@@ -115,7 +115,8 @@ class EngineStats:
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """Share of the drafts that reached each position and were accepted up to and with it."""
+        """The share of drafts accepted up to and including each position, among the drafts that are long enough to have
+        it."""
         accepted = self.accepted_per_position + [0] * len(self.drafted_per_position)
         return [hit / tried if tried else 0.0 for hit, tried in zip(accepted, self.drafted_per_position, strict=False)]
 
@@ -126,7 +127,7 @@ class EngineStats:
 
     @property
     def uncaptured_line(self) -> str:
-        """How many steps ran uncaptured, and why."""
+        """A line for the log: how many steps ran uncaptured, by reason."""
         reasons = ", ".join(f"{count} ({reason.value})" for reason, count in self.uncaptured.most_common())
         return f"Steps: {self.num_steps}, uncaptured: {reasons or 'none'}"
 
@@ -138,7 +139,7 @@ class EngineStats:
         return self.since(EngineStats())
 
     def since(self, before: EngineStats) -> EngineStats:
-        """Counts that were added since an earlier copy."""
+        """Return the counts that were added since an earlier copy."""
         result = EngineStats()
         for part in fields(self):
             now, then = getattr(self, part.name), getattr(before, part.name)
@@ -146,7 +147,7 @@ class EngineStats:
         return result
 
     def plus(self, other: EngineStats) -> EngineStats:
-        """The counts of both together."""
+        """Return the sum of both counts."""
         result = EngineStats()
         for part in fields(self):
             one, two = getattr(self, part.name), getattr(other, part.name)
@@ -175,7 +176,7 @@ class EngineStats:
 
 
 class StatsLog(StepWatcher):
-    """Logs what was drafted since the last line, at most every ten seconds, and the totals at the end."""
+    """Logs the counts since its last line, at most every ten seconds, and the totals when the engine ends."""
 
     def __init__(self, stats: EngineStats, clock: Callable[[], float] = time.monotonic) -> None:
         self._stats = stats
@@ -198,7 +199,7 @@ class StatsLog(StepWatcher):
 
 
 class HostFaultsWatcher(StepWatcher):
-    """Counts the faults of a drafter on the host."""
+    """Adds the faults of a drafter that runs on the host to the stats."""
 
     def __init__(self, stats: EngineStats, record: FaultRecord) -> None:
         self._stats, self._record = stats, record
@@ -220,7 +221,7 @@ def _minus(now: list[int], before: list[int]) -> list[int]:
 
 
 def stamp_admissions(batch: ScheduledBatch, metrics_of: Callable[[int], RequestMetrics]) -> None:
-    """Note the time at which requests are scheduled first."""
+    """Note the time at which requests are scheduled for the first time."""
     now, rows = time.perf_counter(), {admission.row for admission in batch.admissions}
     for request_id, row in zip(batch.request_ids, batch.rows, strict=True):
         if row in rows:

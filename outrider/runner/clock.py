@@ -11,7 +11,7 @@ class NoClock:
     """The clock of a step that is not traced."""
 
     def lap(self, part: str) -> None:
-        """Note that `part` ends now. It began where the part before it ended."""
+        """Note that the part of this name ends now. It began where the part before it ended."""
 
     @property
     def times(self) -> StepTimes | None:

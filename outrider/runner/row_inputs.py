@@ -1,4 +1,5 @@
-"""RowInputs: the input parts of the rows' requests, and what a step takes of them."""
+"""RowInputs: keeps the input parts (such as embeddings) of each row's request, and picks the parts that a step
+needs."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ class PromptChunk(NamedTuple):
 
 
 class RowInputs:
-    """The input parts of each row's request, as long as a later step needs them. A row that was released keeps its
-    entry until it is taken again; no batch names it before."""
+    """The input parts of each row's request, kept until no later step needs them. A row that was released keeps its
+    entry until it is admitted again; no batch names it before."""
 
     def __init__(self) -> None:
         self._by_row: dict[int, list[InputPart]] = {}
@@ -37,11 +38,13 @@ class RowInputs:
         self._keep(admission.row, admission.request.input_parts, admission.computed)
 
     def why_uncaptured(self, batch: ScheduledBatch) -> Uncaptured | None:
-        """Why the step cannot be captured; None if it needs no input part."""
+        """Return the reason why an input part keeps the step from being captured; None if the step needs no input
+        part."""
         return next((_need(part, chunk.start, chunk.end) for chunk in self.chunks(batch) for part in chunk.parts), None)
 
     def chunks(self, batch: ScheduledBatch) -> list[PromptChunk]:
-        """The requests for which the step needs input parts. Until a prompt is computed its bounds are exact."""
+        """Return the tokens, and the input parts, of the requests for which the step needs input parts. The host's
+        length bounds can be used for this, because they are exact while a prompt is being computed."""
         if not self._by_row:
             return []
         counts = zip(batch.rows, batch.bounds, batch.num_known, batch.num_drafts, strict=True)
@@ -51,7 +54,8 @@ class RowInputs:
         return [chunk for chunk in needed if chunk.parts]
 
     def take(self, batch: ScheduledBatch) -> list[PromptChunk]:
-        """The result of `chunks`, for a step that runs now. Parts that no later step needs are dropped."""
+        """Return the result of `chunks` for a step that is about to run, and drop the parts that no later step
+        needs."""
         taken = self.chunks(batch)
         for chunk in taken:
             row = batch.rows[chunk.request]
@@ -59,7 +63,7 @@ class RowInputs:
         return taken
 
     def _keep(self, row: int, parts: Sequence[InputPart], computed: int) -> None:
-        """Keep the parts that are needed after so many computed tokens."""
+        """Keep the row's parts that steps after its first `computed` tokens need."""
         if left := _needed(parts, computed, sys.maxsize - 1):
             self._by_row[row] = left
 
@@ -69,8 +73,8 @@ def _needed(parts: Sequence[InputPart], start: int, end: int) -> list[InputPart]
 
 
 def _need(part: InputPart, start: int, end: int) -> Uncaptured | None:
-    """What a step that computes the tokens [start, end) needs of the part, and no captured step has. A drafter reads
-    the vector of the position after a token's own."""
+    """Return what a step over the tokens [start, end) needs of the part, as the reason why the step is not captured;
+    None if it needs nothing. One position more counts, because a drafter reads the vector of the next position."""
     if any(part.two_way_ranges(start, end)):
         return Uncaptured.SPANS
     return None if part.vectors(start, end + 1) is None else Uncaptured.PROMPT_EMBEDS
@@ -78,8 +82,8 @@ def _need(part: InputPart, start: int, end: int) -> Uncaptured | None:
 
 def find_given_rows(chunks: Sequence[PromptChunk], query_lens: Sequence[int], device: torch.device, *,
                     ahead: int) -> GivenRows | None:
-    """The vectors that replace embeddings in a step. query_lens: tokens of the batch's requests. ahead: how many
-    positions the token rows are ahead of the step's token rows."""
+    """Find the vectors that replace embeddings in a step. query_lens: the number of tokens of each request. ahead: 0
+    for the vectors of the step's token rows, 1 for those of the position after each, as a drafter needs them."""
     first_row = [0, *accumulate(query_lens)]
     found = [(vectors, first_row[chunk.request] - chunk.start - ahead) for chunk in chunks for part in chunk.parts
              if (vectors := part.vectors(chunk.start + ahead, chunk.end + ahead)) is not None]
@@ -88,8 +92,8 @@ def find_given_rows(chunks: Sequence[PromptChunk], query_lens: Sequence[int], de
 
 def find_extra_keys(chunks: Sequence[PromptChunk], query_lens: Sequence[int], num_tokens: int,
                     device: torch.device) -> ExtraKeys | NoExtraKeys:
-    """The ranges of keys that tokens of a step see in addition. query_lens: tokens of the batch's requests.
-    num_tokens: all of them, with padding."""
+    """Find the ranges of keys that tokens of a step may attend to beyond causal attention. query_lens: the number of
+    tokens of each request. num_tokens: the number of all tokens, with padding."""
     ranges = [(chunk, start, end) for chunk in chunks for part in chunk.parts
               for start, end in part.two_way_ranges(chunk.start, chunk.end)]
     if not ranges:

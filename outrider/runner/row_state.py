@@ -1,7 +1,8 @@
-"""RowState: what the device knows about every running request, indexed by row.
+"""RowState: the device's state of every running request, indexed by row.
 
-Lengths, tokens and drafts here are the truth; the host has only settled and bound lengths. The host writes rows at
-admission and page tables as pages are granted, and reads nothing back but a step's result.
+Only the device has the exact lengths, tokens and drafts. While steps are in flight, the host knows the lengths of the
+last settled step and upper bounds. The host writes rows at admission and page tables as pages are granted, and reads
+nothing back but a step's result.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from outrider.sample.sampling_rows import SamplingRows
 
 class RowParams:
     """The host's copy of what each row's request asked for at its last admission: sampling parameters, inputs and
-    reports. Steps are planned by it. A row that was released keeps its entries until it is taken again; no batch names
-    it before."""
+    reports. The host plans steps with it. A row that was released keeps its entries until it is admitted again; no
+    batch names it before."""
 
     def __init__(self) -> None:
         self._by_row = {NULL_ROW: SamplingParams(temperature=0)}
@@ -62,34 +63,35 @@ class RowParams:
         return [self._by_row[row] for row in rows]
 
     def reported(self, rows: list[int]) -> list[SamplingParams]:
-        """The parameters of all rows if a row reports log-probabilities, otherwise none."""
+        """Return the parameters of all rows if any row reports log-probabilities, otherwise an empty list."""
         asks = not (self._num_logprobs.keys().isdisjoint(rows) and self._prompt_lens.keys().isdisjoint(rows))
         return self.of_rows(rows) if asks else []
 
     def are_plain(self, rows: list[int]) -> bool:
-        """Whether all rows generate tokens, and none asks for more than a draw."""
+        """Whether all rows generate tokens, and need nothing of the sampler beyond a draw at a temperature."""
         return self._not_plain.isdisjoint(rows)
 
     def any_masks(self, rows: list[int], logit_counts: list[int]) -> bool:
-        """Whether a feature masks the tokens of a row that has logit rows. logit_counts: logit rows of each row."""
+        """Whether a feature masks the tokens of any row that has logit rows. logit_counts: the number of logit rows of
+        each row."""
         if self._masked.isdisjoint(rows):
             return False
         return any(count > 0 and row in self._masked for row, count in zip(rows, logit_counts, strict=True))
 
     def logprobs_of(self, rows: list[int]) -> list[int]:
-        """How many log-probabilities each row asks for, for the rows that ask for any."""
+        """Return the numbers of log-probabilities that rows ask for, of the rows that ask for any."""
         found = self._num_logprobs
         return [] if found.keys().isdisjoint(rows) else [found[row] for row in rows if row in found]
 
     def hidden_of(self, rows: list[int]) -> dict[int, tuple[HiddenReport, int]]:
-        """The report of hidden states that each row asks for, with the row's final length, for the rows that ask for
-        one."""
+        """Return, by row, the report of hidden states that a row asks for and the row's final length. Rows that ask for
+        none are left out."""
         found = self._hidden
         return {} if found.keys().isdisjoint(rows) else {row: found[row] for row in rows if row in found}
 
     def report_prompts(self, batch: ScheduledBatch) -> bool:
-        """Whether the step computes tokens of a prompt whose log-probabilities are reported. Until a prompt is computed
-        its bounds are exact."""
+        """Whether the step computes tokens of a prompt whose log-probabilities are reported. Computed from the batch's
+        length bounds, which are exact while a prompt is being computed."""
         if self._prompt_lens.keys().isdisjoint(batch.rows):
             return False
         parts = zip(batch.rows, batch.bounds, batch.num_known, batch.num_drafts, strict=True)
@@ -117,8 +119,8 @@ class RowState:
         ]
 
     def reset(self) -> None:
-        """Release all rows. Until a row is admitted again it has no tokens and reaches no page, even if a step names
-        it."""
+        """Release all rows. Until a row is admitted again it has no tokens and its page table is null, even if a step
+        names it."""
         for tensor in (*self.page_tables, self.known, self.computed, self.alive, self.num_drafts):
             tensor.zero_()
         self.sampling.lists.reset()
@@ -126,7 +128,7 @@ class RowState:
 
     def admit(self, admissions: list[Admission]) -> None:
         """Write the admitted requests into their rows. A row's page table stays null until `write_pages`, so that a row
-        which is half admitted cannot reach the pages of its last owner."""
+        that is admitted only in part cannot reach the pages of the row's last request."""
         if not admissions:
             return
         cells: list[torch.Tensor] = []  # indices of the admitted tokens in `self.tokens`
@@ -149,8 +151,9 @@ class RowState:
         self.params.admit(admissions)
 
     def write_pages(self, writes: list[PageWrite]) -> None:
-        """Write the page tables. A later write of a cell wins; repeats are folded here, because one indexed write has
-        no order. Requests that share long beginnings bring tens of thousands of cells, so lists are joined whole."""
+        """Write the page tables. If a cell is written several times, the last write wins; the host resolves this,
+        because one indexed write has no order. Requests that share long prefixes bring tens of thousands of cells, so
+        the lists are joined without a loop over cells."""
         by_row: list[dict[int, list[PageWrite]]] = [{} for _ in self.page_tables]
         for write in writes:
             by_row[write.group].setdefault(write.row, []).append(write)
@@ -167,8 +170,8 @@ class RowState:
                 table.index_put_((row_index, column), page.to(torch.int32))
 
     def take_host_drafts(self, drafts: list[HostDraft], *, keeps_longer: bool = False) -> None:
-        """Store the host's drafts in the rows, less the tokens that were accepted since they were made. keeps_longer:
-        keep a device drafter's guess that begins with the host's drafts."""
+        """Store the host's drafts in the rows, without their first tokens if those have been accepted meanwhile.
+        keeps_longer: keep the device drafter's drafts where they begin with the host's."""
         if not drafts:
             return
         width = self.drafts.shape[1]
@@ -195,7 +198,8 @@ class RowState:
 
 
 def _add_cells(writes: list[PageWrite], columns: list[int], pages: list[int]) -> None:
-    """Add the page table columns that the writes of one row change: each column once, with its final page."""
+    """Add the page table columns that the writes of one row change, and their pages: each column once, with the page
+    that was written last."""
     ends = 0
     for write in writes:
         if write.start < ends:  # a cell is written twice

@@ -13,7 +13,7 @@ from outrider.runner.row_state import RowState
 
 
 class RowText(NamedTuple):
-    """A row's tokens as the device has them."""
+    """The end of a row's known tokens, and its drafts, as the device has them."""
 
     is_alive: bool
     known: int  # tokens
@@ -22,8 +22,8 @@ class RowText(NamedTuple):
 
 
 def read_later(state: RowState, rows: list[int], run: int) -> Callable[[], list[RowText]]:
-    """Begin to copy the rows' texts, as they are when the device gets here. Returns a function that waits for the
-    copies."""
+    """Begin to copy the rows' texts as they are after the work that is queued so far. Returns a function that waits for
+    the copies and returns the texts."""
     index = to_device(rows, torch.int64, state.device)
     known = state.known[index]
     columns = (known[:, None] - run + torch.arange(run, device=state.device)).clamp_min(0)

@@ -66,7 +66,7 @@ from outrider.sample.sampler import LogprobsMode, sample, sample_chunk
 
 @dataclass(frozen=True)
 class DeviceResult:
-    """A step's outcome as device tensors, over the padded requests."""
+    """The outcome of a step as device tensors, padded to the step's number of requests."""
 
     counts: torch.Tensor  # [requests, NUM_COUNTS] columns as in kernels/step.py
     run: torch.Tensor  # [requests, max drafts + 1]
@@ -84,7 +84,7 @@ class DeviceResult:
 
 @dataclass(frozen=True)
 class ForwardHalf:
-    """The results that the forward half of a step passes to the finish half. All tensors stay on the device."""
+    """What the forward half of a step passes on to the finish half. All tensors stay on the device."""
 
     inputs: Inputs
     recurrent: RecurrentStep | NoRecurrentStep
@@ -92,7 +92,7 @@ class ForwardHalf:
 
 
 class DeviceStep:
-    """The model, its cache and its rows, and how one step advances them."""
+    """Runs a model's steps on a device. It holds the model, its cache and its rows, and each step advances the rows."""
 
     def __init__(self, model: Model, pool: DevicePool, state: RowState, backend: Backend, max_len: int, *,
                  recurrent: RecurrentRows, drafter: Drafter | None, drafting: DrafterGuards,
@@ -128,11 +128,12 @@ class DeviceStep:
         return _has_sampler_kernels(self.model.dtype, self.state.device)
 
     def add_part(self, part: StepPart) -> None:
-        """Parts are called in the order in which they are added."""
+        """Add a feature's part to the steps. Parts are called in the order in which they were added."""
         self._parts = (*self._parts, part)
 
     def take_turns(self, part: HostTurn) -> None:
-        """Give a feature a turn in split steps. Its drafts are stored before those of drafters are used."""
+        """Give a feature a turn in split steps. Its part is called before all others, so its drafts are stored before
+        those of drafters are used."""
         self.turns.add(part)
         self._parts = (part, *self._parts)
 
@@ -142,36 +143,37 @@ class DeviceStep:
         self.add_part(part)
 
     def take_deltas(self, source: DeltaSource) -> None:
-        """Let a feature give rows their deltas. One may."""
+        """Let a feature give rows their deltas (LoRA). Only one feature may do so."""
         if self.deltas is not NO_DELTAS:
             raise ValueError("two features change products by row, and an engine has room for one: leave one out")
         self.deltas = source
         self.add_part(source)
 
     def host_turn(self, batch: ScheduledBatch) -> None:
-        """Called between the halves of a split step."""
+        """Let the features take their turns, between the two halves of a split step."""
         self.turns.take(batch, self.clock)
 
     @property
     def fills_drafts(self) -> bool:
-        """Whether requests with fewer drafts than were asked for get drafts of token 0."""
+        """Whether a request that got fewer drafts than wanted is given drafts of token 0 for the rest."""
         return False
 
     @torch.inference_mode()
     def reset(self) -> None:
-        """Forget all rows, since their content is unknown after a failed step. This function covers all row state."""
+        """Forget the state of all rows, because it is unknown after a failed step."""
         self.state.reset()
         self.recurrent.reset()
         for part in self._parts:
             part.reset()
 
     def close(self) -> None:
-        """Free what parts hold. No step runs any more."""
+        """Free what the features' parts hold. No step may run afterwards."""
         for part in self._parts:
             part.close()
 
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
-        """Write the host's changes to the device before the step begins."""
+        """Write what the host decided for this step to the device, before the step begins: admissions, pages and host
+        drafts."""
         self._folded = self.recurrent.fold(scheduled.cache.folds, self.state.computed)  # their rows may be taken below
         for part in self._parts:
             part.begin(scheduled)
@@ -188,7 +190,8 @@ class DeviceStep:
 
     @torch.inference_mode()
     def load_filling(self, count: int) -> None:
-        """Load the kernels that fill the drafter's slots for so many admitted rows, by a run with dead rows."""
+        """Load the kernels that fill the drafter's cache slots for `count` admitted rows, by running them with dead
+        rows."""
         dead = Admission(NULL_ROW, NO_REQUEST, computed=1, max_len=2, output_ids=[0])
         self.drafting.load_filling([dead] * count, lambda admissions: dead_view(self._view_of_admitted(admissions)))
 
@@ -203,7 +206,7 @@ class DeviceStep:
         return TokenHistory(self.state.tokens, view.rows[view.request_of], index - view.query_starts[view.request_of])
 
     def pack(self, scheduled: ScheduledBatch, padded: PaddedSize | None = None) -> PackedBatch:
-        """The batch as `run` takes it. Reads no row: it may be packed while steps before it run."""
+        """Pack a batch for `run`. This reads no row, so a batch may be packed while earlier steps run."""
         shape, ints = pack_eager(scheduled, padded or PaddedSize(scheduled.num_requests, scheduled.num_tokens))
         return PackedBatch(shape, to_device(ints, torch.int64, self.state.device))
 
@@ -248,13 +251,13 @@ class DeviceStep:
         return ForwardHalf(inputs, recurrent, self.forward(view, plan, recurrent, rows))
 
     def _needs_only_logit_rows(self, shape: StepShape) -> bool:
-        """Whether only the hidden states that make logits are needed after the last layer. A step with an `EagerShape`
-        needs all of them, since it may report log-probabilities of prompts."""
+        """Whether the step needs, behind the last layer, only the hidden states that make logits. A step with an
+        `EagerShape` needs all of them, since it may report log-probabilities of prompts."""
         reads_all = self.drafting.reads_hidden is HiddenReads.ALL
         return isinstance(shape, CapturedShape) and not shape.logit_rows_are_tokens and not reads_all
 
     def finish_half(self, half: ForwardHalf, plan: StepPlan) -> DeviceResult:
-        """Finish and draft."""
+        """Sample, accept drafts, commit the tokens, and propose the next drafts."""
         inputs, hidden = half.inputs, half.hidden
         logprobs, committed = self.finish(inputs, hidden, plan)
         written = self.recurrent.commit(half.recurrent, committed.accepted.num_accepted)
@@ -268,12 +271,12 @@ class DeviceStep:
                             drafting=self.drafting, shares_drafts=shares_drafts(inputs.shape))
 
     def whole(self, shape: StepShape, ints: torch.Tensor, plan: StepPlan) -> DeviceResult:
-        """Both halves, one after the other."""
+        """Run both halves of a step, one after the other."""
         return self.finish_half(self.forward_half(shape, ints, plan), plan)
 
     def forward(self, view: BatchView, plan: StepPlan, recurrent: RecurrentStep | NoRecurrentStep,
                 rows: WantedRows | None = None) -> Hidden:
-        """Run the model. rows: the token rows that are wanted; all of them by default."""
+        """Run the model. rows: the token rows whose hidden states are wanted, all of them by default."""
         bound = self.cached.bind(view, recurrent.bind())
         context = StepContext(bound, view.positions, given_rows=plan.additions.given_rows,
                               deltas=self._deltas_of(view, plan.additions.deltas),
@@ -303,8 +306,8 @@ class DeviceStep:
         return sampled.logprobs, committed
 
     def commit(self, inputs: Inputs, tokens: torch.Tensor, bad: torch.Tensor) -> CommittedStep:
-        """Accept drafts that equal the sampled tokens. All tokens of the run become known tokens, and its accepted
-        drafts count as computed."""
+        """Accept the drafts that equal the sampled tokens. The accepted drafts and the token after them become known
+        tokens, and the accepted drafts count as computed."""
         verified = VerifiedStep(inputs.batch.padded.rows, inputs.num_known, inputs.num_drafts, inputs.samples,
                                 inputs.first_logit, inputs.drafts)
         return ops.commit_step(tokens, bad, verified, self.state)

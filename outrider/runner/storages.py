@@ -1,4 +1,4 @@
-"""Memory of tensors that can be given back and asked for again, while the tensors and all their views stay.
+"""Frees the memory behind tensors and restores it later, while the tensor objects and all their views stay.
 
 On a GPU the storage of a tensor is resized to nothing and back, which moves it. On a CPU the pages of its memory are
 given back to the system and come again as zeros when they are next touched: no address changes, so native code that
@@ -25,7 +25,7 @@ _LEAVES = (str, bytes, int, float, type, ModuleType, FunctionType, BuiltinFuncti
 
 
 def find_storages(roots: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
-    """The storages of all tensors that the objects hold, directly or through other objects. The key of a storage stays
+    """Find the storages of all tensors that the objects hold, directly or through other objects. A storage's key stays
     the same when the storage is resized. Functions, classes and weak references are not followed. Tensors in a
     library's private layout have no storage and are left out."""
     seen: dict[int, Any] = {}  # keeps the objects alive, so that an id has one owner
@@ -64,8 +64,8 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 class FreedMemory:
-    """Storages without memory, until `restore`. With `keeps` their content comes back too: from a copy on the host, or
-    because storages that already lie in the host's memory are not freed."""
+    """Storages whose memory can be freed and restored. With `keeps` their content is restored too: from a copy on the
+    host, or because storages that already lie in the host's memory are not freed."""
 
     def __init__(self, storages: Iterable[torch.UntypedStorage], *, keeps: bool) -> None:
         """Copy the content that is kept. Nothing is freed yet, so an error here changes nothing."""
@@ -80,7 +80,7 @@ class FreedMemory:
             self.host_bytes += sum(piece.nbytes for piece in pieces)
 
     def free(self) -> int:
-        """Give the memory of all storages back. Returns how many bytes the device has back."""
+        """Free the memory of all storages. Returns the number of bytes that the device gets back."""
         return sum(self._free(storage, size) for storage, size in self._sizes)
 
     def _free(self, storage: torch.UntypedStorage, size: int) -> int:
@@ -90,16 +90,16 @@ class FreedMemory:
         return 0 if self._keeps else _give_back(storage)
 
     def drop_content(self) -> int:
-        """Drop the kept content. After `restore` the memory has to be filled. Returns the number of freed bytes, as
-        `free` does."""
+        """Drop the kept content, so that the memory must be filled anew after `restore`. Returns the number of bytes
+        that this frees on the device."""
         if not self._keeps:
             return 0
         self._keeps, self._copies = False, []
         return sum(_give_back(storage) for storage, _ in self._sizes if not _can_move(storage))
 
     def restore(self) -> None:
-        """Bring the storages back, with their content if that was kept, and as zeros otherwise. Copies stay: the memory
-        may be freed once more."""
+        """Restore the memory of the storages, with their content if it was kept, and as zeros otherwise. The copies are
+        kept, because the memory may be freed again."""
         for index, (storage, size) in enumerate(self._sizes):
             if not _can_move(storage):
                 continue
@@ -114,8 +114,9 @@ class FreedMemory:
 
 
 def collect_replaced() -> None:
-    """Collect objects that were replaced, with the tensors that they hold. Objects from start-up may be frozen, and
-    collections skip frozen objects: a frozen object in a cycle would hold its tensors for ever."""
+    """Run a garbage collection, so that replaced objects and the tensors that they hold are freed. Objects from
+    start-up are unfrozen for it: collections skip frozen objects, so a frozen object in a reference cycle would hold
+    its tensors for ever."""
     is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.collect()
@@ -131,12 +132,13 @@ def release_copies() -> None:
 
 
 def _can_move(storage: torch.UntypedStorage) -> bool:
-    """Whether the memory may come back at another address. On a CPU native code holds addresses."""
+    """Whether the storage may get another address when it is restored. On a CPU it may not, because native code holds
+    addresses."""
     return storage.device.type != "cpu"
 
 
 def _pieces(storage: torch.UntypedStorage) -> tuple[torch.Tensor, ...]:
-    """The bytes of a storage, in order."""
+    """Return the bytes of a storage in pieces, in order."""
     whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
     return whole.split(PIECE_BYTES)
 
@@ -153,7 +155,7 @@ def _madvise() -> Any:
 
 
 def _give_back(storage: torch.UntypedStorage) -> int:
-    """Zero a CPU storage and give its whole pages back to the system. Returns how many bytes these pages have."""
+    """Zero a CPU storage and give its whole pages back to the system. Returns the number of bytes in these pages."""
     start, size = storage.data_ptr(), storage.nbytes()
     data = torch.empty(0, dtype=torch.uint8).set_(storage)
     first = -start % mmap.PAGESIZE

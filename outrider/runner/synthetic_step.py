@@ -20,8 +20,8 @@ class SyntheticStep(DeviceStep):
 
     @property
     def fills_drafts(self) -> bool:
-        """The rates alone decide how long runs are, so requests for which a lookup found too few drafts get drafts of
-        token 0. A drafter with layers always has enough."""
+        """Whether missing drafts become drafts of token 0, because here the rates alone decide how many are accepted. A
+        drafter with layers always proposes enough."""
         return not self.drafting.has_layers
 
     def commit(self, inputs: Inputs, tokens: torch.Tensor, bad: torch.Tensor) -> CommittedStep:

@@ -1,4 +1,4 @@
-"""Builds the target model on its device, once nothing speaks against it, and fills it with weights."""
+"""Builds the target model on its device, after it was checked, and fills it with weights."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ log = logging.getLogger("outrider")
 
 
 def build_target(config: EngineConfig, source: ModelSource, group: RankGroup = ONE_RANK.group) -> Model:
-    """Build the model that the config asks for, on its device and without weights. With several ranks it is this rank's
-    part."""
+    """Build the model that the config asks for, on its device and without weights. With several ranks only this rank's
+    part is built."""
     device = pick_device(config.device)
     compiling.prepare_compiler(device)
     dtype = pick_dtype(config.dtype, source, device)
@@ -65,7 +65,7 @@ def warn_without_native_kernels() -> None:
 
 
 def _part_of(group: RankGroup, model: Model) -> Model:
-    """The model as one rank holds it. Nothing is allocated yet."""
+    """Cut the model down to the part that one rank holds. No weight is allocated yet."""
     if group.count > 1:
         model.shard(group)
     return model
@@ -89,7 +89,7 @@ def declare_stored(model: Model, config: EngineConfig, source: ModelSource, devi
 
 
 def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None = None) -> Model:
-    """The model that the config asks for, on its device, with its weights. `watch`: see fill_model."""
+    """Build the model that the config asks for, and fill it with weights. `watch`: see fill_model."""
     model = build_target(config, source)
     fill_target(model, config, source, watch)
     return model
@@ -103,8 +103,8 @@ def fill_target(model: Model, config: EngineConfig, source: ModelSource, watch: 
 
 
 def with_index_keys(config: EngineConfig, values: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """The model's config with the type in which its indexers' keys are stored. Raises ValueError if the model has no
-    indexer, or if the device cannot convert to the type."""
+    """Return the model's config with the type in which its indexers store keys (`index_key_dtype`). Raises ValueError
+    if the model has no indexer, or if the device cannot convert to the type."""
     asked = f"index_key_dtype={config.index_key_dtype!r}"
     section = values.get("text_config")  # a language model within another has its keys there
     if isinstance(section, Mapping) and section.get("index_topk") is not None:

@@ -1,4 +1,6 @@
-"""Computes the checksums of weights where they lie: each tensor in the checkpoint's order, a piece at a time."""
+"""Computes the checksums of a loaded model's weights: each tensor in the checkpoint's order, copied to the host a piece
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ PIECE = 1 << 26  # bytes that are copied to the host together
 
 
 def checksum_of(slots: Mapping[str, WeightSlot]) -> WeightsChecksum:
-    """The checksums of all weights. Formats have restored the order of their files before."""
+    """Compute the checksums of all weights. The caller has restored the element order of the files before."""
     return WeightsChecksum({name: _tensor_checksum(slot) for name, slot in slots.items()})
 
 
@@ -24,7 +26,7 @@ def _tensor_checksum(slot: WeightSlot) -> TensorChecksum:
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in the host's memory, a piece at a time."""
+    """Yield the bytes of a tensor in the host's memory, a piece at a time."""
     flat = tensor.contiguous().reshape(-1)
     for piece in flat.split(max(1, PIECE // flat.element_size())) if flat.numel() else ():
         yield memoryview(piece.cpu().view(torch.uint8).numpy())

@@ -1,9 +1,9 @@
-"""Tensors with the names of a checkpoint that replace weights of a loaded model.
+"""Updates that replace weights of a loaded model by tensors with the names of a checkpoint.
 
 A `WeightUpdate` has all tensors at once. It looks at them twice: once to find what does not fit, before anything is
 changed, and once to copy them. A `WeightStream` gets them one at a time and copies each as it comes. Prediction modules
 (MTP) have their tensors in the target's checkpoint and are updated with it; other drafters have files of their own.
-Weights that stay in the bits of their files are replaced by files of the same form.
+Weights that are kept quantised, with the bits of their files, can only be replaced from files of the same form.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class UpdatedWeights:
     """The weights of a model, and of its prediction modules, that an update may replace."""
 
     def __init__(self, model: Model, modules: Sequence[LayeredModule]) -> None:
-        """modules: those of the drafters."""
+        """modules: the modules of the drafters."""
         self._model = model
         self._heads = [module for module in modules if isinstance(module, MTPHead)]
         self.slots: dict[str, WeightSlot] = dict(model.weights())
@@ -58,7 +58,8 @@ class UpdatedWeights:
             self.slots |= head.weights()
 
     def in_slots(self, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of an update, each under the name of its slot if there is one."""
+        """Yield the tensors of an update, each under the name of its slot in the model; a tensor without a slot keeps
+        its name."""
         apart = split_experts(self._named(tensors), self.slots)  # whose names may be those of modules, too
         for name, tensor in one_by_one(self._named(apart), self.slots, Counter()):
             assert isinstance(tensor, torch.Tensor)
@@ -69,7 +70,8 @@ class UpdatedWeights:
             yield name if name in self.slots else self._model.slot_name(name), tensor
 
     def check(self, name: str, tensor: torch.Tensor, *, has_form_of_model: bool) -> None:
-        """Refuse a tensor that its slot cannot hold. has_form_of_model: bits come in the form of the model's files."""
+        """Raise WeightError for a tensor that its slot cannot hold. has_form_of_model: the update's files are quantised
+        in the form of the model's files."""
         slot = self.slots[name]
         if slot.kind is not None and slot.quantize is None:
             if not has_form_of_model or tensor.dtype != slot.target.dtype:
@@ -100,8 +102,8 @@ class UpdatedWeights:
 class WeightUpdate:
     def __init__(self, model: Model, modules: Sequence[LayeredModule], given: UpdateWeights,
                  stored: Mapping[str, Any]) -> None:
-        """modules: the drafters' modules. stored: the `quantization_config` of the model's files, empty if they have
-        none."""
+        """modules: the modules of the drafters. stored: the `quantization_config` of the model's files, empty if they
+        have none."""
         self._weights, self._given = UpdatedWeights(model, modules), given
         self._path = None if given.path is None else Path(given.path)
         self._is_gguf = self._path is not None and self._path.suffix == ".gguf"
@@ -111,9 +113,9 @@ class WeightUpdate:
         self._has_form_of_model = self._is_gguf or (bool(section) and section == stored)
 
     def check(self) -> list[str]:
-        """The names of the weights that the update replaces. Raises WeightError, with nothing changed, if a tensor has
-        an unknown name, another shape than its weight or values that are not finite, or if the weight stays in the bits
-        of its file."""
+        """Return the names of the weights that the update replaces. Raises WeightError before anything changes if a
+        tensor has an unknown name, another shape than its weight or values that are not finite, or if its weight is
+        kept quantised and the tensor has another form."""
         names: dict[str, None] = {}
         unknown: list[str] = []
         for name, tensor in self._tensors():
@@ -158,7 +160,7 @@ class WeightUpdate:
 
 
 class WeightStream:
-    """An update whose tensors come one at a time. Each tensor is checked and copied into its place when it comes."""
+    """An update whose tensors come one at a time. Each tensor is checked and copied into its weight when it comes."""
 
     def __init__(self, model: Model, modules: Sequence[LayeredModule]) -> None:
         self._weights = UpdatedWeights(model, modules)
@@ -167,8 +169,8 @@ class WeightStream:
         self.seconds = 0.0  # that the copies took
 
     def take(self, name: str, tensor: torch.Tensor, before_first: Callable[[], None]) -> None:
-        """Copy a tensor into its place, or raise WeightError if there is none for it. `before_first` is called before
-        the first weight changes, and sets `has_begun`."""
+        """Copy a tensor into its weight, or raise WeightError if the model has no such weight. `before_first` is called
+        before the first weight changes, and sets `has_begun`."""
         for slot, part in self._weights.in_slots([(name, tensor)]):
             if slot in self.came:
                 raise WeightError(f"tensor {name} came twice in one update: reset_prefix_cache() or "
@@ -192,7 +194,7 @@ def _quantization_of(path: Path, stored: Mapping[str, Any]) -> Mapping[str, Any]
 
 
 def as_tensor(array: NamedArray) -> torch.Tensor:
-    """The tensor of an array, over the same memory."""
+    """View an array as a tensor over the same memory."""
     dtype = getattr(torch, array.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise WeightError(f"tensor {array.name} has dtype {array.dtype}, which torch does not know")

@@ -1,7 +1,8 @@
-"""The worker: everything with a device. It loads, measures and captures, says what it serves, and runs steps.
+"""Worker: the part of the program that uses the device. It loads the model, measures and captures steps, describes what
+it serves, and runs steps.
 
-On a CPU a thread of its own plays the device; on CUDA steps are queued on a stream. The engine knows the worker
-as a `Runner` with an `info`, and nothing else of it.
+On a CPU steps run in a second thread; on CUDA they are queued on a stream. The engine knows the worker as a `Runner`
+with an `info`, and nothing else of it.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ LARGE = 64 << 20  # bytes that are worth a collection, which takes a tenth of a 
 
 
 class Worker:
-    """A model that is loaded, ready to run steps."""
+    """A loaded model that is ready to run steps."""
 
     def __init__(self, config: EngineConfig, model: Model, *, eos_ids: tuple[int, ...] = (),
                  drafter: Drafter | None = None, prepare: Prepare = lambda model, drafter: None,
@@ -112,8 +113,8 @@ class Worker:
 
     @cached_property
     def residence(self) -> residences.Residence:
-        """The Residence of the worker: which parts of its memory are on the device. Made when a part first sleeps or
-        changes."""
+        """Return the Residence, which knows which parts of the worker's memory are on the device. It is made when
+        memory first sleeps or weights first change."""
         return self._make_residence()
 
     def _can_run(self) -> bool:
@@ -138,7 +139,7 @@ class Worker:
             return failed
 
     def feature(self, name: str) -> WorkerFeature:
-        """The half of a feature that requests ask for. It is made when it is first needed. Any thread may ask."""
+        """Return the worker's half of a feature that requests ask for; the first call makes it. Any thread may call."""
         if not hasattr(self, "runner"):
             raise WorkerDied("the worker was closed")
         return self._late.need(name)
@@ -147,8 +148,8 @@ class Worker:
         return self.runner.idle(quiet_seconds) if self._can_run() else None
 
     def close(self) -> None:
-        """Wait for the steps, and let go of the model, the cache and the captured steps: their memory is free from now
-        on, although an engine or a caller still holds the worker."""
+        """Wait for the steps, and drop the model, the cache and the captured steps, so that their memory is free even
+        while an engine or a caller still holds the worker."""
         if not hasattr(self, "runner"):
             return  # closed before
         # Weights that sleep on a GPU have no bytes to count.
@@ -162,7 +163,7 @@ class Worker:
             release_dropped()
 
     def _count_bytes(self) -> int:
-        """The memory of the model's weights and of the cache."""
+        """Return the bytes of the model's weights and of the cache's pages."""
         step = self.device_step
         return step.pool.data.nbytes + sum(slot.nbytes for slot in step.model.weights().values())
 
@@ -193,8 +194,8 @@ class PlannedSteps(NamedTuple):
 def _plan_with_or_without_drafter(
     config: EngineConfig, plan: Callable[[EngineConfig], PlannedSteps]
 ) -> tuple[EngineConfig, PlannedSteps]:
-    """(config, plan) that are served. If the settings leave no room for the drafter that comes with the model, the
-    drafter is left out."""
+    """Plan the steps, and return the plan with the config that it serves. If the settings leave no room for the drafter
+    that comes with the model, the plan and the config are made without the drafter."""
     drafter = config.shipped_drafter
     if drafter is None:
         if config.speculative_config == AUTO_DRAFTER:
@@ -219,14 +220,16 @@ def _plan_with_or_without_drafter(
 
 
 def _needs_no_weights(config: EngineConfig, device: torch.device) -> bool:
-    """Whether kernels can be compiled before weights are read: there are kernels to compile, and no drafter from
-    outside looks at the target's weights. The layers' formats, which decide which kernels these are, are declared."""
+    """Whether kernels can be compiled before weights are read. That is so on a GPU, unless a drafter from outside the
+    package looks at the target's weights: the formats of the layers, which decide which kernels there are, are known
+    already."""
     return device.type == "cuda" and all(method in (AUTO_METHOD, *METHODS) for method in config.draft_methods)
 
 
 def _plan_cache(config: EngineConfig, parts: StepParts) -> tuple[Limits, int, StepMemory]:
-    """Plan the cache. Returns the limits, perhaps with a smaller `max_len`; the number of pages; and the memory of a
-    step, or UNMEASURED if no step was measured for these limits. The measurement also starts to compile kernels."""
+    """Plan the cache. Returns the limits, perhaps with a smaller `max_len`; the number of pages; and the memory that a
+    step takes, or UNMEASURED if no step was measured for these limits. The measurement also starts to compile
+    kernels."""
     limits, device, step_memory = parts.limits, parts.model.device, UNMEASURED
     if device.type == "cuda" and config.fits_cache_to_device:
         use_graphs = not config.enforce_eager and parts.can_be_captured
@@ -255,7 +258,7 @@ def _make_runner(config: EngineConfig, parts: StepParts, step: DeviceStep, limit
 
 
 class Laps:
-    """How long each part of something took."""
+    """Measures how long each part of a task takes."""
 
     def __init__(self) -> None:
         self._last = time.perf_counter()

@@ -1,4 +1,6 @@
-"""WorkerFeature: what a feature adds to a worker, which holds the device. LateFeatures: those that requests ask for."""
+"""WorkerFeature: what a feature adds to a worker, which holds the device. LateFeatures: the features that are made when
+a request first asks for them.
+"""
 
 from __future__ import annotations
 
@@ -19,17 +21,19 @@ from outrider.runner.step import DeviceStep
 
 
 class WorkerFeature:
-    """Methods do nothing unless a feature defines them. Of a feature that requests ask for only `attach` is called."""
+    """The part of a feature that runs in the worker. A method does nothing unless the feature defines it. If the
+    feature is one that requests ask for, only `attach` is called."""
 
     name = "a feature"  # in messages
     edits_logits = False  # whether it edits the logits of every step (`DeviceStep.edit_logits`)
 
     def limit(self, limits: Limits, model: Model, drafter: Drafter | None) -> Limits:
-        """The limits with the sizes of the feature's buffers (`Limits.parts`)."""
+        """Return the limits with the sizes of the feature's buffers added (`Limits.parts`)."""
         return limits
 
     def num_bytes(self, limits: Limits, model: Model) -> FeatureBytes:
-        """Called when the limits are known, before the first step is made."""
+        """Return the device memory that the feature takes. Called when the limits are known, before the first step is
+        made."""
         return FeatureBytes()
 
     def observers(self) -> Sequence[DraftObserver]:
@@ -37,12 +41,13 @@ class WorkerFeature:
         return ()
 
     def background(self) -> BackgroundWork:
-        """The work that the feature does in the background of steps. Called once, when the limits are known."""
+        """Return the work that the feature does in the background while steps run. Called once, when the limits are
+        known."""
         return NO_WORK
 
     def attach(self, step: DeviceStep, model: Model, limits: Limits) -> None:
         """Add the feature's part to a step (`DeviceStep.add_part`, `take_deltas`, `edit_logits`). Called for every
-        DeviceStep that is made: perhaps first one that only measures memory, then the one that serves."""
+        DeviceStep that is made: the one that serves, and perhaps before it one that only measures memory."""
 
 
 class StepLine(Protocol):
@@ -52,8 +57,8 @@ class StepLine(Protocol):
 
 
 class LateFeatures:
-    """The halves of features that requests ask for by a parameter. Each is made when the first such request comes: an
-    engine without one loads none of their code. May be used by several threads."""
+    """The worker's halves of features that requests ask for by a parameter. Each half is made when the first such
+    request comes, so that an engine without such requests loads none of the code. May be used by several threads."""
 
     def __init__(self, config: EngineConfig, step: DeviceStep, limits: Limits, line: StepLine) -> None:
         self._config, self._step, self._limits, self._line = config, step, limits, line
@@ -61,7 +66,8 @@ class LateFeatures:
         self._made: dict[str, WorkerFeature] = {}
 
     def need(self, name: str) -> WorkerFeature:
-        """The half of this feature. What it adds to steps is there before any step that is submitted from now on."""
+        """Return the worker's half of this feature; the first call makes it. Every step that is submitted afterwards
+        has its part."""
         with self._lock:
             if name not in self._made:
                 self.put(name, worker_half(name)(self._config))

@@ -1,4 +1,4 @@
-"""WorkerRanks: the ranks of a worker, of which there is usually one, and how they sum tensors and agree."""
+"""WorkerRanks: how a rank sums tensors and agrees with the other ranks of its worker. Most workers have one rank."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class OneRank:
 
 @dataclass(frozen=True)
 class WorkerRanks:
-    """The two things that a rank shares with the other ranks of its model: the group that sums tensors, and the
-    link by which hosts agree."""
+    """A rank's two connections to the other ranks of its model: the group that sums tensors, and the link over which
+    hosts agree."""
 
     link: RankLink
     group: RankGroup
@@ -63,12 +63,12 @@ class WorkerRanks:
             self.group.is_open = True
 
     def integers_of_rank_0(self, own: torch.Tensor) -> torch.Tensor:
-        """Rank 0's int64 tensor, in place of the rank's own."""
+        """Return rank 0's int64 tensor on every rank."""
         return integers_of_rank_0(self.group, own)
 
     def check(self) -> None:
-        """Raise RankLost if a sum on a GPU waited for a rank in vain: results since then are undefined. Called when the
-        device has run the step whose result is to be read."""
+        """Raise RankLost if a sum on a GPU timed out waiting for a rank: results since then are undefined. Called when
+        the device has run a step, before its result is read."""
         late = None if self.device_ranks is None else self.device_ranks.late_rank
         if late is not None:
             raise RankLost(f"rank {late} did not come to a sum of rank {self.rank} in {DEVICE_SECONDS:.0f} s")
@@ -78,7 +78,8 @@ ONE_RANK = WorkerRanks(ONE_RANK_LINK, OneRank())
 
 
 class WatchedRanks:
-    """A `RankGroup` that shows its parent when it waits for other ranks, and calls every failure RankLost."""
+    """A `RankGroup` that tells the parent process when it waits for other ranks, and raises every failure of a sum as
+    RankLost."""
 
     def __init__(self, group: RankGroup, status: RankStatus) -> None:
         self._group, self._status = group, status
