@@ -1,4 +1,4 @@
-"""generate_texts: lets the engine answer prompts, and stores prompts with their answers shard by shard."""
+"""generate_texts: lets the engine answer prompts, and stores the prompts with their answers in files (shards)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_SEED = 1 << 62
 
 @dataclass(frozen=True)
 class AnswerPlan:
-    """Which prompt each text has, and how it is answered."""
+    """The plan of a run's texts: which prompt each has, and whether its answer is greedy or sampled."""
 
     settings: TrainingSettings
     num_texts: int
@@ -34,12 +34,13 @@ class AnswerPlan:
         return [shard for shard in range(-(-self.num_texts // self.settings.shard_texts)) if not store.has_shard(shard)]
 
     def prompt_of(self, index: int) -> list[int] | None:
-        """A prompt of the file; None if the target writes it: each prompt of the file is answered at most twice."""
+        """A prompt of the file, each of which is answered at most twice. None if the target writes the prompt
+        itself."""
         return self.prompts[index % len(self.prompts)] if index < 2 * len(self.prompts) else None
 
     def is_greedy(self, index: int) -> bool:
-        """Whether a text is answered greedily. Every other text is; a prompt that comes again is answered the other
-        way."""
+        """Whether a text is answered greedily, as every other text is. If a prompt is answered twice, one answer is
+        greedy and one sampled."""
         is_second = len(self.prompts) <= index < 2 * len(self.prompts)
         return (index - len(self.prompts) + 1 if is_second else index) % 2 == 0
 
@@ -52,7 +53,8 @@ class AnswerPlan:
                               max_tokens=self.settings.max_answer_tokens)
 
     def prompt_params(self, index: int, own: SelfPrompts) -> SamplingParams:
-        """Sampling parameters of a request that writes a prompt: one that ends where the longest prompt does."""
+        """Sampling parameters of a request in which the target writes a prompt: it ends at the longest length that a
+        prompt may have."""
         room = self.settings.max_prompt_tokens - own.num_given_tokens(index)
         if room < 1:
             raise ValueError(f"prompts of {self.settings.max_prompt_tokens} tokens leave the model no room to write "
@@ -88,8 +90,8 @@ def generate_texts(llm: LLM, plan: AnswerPlan, store: TextStore, own: SelfPrompt
 
 
 def until_repeated(answer: Sequence[int]) -> Sequence[int]:
-    """An answer, cut where LOOP_TOKENS tokens come for the third time. A target that repeats itself without end teaches
-    nothing after that, and small targets would mostly write such answers."""
+    """The answer, cut where LOOP_TOKENS tokens occur for the third time. Small targets often repeat themselves without
+    end, and a drafter learns nothing from that."""
     places: dict[tuple[int, ...], int] = {}
     for end in range(LOOP_TOKENS, len(answer) + 1):
         stretch = tuple(answer[end - LOOP_TOKENS : end])
@@ -101,7 +103,8 @@ def until_repeated(answer: Sequence[int]) -> Sequence[int]:
 
 def _written(llm: LLM, plan: AnswerPlan, own: SelfPrompts, indexes: Sequence[int],
              known: set[tuple[int, ...]]) -> dict[int, list[int]]:
-    """Prompts that the target writes. Repeated prompts are left out: each prompt is added to `known`."""
+    """Let the target write prompts. A prompt that is in `known` already is left out, and new ones are added to
+    `known`."""
     seeds = [own.seed_prompt(index) for index in indexes]
     params = [plan.prompt_params(index, own) for index in indexes]
     outputs = _finished(llm, seeds, params)

@@ -40,7 +40,7 @@ class BatchPlan:
         return self.epochs * self.steps_per_epoch
 
     def texts_of(self, step: int) -> list[int]:
-        """Indexes of the texts of a step: an equal share of the epoch's order."""
+        """Indexes of a step's texts. Every step has an equal share of the epoch's texts, in the epoch's order."""
         epoch, part = divmod(step, self.steps_per_epoch)
         order, count = self._order(epoch), len(self.lengths)
         start, stop = (count * i // self.steps_per_epoch for i in (part, part + 1))
@@ -61,7 +61,7 @@ def _shuffled(count: int, seed: int, epoch: int) -> list[int]:
 
 
 def micro_batches(indexes: Sequence[int], lengths: Sequence[int], micro_tokens: int) -> list[list[int]]:
-    """Texts by falling length, in groups whose padded size is at most `micro_tokens`."""
+    """Sort texts by falling length, and group them so that a group's padded size is at most `micro_tokens`."""
     groups: list[list[int]] = []
     for index in sorted(indexes, key=lambda i: (-lengths[i], i)):
         longest = lengths[groups[-1][0]] if groups else 0

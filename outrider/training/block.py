@@ -19,8 +19,8 @@ from outrider.training.vocabulary import DraftVocabulary
 
 
 class BlockTrainee(Trainee):
-    """A block drafter in training. It begins with the target's final norm and output rows, and random weights between
-    them."""
+    """A block drafter in training. Its final norm and output rows begin as the target's, all other weights are
+    random."""
 
     def __init__(self, target: Model, settings: TrainingSettings, vocabulary: DraftVocabulary) -> None:
         self._target, self._vocabulary = target, vocabulary
@@ -38,7 +38,7 @@ class BlockTrainee(Trainee):
         return block_aux_layers(target, settings)
 
     def outputs(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[PassOutput]:
-        """One block at every place that some pass asks for; pass s reads row s of the blocks' drafts."""
+        """Compute one block at every place that some pass asks for. Pass s reads row s of the blocks' drafts."""
         anchors, place = block_places(rows, *taught.tokens.shape)
         if not anchors.shape[1]:
             return
@@ -72,9 +72,8 @@ class BlockTrainee(Trainee):
 
 
 def block_places(rows: list[torch.Tensor], num_texts: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places where blocks begin: [texts, most blocks of a text] positions, with some of them repeated in texts that
-    have fewer; and the block of each row, by text * most blocks + block. rows: for each pass text * width +
-    position."""
+    """Return the positions where blocks begin, [texts, most blocks of a text]; texts with fewer blocks repeat one. Also
+    return the block of each place, as text * most blocks + block. rows: for each pass text * width + position."""
     wanted = torch.zeros(num_texts, width, dtype=torch.bool, device=rows[0].device)
     for own in rows:
         wanted.view(-1)[own] = True
@@ -87,6 +86,7 @@ def block_places(rows: list[torch.Tensor], num_texts: int, width: int) -> tuple[
 
 
 def _mask_token(vocabulary: DraftVocabulary) -> int:
-    """The last token that is never drafted, or the last one if all are."""
+    """The token that stands for a masked one: the last token that is never drafted, or the last of all if every token
+    can be drafted."""
     unknown = (~vocabulary.is_known).nonzero()
     return int(unknown[-1]) if len(unknown) else vocabulary.target_size - 1

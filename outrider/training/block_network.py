@@ -1,7 +1,8 @@
-"""The arithmetic of a block drafter for training: what `models.block` computes, as torch operations with gradients.
+"""The forward pass of a block drafter for training: the computation of `models.block`, in torch operations with
+gradients.
 
-Blocks begin at many places of a text at once. A block at token p has the token itself and masks at p + 1, p + 2, ...;
-its rows see the context of the tokens before p, made of the target's hidden states, and each other.
+Blocks begin at many places of a text at once. A block at token p contains the token itself and masks at p + 1, p + 2,
+... Its rows attend to each other and to the context before p, which is made of the target's hidden states.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class BlockNetwork(NamedLayers):
 
     def with_markov_head(self, states: torch.Tensor, tokens: torch.Tensor,
                          output: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """States and output rows, made longer so that their product has the Markov head's addition."""
+        """Return the states and output rows with extra columns, so that their product includes the Markov head's
+        term."""
         before = self._weights["markov_head.markov_w1.weight"][tokens]
         after = self._weights["markov_head.markov_w2.weight"]
         return torch.cat((states, before), dim=-1), torch.cat((output, after), dim=-1)
@@ -74,7 +76,7 @@ class BlockNetwork(NamedLayers):
 
 
 def weight_shapes(sizes: BlockSizes, draft_vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the exported file that is a weight, by name."""
+    """The shape of every weight of the exported file, by name."""
     hidden, width = sizes.hidden_size, sizes.intermediate_size
     queries, others = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     shapes: dict[str, tuple[int, ...]] = {"fc.weight": (hidden, len(sizes.aux_layers) * hidden),

@@ -32,7 +32,8 @@ class BlockSizes:
 
     @classmethod
     def for_target(cls, target: Model, settings: TrainingSettings, mask_token: int) -> BlockSizes:
-        """The sizes of the target's layers if these are ordinary layers, as for an EAGLE-3 head."""
+        """The sizes of a block drafter: those of the target's layers if these are ordinary layers
+        (`HeadSizes.for_layers`)."""
         aux_layers = block_aux_layers(target, settings)
         like = HeadSizes.for_layers(target, aux_layers, settings)
         return cls(like.hidden_size, like.intermediate_size, settings.layers, like.num_heads, like.num_kv_heads,
@@ -41,8 +42,8 @@ class BlockSizes:
 
     @property
     def num_rows(self) -> int:
-        """Token rows of a block. With a Markov head the row of the last known token makes the first draft, as in the
-        files that DSpark was published with; otherwise only masks do."""
+        """The number of token rows of a block. With a Markov head, the row of the last known token makes the first
+        draft, as in the published DSpark files; otherwise only mask rows make drafts."""
         return self.num_drafts + self.first_row
 
     @property
@@ -66,7 +67,7 @@ class BlockSizes:
                 "confidence_head_with_markov": False}
 
     def hf_config(self, draft_vocab_size: int) -> dict[str, Any]:
-        """The publishers' form, in which layer i is named by i and not by the stream after it."""
+        """The config in the form of the original checkpoints, which number the stream after layer i as i, not i + 1."""
         ids = [layer - 1 for layer in self.aux_layers]
         config = {**self.layer_config(), "block_size": self.num_rows, "num_target_layers": self.num_target_layers,
                   "draft_vocab_size": draft_vocab_size, "dtype": "bfloat16"}
@@ -94,8 +95,8 @@ class BlockSizes:
 
 
 def block_aux_layers(target: Model, settings: TrainingSettings) -> tuple[int, ...]:
-    """The residual streams after so many layers: by default five, spread from the second layer to the third from the
-    end, fewer where the target has not so many."""
+    """The layers after which the drafter reads the target's residual stream: by default five, spread from the second
+    layer to the third from the end; fewer if the target is small."""
     count = target.num_layers
     if settings.taps:
         return check_aux_layers(settings.taps, count)

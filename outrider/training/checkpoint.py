@@ -58,5 +58,5 @@ class TrainingCheckpoint:
 
     @staticmethod
     def num_bytes(num_parameters: int) -> int:
-        """Size of a checkpoint's file: weights, two moments and the best weights, in float32."""
+        """The size of a checkpoint's file: weights, two moments of the optimizer and the best weights, in float32."""
         return 16 * num_parameters

@@ -1,7 +1,7 @@
-"""The loss of a drafter's last product against the target's distribution, with its gradient.
+"""The loss of a drafter's logits against the target's distribution, with its gradient.
 
-Logits of many token rows over a vocabulary are the largest tensors of training. Here they live for a chunk of rows: the
-product, the loss and the gradient of a chunk are computed together, and only the gradient of the product's input, and
+Logits of many token rows over a vocabulary are the largest tensors of training, so they are computed in chunks of rows.
+The product, the loss and the gradient of a chunk are computed together. Only the gradient of the product's input, and
 of its weight if that is trained, is kept until the backward pass.
 """
 
@@ -39,8 +39,8 @@ distill_rows = Operation(
 
 def distillation_loss(states: torch.Tensor, weight: torch.Tensor, target_logits: torch.Tensor, places: torch.Tensor,
                       row_weights: torch.Tensor) -> torch.Tensor:
-    """The sum of the losses of `distill_rows` for logits = states @ weight', in the arithmetic of autocast where that
-    is on. states [rows, hidden], weight [vocabulary, hidden]; both may need gradients."""
+    """The sum of the losses of `distill_rows` for logits = states @ weight', in autocast's precision if autocast is on.
+    states [rows, hidden], weight [vocabulary, hidden]; both may need gradients."""
     is_narrow = torch.is_autocast_enabled(states.device.type)
     dtype = torch.get_autocast_dtype(states.device.type) if is_narrow else weight.dtype
     loss: torch.Tensor = _Distillation.apply(states, weight, target_logits, places, row_weights, dtype)

@@ -1,4 +1,5 @@
-"""DraftLogits: the target's logits of the tokens that a drafter knows, computed from the target's final states."""
+"""DraftLogits: computes the target's logits, restricted to the tokens of the draft vocabulary, from the target's final
+hidden states."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ LOGIT_ROWS = 2048  # token rows whose logits over the whole vocabulary are held 
 
 class DraftLogits:
     def __init__(self, model: Model, ids: torch.Tensor) -> None:
-        """ids: the drafter's tokens, on the model's device."""
+        """ids: the tokens of the draft vocabulary, on the model's device."""
         self._model, self._ids = model, ids
         # The output rows of the drafter's tokens alone, where logits are nothing but their products. Otherwise logits
         # of the whole vocabulary are computed.
@@ -26,7 +27,7 @@ class DraftLogits:
 
     @torch.no_grad()
     def __call__(self, final: torch.Tensor) -> torch.Tensor:
-        """[tokens, draft vocabulary] float32. final: [tokens, hidden]"""
+        """Return the logits [tokens, draft vocabulary] float32. final: [tokens, hidden]"""
         if self._rows is None:
             parts = [self._whole(rows)[:, self._ids].float() for rows in final.split(LOGIT_ROWS)]
             return torch.cat(parts) if parts else final.new_empty(0, len(self._ids), dtype=torch.float32)
@@ -40,7 +41,7 @@ class DraftLogits:
 
     @torch.no_grad()
     def best(self, final: torch.Tensor) -> torch.Tensor:
-        """[tokens] the likeliest token of the whole vocabulary."""
+        """[tokens] the likeliest token among the whole vocabulary."""
         parts = [self._whole(rows).argmax(dim=-1) for rows in final.split(LOGIT_ROWS)]
         return torch.cat(parts) if parts else final.new_empty(0, dtype=torch.int64)
 

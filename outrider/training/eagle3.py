@@ -20,8 +20,8 @@ OUTPUT = "lm_head.weight"
 
 
 class Eagle3Trainee(Trainee):
-    """The head begins with the target's final norm and output rows, and with random weights between them, some of which
-    `warm_start` replaces."""
+    """An EAGLE-3 head in training. Its final norm and output rows begin as the target's. Other weights are random, and
+    `warm_start` replaces some of them."""
 
     def __init__(self, target: Model, settings: TrainingSettings, vocabulary: DraftVocabulary) -> None:
         self._target, self._vocabulary = target, vocabulary
@@ -60,8 +60,8 @@ class Eagle3Trainee(Trainee):
 
 def begin_weights(shapes: Mapping[str, tuple[int, ...]], target: Model, vocabulary: DraftVocabulary,
                   seed: int) -> dict[str, torch.Tensor]:
-    """Fresh weights, float32 on the target's device: norms of 1, random matrices, and the target's final norm and
-    output rows. Drawn on the host, so that every device begins with the same ones."""
+    """Make fresh weights, float32 on the target's device: norms of 1, random matrices, and the target's final norm and
+    output rows. Random numbers are drawn on the host, so that every device begins with equal weights."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in shapes.items():
@@ -79,11 +79,11 @@ def begin_weights(shapes: Mapping[str, tuple[int, ...]], target: Model, vocabula
 
 
 def warm_start(weights: dict[str, torch.Tensor], sizes: HeadSizes) -> None:
-    """Change fresh weights, in place, so that a head need not first find out what is the same for every target.
+    """Change fresh weights, in place, so that a head need not learn what is equal for every target.
 
-    The layer's input begins as the last auxiliary state alone, so that the residual stream has the axes that the
-    target's output rows read. Queries begin with the weights of their keys, so that a slot attends to itself first: its
-    own token reaches the stream through attention alone, and would begin as one of hundreds."""
+    The layer's input begins as the last auxiliary state alone, so that its residual stream has the basis that the
+    target's output rows expect. Queries begin with the weights of their keys, so that a slot attends mostly to itself:
+    a token influences the stream through attention only, and would otherwise begin as one of hundreds."""
     fc, key = weights["fc.weight"], weights[f"{LAYER}.self_attn.k_proj.weight"]
     last = sizes.aux_layers.index(max(sizes.aux_layers)) * sizes.hidden_size
     fc.zero_()

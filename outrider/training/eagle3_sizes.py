@@ -54,7 +54,7 @@ class HeadSizes:
 
     @property
     def form(self) -> HeadForm:
-        """The part that the head's arithmetic depends on."""
+        """The properties of the head that its forward pass depends on."""
         return HeadForm(self.head_dim, self.eps, partial(rotate, theta=self.rope_theta),
                         norms_aux=not self.is_classic, feeds_back_normed=not self.is_classic)
 
@@ -71,14 +71,14 @@ class HeadSizes:
         return {} if self.is_classic else {"fc_norm": True, "norm_output": True}
 
     def hf_config(self, draft_vocab_size: int) -> dict[str, Any]:
-        """The form of the original EAGLE-3 checkpoints. Engines number layers differently in the key that names these
-        streams, so it is left out where they are the usual ones, which every engine takes without it."""
+        """The config in the form of the original EAGLE-3 checkpoints. Engines number layers differently in the key of
+        the auxiliary layers, so the key is left out for the usual layers, which every engine assumes without it."""
         config = {"architectures": ["LlamaForCausalLMEagle3"], **self.layer_config(),
                   "draft_vocab_size": draft_vocab_size, "dtype": "bfloat16", **self.norm_config()}
         return config if self.has_usual_layers else config | {"eagle_config": {AUX_LAYERS_KEY: list(self.aux_layers)}}
 
     def speculators_config(self, draft_vocab_size: int, num_drafts: int, target_name: str) -> dict[str, Any]:
-        """The form of the speculators library."""
+        """The config in the form of the speculators library."""
         config = {
             "architectures": ["Eagle3Speculator"], "speculators_model_type": "eagle3",
             "transformer_layer_config": self.layer_config(), "draft_vocab_size": draft_vocab_size,
@@ -93,7 +93,7 @@ class HeadSizes:
 
 
 def weight_shapes(sizes: HeadSizes, draft_vocab_size: int) -> dict[str, tuple[int, ...]]:
-    """Every tensor of the exported file that is a weight, by name."""
+    """The shape of every weight of the exported file, by name."""
     hidden, width = sizes.hidden_size, sizes.intermediate_size
     queries, others = sizes.num_heads * sizes.head_dim, sizes.num_kv_heads * sizes.head_dim
     shapes: dict[str, tuple[int, ...]] = {
@@ -122,7 +122,8 @@ def usual_aux_layers(target: Model) -> tuple[int, ...]:
 
 
 def read_aux_layers(target: Model, settings: TrainingSettings) -> tuple[int, ...]:
-    """The residual streams after so many layers. Raises ValueError where the target does not have them."""
+    """The layers after which the head reads the target's residual stream. Raises ValueError if the target does not have
+    them."""
     count, aux_layers = target.num_layers, usual_aux_layers(target)
     if settings.taps:
         return check_aux_layers(settings.taps, count)
@@ -133,7 +134,7 @@ def read_aux_layers(target: Model, settings: TrainingSettings) -> tuple[int, ...
 
 
 def check_aux_layers(aux_layers: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """The layers of the settings. Raises ValueError where a target of `count` layers does not have them."""
+    """Return the layers of the settings. Raises ValueError if a target of `count` layers does not have them."""
     if not all(0 <= each <= count for each in aux_layers):
         raise ValueError(f"taps={list(aux_layers)}: the target has {count} layers, so taps are 0 (the embedding) to "
                          f"{count}")
@@ -141,7 +142,7 @@ def check_aux_layers(aux_layers: tuple[int, ...], count: int) -> tuple[int, ...]
 
 
 def _rope_theta(target: Model) -> float:
-    """The base of the target's rope, if it has one for all layers."""
+    """The base of the target's rope, if all layers have the same one."""
     values = target.config.values if isinstance(target, Decoder) else {}
     for section in (values, values.get("rope_parameters") or {}, values.get("rope_scaling") or {}):
         if isinstance(section.get("rope_theta"), int | float):

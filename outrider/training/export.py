@@ -27,7 +27,7 @@ def write_drafter(folder: Path, config: dict[str, Any], weights: dict[str, torch
 
 def write_module(folder: Path, config: dict[str, Any], weights: dict[str, torch.Tensor], num_drafts: int,
                  card: DrafterCard) -> None:
-    """Write the files of a tuned multi-token-prediction module: its tensors, beside the target's config."""
+    """Write the files of a tuned multi-token-prediction module: its tensors and the target's config."""
     tensors = {name: weight.to("cpu", torch.bfloat16 if weight.is_floating_point() else None).contiguous()
                for name, weight in weights.items()}
     replace_file(folder / "model.safetensors", lambda path: save_file(tensors, path, metadata={"format": "pt"}))

@@ -15,11 +15,11 @@ from outrider.training.trainee import Trainee
 
 def text_loss(trainee: Trainee, taught: TaughtTexts, is_known: torch.Tensor, pass_weights: Sequence[float],
               num_texts: int) -> torch.Tensor:
-    """The part of a step's loss that a micro-batch adds. num_texts: the number of texts in the whole step.
+    """The part that a micro-batch contributes to a step's loss. num_texts: the number of texts in the whole step.
 
-    A pass's loss is the cross-entropy of the drafter's distribution against the target's over the same tokens, at
-    places where the target's likeliest token is one of them (`is_known`, on the host). Its mean is taken over a text
-    first and then over texts, so that long answers do not outweigh short ones."""
+    The loss of a pass is the cross-entropy of the drafter's distribution against the target's, both over the draft
+    vocabulary, at places where the target's likeliest token is in that vocabulary (`is_known`, on the host). It is
+    averaged over each text first and then over texts, so that long answers do not outweigh short ones."""
     width, device = taught.tokens.shape[1], taught.tokens.device
     chosen, places, row_weights = [], [], []
     for index in range(trainee.num_passes):
@@ -43,7 +43,7 @@ def pass_weights(num_passes: int, decay: float) -> list[float]:
 
 @dataclass(frozen=True)
 class HeldOutAcceptance:
-    """How many drafts the target would accept, counted at every place of held-out greedy answers."""
+    """How many drafts the target would accept, counted at every place of greedy answers that are not trained on."""
 
     num_places: int
     num_accepted: tuple[int, ...]  # by position: places where this draft and all before it are the target's tokens
@@ -58,15 +58,15 @@ class HeldOutAcceptance:
 
     @property
     def mean_run(self) -> float:
-        """Tokens a step would yield on average, if it began at any place."""
+        """The mean number of tokens that a step would yield, over all places at which it may begin."""
         return 1 + sum(self.by_position)
 
 
 @torch.no_grad()
 def held_out_acceptance(trainee: Trainee, taught: TaughtTexts, ids: torch.Tensor) -> HeldOutAcceptance:
-    """Count which drafts the target would accept on held-out texts. ids: the drafter's tokens as the target's. In a
-    greedy text the true tokens are the target's likeliest ones, so a chain of right drafts has the inputs that drafting
-    would give it."""
+    """Count the drafts that the target would accept on held-out texts. ids: the target's ids of the drafter's tokens.
+    In a greedy text the true tokens are the target's likeliest ones, so as long as drafts are right, the drafter gets
+    the inputs that it would get in serving."""
     device = taught.tokens.device
     rows = send(taught.may_draft(trainee.num_passes).flatten().nonzero()[:, 0], device)
     is_right = torch.ones_like(rows, dtype=torch.bool)

@@ -1,6 +1,6 @@
 """METHODS: the kinds of drafters that can be trained, by name. No torch: a method's own file is imported when it runs.
 
-A method is one file with a subclass of `training.trainee.Trainee`, and its line here.
+To add a method, write one file with a subclass of `training.trainee.Trainee`, and add a line to this table.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """MTPTrainee: the multi-token-prediction module of a checkpoint, tuned on the target's own answers.
 
-The module runs its own arithmetic (`models.mtp`) on the reference of every operation, which has gradients. Published
-modules are trained for one draft; tuned on several unrolled passes, a module drafts further from its own output.
+The module runs the forward pass of serving (`models.mtp`), with the reference implementation of every operation, which
+has gradients. Published modules are trained for one draft. After tuning on several unrolled passes, a module makes
+further drafts from its own output.
 """
 
 from __future__ import annotations
@@ -67,7 +68,8 @@ class MTPTrainee(Trainee):
             yield
 
     def passes(self, taught: TaughtTexts) -> Iterator[torch.Tensor]:
-        """Inputs of the output layer [texts, length - 1 - pass, hidden]; index p - 1 belongs to token p."""
+        """Yield the inputs of the output layer for each pass, [texts, length - 1 - pass, hidden]. Index p - 1 belongs
+        to token p."""
         module = self.module
         num_texts, length = taught.tokens.shape
         hidden = taught.aux_states[:, :-1, 0].to(self._output.dtype)
@@ -88,13 +90,13 @@ class MTPTrainee(Trainee):
             hidden = feedback.view(num_texts, count, -1)
 
     def export(self, folder: Path, card: DrafterCard, file_form: str) -> None:
-        """The module alone, by the names that it has in the target's files, beside the target's config."""
+        """Write the module's tensors, under their names in the target's files, and the target's config."""
         tensors = {name: _as_in_file(slot) for name, slot in self.module.weights().items()}
         write_module(folder, dict(self._target.config.values), tensors, self.num_passes, card)
 
 
 def _checked(target: Model, settings: TrainingSettings) -> Decoder:
-    """The target, if it has one module that can be tuned. Raises ValueError otherwise."""
+    """Return the target if it has exactly one module, and one that can be tuned. Raises ValueError otherwise."""
     if not isinstance(target, Decoder) or target.lm_head.format.dense() is None:
         raise ValueError("--method mtp needs a decoder whose output rows are stored as numbers: load the checkpoint "
                          "that is not quantised, or train with --method eagle3")
@@ -123,7 +125,7 @@ def _attention_layers(module: MTPHead) -> list[AttentionLayer]:
 
 
 def _as_in_file(slot: WeightSlot) -> torch.Tensor:
-    """A slot's tensor in the order of the checkpoint's."""
+    """The tensor of a weight slot, with its rows in the checkpoint's order."""
     tensor = slot.target.detach().reshape(slot.shape)
     if slot.layout is None:
         return tensor

@@ -1,4 +1,5 @@
-"""DrafterOptimizer: AdamW on float32 weights with a rate that rises, then falls along a cosine; and its state."""
+"""DrafterOptimizer: AdamW on float32 weights. The learning rate rises, then falls along a cosine. Its state can be
+saved."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class DrafterOptimizer:
         self._adam.zero_grad(set_to_none=True)
 
     def apply(self, step: int) -> torch.Tensor:
-        """Change the weights by their gradients. Returns the norm that the gradients had, on the weights' device."""
+        """Update the weights by their gradients. Returns the norm of the gradients before clipping, on the weights'
+        device."""
         norm: torch.Tensor = torch.nn.utils.clip_grad_norm_(list(self._weights.values()), self._clip)
         for group in self._adam.param_groups:
             group["lr"] = self.rate(step)
@@ -39,7 +41,7 @@ class DrafterOptimizer:
         return norm.detach()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Moments of every weight, by `first.NAME` and `second.NAME`; empty before the first step."""
+        """The two moments of every weight, under `first.NAME` and `second.NAME`; empty before the first step."""
         states = {name: self._adam.state[weight] for name, weight in self._weights.items()}
         return {f"{ours}.{name}": own[theirs] for name, own in states.items() if own
                 for ours, theirs in (("first", "exp_avg"), ("second", "exp_avg_sq"))}

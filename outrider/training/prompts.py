@@ -1,8 +1,9 @@
 """Prompts to train on: read from a file, or written by the target itself.
 
 A chat model that is given the beginning of a user's turn writes a question (Magpie, arXiv 2406.08464). Small models
-write much of the same then, so half of the turns begin with the first words of a task, of which the model writes the
-rest, with the passage that it is about. A model without a chat template continues from its first token.
+then write similar questions again and again. So half of the turns begin with the first words of a task, and the model
+writes the rest, including the passage that the task is about. A model without a chat template continues from its first
+token.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ MARK = "\N{WHITE SQUARE}mark\N{WHITE SQUARE}"  # stands where the user's words b
 
 
 def read_prompts(path: Path, tokenizer: Tokenizer | None, *, vocab_size: int, max_tokens: int) -> list[list[int]]:
-    """Token ids of the prompts of a file, each once, without empty ones and those of more than `max_tokens` tokens. One
-    prompt a line, or JSON: a list (.json), an object or text a line (.jsonl)."""
+    """Token ids of the prompts of a file, without duplicates, empty prompts and prompts of more than `max_tokens`
+    tokens. The file has one prompt a line, or is JSON: a list (.json), or an object or text a line (.jsonl)."""
     prompts = [_encode(place, item, tokenizer, vocab_size) for place, item in _items(path)]
     unique = {tuple(prompt): prompt for prompt in prompts if prompt}
     kept = [prompt for prompt in unique.values() if len(prompt) <= max_tokens]
@@ -106,7 +107,7 @@ def _messages(place: str, item: Any) -> list[dict[str, Any]]:
 
 
 class SelfPrompts:
-    """Makes the target write prompts: gives the beginnings, and reads prompts from the answers."""
+    """Makes the target write prompts: gives it beginnings, and reads the prompts from its outputs."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -119,8 +120,9 @@ class SelfPrompts:
                                  "model cannot write prompts: give some with --prompts")
 
     def opener(self, index: int) -> str:
-        """The words that prompt `index` begins with. In turn, two prompts have none and two have the words of a task.
-        Answers alternate between greedy and sampled (`AnswerPlan`), so each kind has both."""
+        """The words that prompt `index` begins with. Two prompts in turn have none, and the next two have the words of
+        a task. Answers alternate between greedy and sampled (`AnswerPlan`), so both kinds of prompts get both kinds of
+        answers."""
         return OPENERS[index // 4 % len(OPENERS)] if self._turn and index // 2 % 2 else ""
 
     def seed_prompt(self, index: int) -> list[int]:
@@ -132,7 +134,8 @@ class SelfPrompts:
         return [index % self._vocab_size if first is None else first]
 
     def num_given_tokens(self, index: int) -> int:
-        """Tokens of prompt `index` that the target does not write: the template's, and the words of a task."""
+        """The number of tokens of prompt `index` that the target does not write: those of the template, and the words
+        of a task."""
         if self._turn and self._tokenizer is not None:
             return len(self._tokenizer.encode_chat([{"role": "user", "content": self.opener(index)}]))
         return len(self.seed_prompt(index))

@@ -28,7 +28,7 @@ class AuxRecorder(Drafter):
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one token's states."""
+        """The size in bytes of one token's states."""
         return self.width * self.dtype.itemsize
 
     def bind(self, cached: CachedLayers, limits: Limits, device: torch.device) -> None:
@@ -38,13 +38,13 @@ class AuxRecorder(Drafter):
         self.expect([], self.recording(0))
 
     def recording(self, num_tokens: int) -> torch.Tensor:
-        """[tokens + 1, auxiliary states and final state]: room for texts with so many tokens. The last token row
-        takes the states of tokens that belong to no text: padding, and sampled ones."""
+        """Allocate [tokens + 1, auxiliary states and final state], for texts with this number of tokens. The last row
+        receives the states of tokens that belong to no text: padding, and sampled tokens."""
         return torch.empty(num_tokens + 1, self.width, dtype=self.dtype, device=self._device)
 
     def expect(self, texts: Sequence[tuple[int, ...]], recording: torch.Tensor) -> dict[tuple[int, ...], int]:
-        """Record the states of these texts from now on. Returns the first token row of each in the recording; equal
-        texts share theirs."""
+        """Record the states of these texts from now on. Returns the row of the recording at which each text begins;
+        equal texts share one."""
         self._starts, start = {}, 0
         for text in texts:
             if text not in self._starts:
@@ -56,7 +56,7 @@ class AuxRecorder(Drafter):
         return self._starts
 
     def has_recorded_all(self) -> bool:
-        """Whether the states of every token of the expected texts are there."""
+        """Whether the states of all tokens of the expected texts have been recorded."""
         return bool(self._is_written[: sum(map(len, self._starts))].all())
 
     def admit(self, admissions: list[Admission]) -> None:

@@ -30,7 +30,7 @@ SPARE_BYTES = 64 << 20
 
 
 class ServedTarget(Protocol):
-    """A target that is loaded once and that engines are made around."""
+    """A target that is loaded once. Several engines can be made with it."""
 
     @property
     def name(self) -> str: ...
@@ -46,7 +46,7 @@ class ServedTarget(Protocol):
 
 @dataclass(frozen=True)
 class TrainedDrafter:
-    """How a run ended."""
+    """The result of a training run: its size, its evaluations and its duration."""
 
     num_steps: int
     num_training_texts: int

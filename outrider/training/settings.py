@@ -63,7 +63,7 @@ class TrainingSettings:
                              f"and only {self.micro_tokens} are computed at once: raise micro_tokens, or lower those")
 
     def _check_method(self) -> None:
-        """Refuse settings that the method would not read."""
+        """Refuse settings that the chosen method does not use."""
         given = [field.name for field in fields(self) if field.name in NOT_READ.get(self.method, ())
                  and getattr(self, field.name) != field.default]
         if given:
@@ -76,17 +76,18 @@ class TrainingSettings:
         return self.max_prompt_tokens + self.max_answer_tokens
 
     def with_num_texts(self, num_prompts: int) -> TrainingSettings:
-        """These settings with a number of texts. num_prompts: how many the file has; 0 if the target writes them."""
+        """Copy the settings with a number of texts. num_prompts: the number of prompts in the file; 0 if the target
+        writes them."""
         return replace(self, num_texts=self.num_texts or num_prompts or DEFAULT_TEXTS)
 
     def micro_tokens_on(self, device_type: str) -> int:
-        """Tokens that are computed at once: as given, or more on a GPU than on a CPU. There a step takes as long as the
-        host needs to launch it, and should be computed at once; its texts are padded to the longest."""
+        """The tokens of a micro-batch: as given, or else more on a GPU than on a CPU. On a GPU a small step takes as
+        long as the host needs to launch it, so few large micro-batches are faster."""
         usual = GPU_MICRO_TOKENS if device_type == "cuda" else CPU_MICRO_TOKENS
         return self.micro_tokens or max(usual, self.max_text_tokens)
 
     def rate_for(self, hidden_size: int) -> float:
-        """The peak learning rate: as given, or one that falls with the hidden size from 512 on."""
+        """The peak learning rate: as given, or else one that is proportional to 1 / hidden size above a size of 512."""
         return self.learning_rate or 1e-3 * min(1.0, 512 / hidden_size)
 
     def as_json(self) -> dict[str, Any]:
@@ -94,6 +95,6 @@ class TrainingSettings:
 
 
 def changed_settings(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Names of the settings that differ and that a resumed run must not change."""
+    """Names of the settings whose values differ although a resumed run must not change them."""
     names = sorted(before.keys() | now.keys())
     return [name for name in names if name not in MAY_CHANGE and before.get(name) != now.get(name)]

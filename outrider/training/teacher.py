@@ -1,4 +1,4 @@
-"""Teacher: what the target computes for a micro-batch of texts, as a drafter is taught it."""
+"""Teacher: computes the target's outputs for a micro-batch of texts, which a drafter is trained to match."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ MAX_STEP_MICRO_BATCHES = 4  # a step computes no more micro-batches: a low `micr
 
 @dataclass(frozen=True)
 class TaughtTexts:
-    """A micro-batch, padded to its longest text. Data that decides which places are learned from is on the host, so
-    that no step waits for the device. The rest is on the target's device, and nothing in it needs a gradient."""
+    """A micro-batch of texts with the target's outputs, padded to its longest text. Data that decides at which places
+    the drafter learns is on the host, so that no step waits for the device. The rest is on the target's device, and
+    nothing in it needs a gradient."""
 
     tokens: torch.Tensor  # [texts, length] int64; zeros behind a text's end
     aux_states: torch.Tensor  # [texts, length, layers, hidden] residual streams of the target
@@ -52,20 +53,21 @@ class TaughtTexts:
     answer_from: torch.Tensor  # [texts]
 
     def may_draft(self, num_drafts: int) -> torch.Tensor:
-        """[texts, length] bool on the host: tokens of which the next `num_drafts` tokens are known and belong to the
-        answer."""
+        """[texts, length] bool on the host: whether the next `num_drafts` tokens after a token are known and belong to
+        the answer."""
         return may_draft(self.lengths, self.answer_from, self.tokens.shape[1], num_drafts)
 
 
 def may_draft(lengths: torch.Tensor, answer_from: torch.Tensor, width: int, num_drafts: int) -> torch.Tensor:
-    """See `TaughtTexts.may_draft`. After the first token of a text nothing is drafted: there is no hidden state before
+    """See `TaughtTexts.may_draft`. It is false at the first token of a text, because there is no hidden state before
     it."""
     at = torch.arange(width)
     return (at >= (answer_from[:, None] - 1).clamp_min(1)) & (at + num_drafts < lengths[:, None])
 
 
 class Teacher:
-    """An engine around the target that computes texts, and the hidden states of the texts that it keeps."""
+    """An engine around the target, which computes texts. It keeps the hidden states of those texts that fit into
+    memory."""
 
     def __init__(self, config: EngineConfig, model: Model, aux_layers: tuple[int, ...], vocabulary: DraftVocabulary, *,
                  max_text_tokens: int, micro_tokens: int) -> None:
@@ -92,7 +94,7 @@ class Teacher:
 
     @torch.no_grad()
     def keep(self, texts: Sequence[TrainingText], report: Callable[[str], None]) -> None:
-        """Compute texts and keep their states while there is room, the first texts first."""
+        """Compute texts and keep their states while there is room, in the order of the texts."""
         missing = {tokens: start for tokens, start in _answers(texts).items() if tokens not in self._kept}
         room = StateRoom.measure(self._model.device)
         progress = KeepProgress(sum(map(len, missing)), room, report)
@@ -103,15 +105,15 @@ class Teacher:
         progress.end(room)
 
     def _segment_limits(self, num_texts: int) -> tuple[int, int]:
-        """The most tokens and texts of a segment. On a CPU one step computes a segment: how the engine spreads more
-        texts over its steps may differ in a resumed run, and a row's last bits with it."""
+        """The most tokens and texts of a segment. On a CPU a segment must fit into one engine step: if a resumed run
+        split a segment differently over steps, the last bits of its states might differ."""
         if self._model.device.type == "cpu":
             return self._step_tokens, MAX_MICRO_TEXTS
         return SEGMENT_BYTES // self._recorder.row_bytes, num_texts
 
     def _keep_segment(self, group: Mapping[Tokens, int], room: StateRoom) -> bool:
-        """Compute a segment's texts and keep their states, on the device or else on the host. False, with nothing
-        computed, if neither has room."""
+        """Compute a segment's texts and keep their states on the device, or else on the host. Returns False, and
+        computes nothing, if neither has room."""
         num_bytes = (sum(map(len, group)) + 1) * self._recorder.row_bytes
         is_on_device = room.take_on_device(num_bytes)
         if not is_on_device and not room.take_on_host(num_bytes):
@@ -145,7 +147,7 @@ class Teacher:
         )
 
     def _compute(self, answer_from: Mapping[Tokens, int]) -> dict[Tokens, TextStates]:
-        """Let the engine compute the texts. answer_from: of each text."""
+        """Let the engine compute the texts. answer_from: the texts, each with the place where its answer begins."""
         recording = self._recorder.recording(sum(map(len, answer_from)))
         starts = self._recorder.expect(list(answer_from), recording)
         self._wait()  # steps run on a stream of their own
@@ -175,7 +177,8 @@ class Teacher:
 
 
 def _answers(texts: Sequence[TrainingText]) -> dict[Tokens, int]:
-    """The place where each text's answer begins, in the texts' order; of equal texts with two prompts, the earlier."""
+    """The place where each text's answer begins, in the texts' order. If a text occurs with two prompts, it is the
+    earlier place."""
     starts: dict[Tokens, int] = {}
     for text in texts:
         starts[text.tokens] = min(text.answer_from, starts.get(text.tokens, text.answer_from))
@@ -183,7 +186,7 @@ def _answers(texts: Sequence[TrainingText]) -> dict[Tokens, int]:
 
 
 def _on_host(found: dict[Tokens, TextStates]) -> dict[Tokens, TextStates]:
-    """Move the texts of one recording to the host's memory."""
+    """Copy the states of the texts of one recording to the host's memory."""
     moved = to_pinned(torch.cat([own.states for own in found.values()]))
     parts = moved.split([len(tokens) for tokens in found])
     return {tokens: TextStates(part, own.best) for (tokens, own), part in zip(found.items(), parts, strict=True)}

@@ -1,7 +1,7 @@
 """The target's hidden states of texts, kept so that the target computes each text once and not in every epoch.
 
-States lie on the device while a share of its free memory holds them, and then in a share of the host's memory. Texts
-for which neither has room are computed again whenever they are asked for.
+States are kept on the device up to a share of its free memory, then in the host's memory up to a share of that. Texts
+for which neither has room are computed again whenever they are needed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class TextStates:
 
 @dataclass
 class StateRoom:
-    """Bytes that states may still take."""
+    """The number of bytes that kept states may still take."""
 
     on_device: int
     on_host: int  # beside a GPU; 0 where the device is the host itself
@@ -61,7 +61,7 @@ class KeepProgress:
     """Reports how many tokens' states are kept, every few seconds and at the end."""
 
     def __init__(self, num_tokens: int, room: StateRoom, report: Callable[[str], None]) -> None:
-        """num_tokens: of all texts. room: before any states are kept."""
+        """num_tokens: the number of tokens of all texts. room: the room before any states are kept."""
         self._num_tokens, self._before, self._report = num_tokens, replace(room), report
         self._num_kept = 0
         self._began = self._last_told = time.perf_counter()
@@ -86,8 +86,9 @@ class KeepProgress:
 
 
 def segments(answer_from: Mapping[Tokens, int], max_tokens: int, max_texts: int) -> Iterator[dict[Tokens, int]]:
-    """Texts in their order, in groups of at most `max_tokens` tokens, or of one longer text. Groups depend on the texts
-    alone, so that a resumed run computes the same ones. answer_from: the texts, and where the answer begins in each."""
+    """Group texts, in their order, so that a group has at most `max_tokens` tokens and `max_texts` texts; a longer text
+    is a group by itself. Groups depend on the texts alone, so that a resumed run computes the same ones. answer_from:
+    the texts, and where the answer begins in each."""
     group: dict[Tokens, int] = {}
     total = 0
     for tokens, start in answer_from.items():
@@ -101,5 +102,5 @@ def segments(answer_from: Mapping[Tokens, int], max_tokens: int, max_texts: int)
 
 
 def to_pinned(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of a GPU's tensor in the host's memory, from which the GPU reads without making the host wait."""
+    """Copy a GPU's tensor to pinned memory of the host, from which the GPU can read without making the host wait."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)

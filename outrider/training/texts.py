@@ -1,7 +1,7 @@
 """Texts to train on, and the folder that keeps them.
 
-A text is a prompt with the answer that the target gave. Texts are kept in files of many (shards), each written as a
-whole: a run that was killed goes on with the first shard that is missing.
+A text is a prompt with the answer that the target gave. Texts are kept in shards (files of many texts). Each shard is
+written as a whole, so a run that was killed continues with the first missing shard.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class TrainingText:
         return self.tokens[: self.answer_from]
 
     def num_places(self, num_drafts: int) -> int:
-        """Places where the next `num_drafts` tokens are the answer's. Nothing is drafted after a text's first token."""
+        """The number of places whose next `num_drafts` tokens belong to the answer. The first token of a text is never
+        such a place."""
         return max(0, len(self.tokens) - num_drafts - max(1, self.answer_from - 1))
 
     @property
@@ -40,7 +41,7 @@ class TrainingText:
 
 
 class TextStore:
-    """The shards of one run."""
+    """The shards of one training run."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -90,8 +91,8 @@ class SplitTexts:
 
 
 def split_texts(texts: Sequence[TrainingText], share: float) -> SplitTexts:
-    """Hold out texts by a hash of their prompts, so that all answers to a prompt are on one side. At least one greedy
-    text is held out, and at most MAX_HELD_OUT are kept."""
+    """Choose held-out texts by a hash of their prompts, so that all answers to a prompt are either trained on or held
+    out. At least one greedy text is held out, and at most MAX_HELD_OUT are kept."""
     def rank(text: TrainingText) -> bytes:
         return hashlib.sha256(repr(text.prompt).encode()).digest()
 

@@ -1,4 +1,4 @@
-"""Trainee: a drafter in training, as every method implements it."""
+"""Trainee: the interface of a drafter in training, which every method implements."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class DrafterCard:
 
 
 class PassOutput(NamedTuple):
-    """A pass's last product: logits are states @ weight'."""
+    """The input and the weight of a pass's output layer: logits are states @ weight'."""
 
     states: torch.Tensor  # [rows, n]
     weight: torch.Tensor  # [draft vocabulary, n]
 
 
 class Trainee(ABC):
-    """Weights in float32 under the names of the exported file, and their loss on texts. Made as
+    """The drafter's weights in float32, under their names in the exported file, and its outputs on texts. Made as
     Class(target, settings, vocabulary); `load` may replace the fresh weights afterwards."""
 
     weights: dict[str, torch.Tensor]  # trained ones
@@ -45,20 +45,21 @@ class Trainee(ABC):
     @classmethod
     @abstractmethod
     def aux_layers_for(cls, target: Model, settings: TrainingSettings) -> tuple[int, ...]:
-        """The target's residual streams that the method reads. Raises ValueError for a target that has none for it."""
+        """The layers of the target whose residual streams the method reads. Raises ValueError for a target that does
+        not have them."""
 
     @abstractmethod
     def __init__(self, target: Model, settings: TrainingSettings, vocabulary: DraftVocabulary) -> None: ...
 
     @abstractmethod
     def outputs(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[PassOutput]:
-        """For each pass the states that lead to the logits of draft `pass` after some tokens. rows: for each pass the
+        """Yield for each pass the states from which the logits of its draft are computed. rows: for each pass the
         indexes (text * length + position) of the last known tokens, on the target's device."""
 
     @torch.no_grad()
     def logits(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """For each pass the logits [rows, draft vocabulary], for a measurement: products are in float32, since in 16
-        bits they have ties, which would count as wrong drafts."""
+        """Yield for each pass the logits [rows, draft vocabulary], for a measurement. Products are in float32: in 16
+        bits several tokens may have equal logits, which would count as wrong drafts."""
         for states, weight in self.outputs(taught, rows):
             with torch.autocast(states.device.type, enabled=False):
                 yield F.linear(states.to(weight.dtype), weight)

@@ -52,7 +52,7 @@ class Trainer:
 
     @property
     def best(self) -> Evaluation:
-        """The evaluation with the longest mean run. Of equal evaluations it is the last, because its loss is lower."""
+        """The evaluation with the longest mean run. Among equal ones it is the last, because its loss is lower."""
         return max(reversed(self.evaluations), key=lambda evaluation: evaluation.acceptance.mean_run)
 
     @property
@@ -106,7 +106,7 @@ class Trainer:
         self._trainee.load(self._state.best)
 
     def _train_step(self, step: int) -> None:
-        """Queue a step on the device. Its loss is known after `_settle`."""
+        """Launch a training step on the device. Its loss is known after `_settle`."""
         groups = self._plan.micro_batches(step)
         num_texts, total = sum(map(len, groups)), torch.zeros((), device=self._device)
         self._optimizer.zero_gradients()
@@ -125,8 +125,9 @@ class Trainer:
             self._settle()
 
     def _settle(self) -> float:
-        """Read the losses of the steps that are queued. Returns the last one. Raises RuntimeError for a step whose loss
-        or gradient is not finite: the checkpoint, which is written after this, never holds what came of it."""
+        """Read the losses of the launched steps. Returns the last one. Raises RuntimeError for a step whose loss or
+        gradient is not finite. The checkpoint is written after this call, so it never contains the result of such a
+        step."""
         if self._unsettled:
             first = self._state.step - len(self._unsettled)
             read = torch.stack(self._unsettled).tolist()
@@ -152,7 +153,7 @@ class Trainer:
                      f"{acceptance.mean_run:.3f} tokens a step; mean loss {found.loss:.3f}")
 
     def measure(self) -> HeldOutAcceptance:
-        """Acceptance on the held-out texts, with the weights as they are."""
+        """Measure acceptance on the held-out texts with the current weights."""
         texts = self._texts.held_out
         lengths = [len(text.tokens) for text in texts]
         total = HeldOutAcceptance(0, (0,) * self._settings.passes)
@@ -163,8 +164,8 @@ class Trainer:
         return total
 
     def _has_stalled(self) -> bool:
-        """Whether the last `patience` evaluations brought nothing over the best before them. A run of which no draft is
-        accepted yet goes on: its loss falls long before its acceptance rises."""
+        """Whether none of the last `patience` evaluations was better than the best one before them. A run without any
+        accepted draft continues, because its loss falls long before its acceptance rises."""
         runs, patience = [evaluation.acceptance.mean_run for evaluation in self.evaluations], self._settings.patience
         if len(runs) <= patience or max(runs) < LEAST_RUN:
             return False
@@ -175,5 +176,5 @@ class Trainer:
         replace(self._state, moments=self._optimizer.state()).write(self._workspace.checkpoint)
 
     def _arithmetic(self) -> AbstractContextManager[object]:
-        """A context with bfloat16 products on a GPU. Weights stay float32."""
+        """A context that computes products in bfloat16 on a GPU. Weights stay float32."""
         return torch.autocast("cuda", torch.bfloat16) if self._device.type == "cuda" else nullcontext()

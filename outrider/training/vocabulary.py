@@ -1,4 +1,4 @@
-"""DraftVocabulary: the tokens that a head can draft, chosen by how often the target says them."""
+"""DraftVocabulary: the tokens that a head can draft, chosen by how often they occur in the target's answers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class DraftVocabulary:
-    """Tokens of the target, by rising id. Token i of the head is token `ids[i]` of the target."""
+    """The tokens that a head can draft, by rising id. Token i of the head is token `ids[i]` of the target."""
 
     ids: torch.Tensor  # [draft vocabulary] int64, on the host
     target_size: int
@@ -33,7 +33,7 @@ class DraftVocabulary:
 
     @property
     def is_known(self) -> torch.Tensor:
-        """t2d of the exported file: [target vocabulary] bool."""
+        """The tensor `t2d` of the exported file: [target vocabulary] bool, whether the head has the token."""
         known = torch.zeros(self.target_size, dtype=torch.bool)
         known[self.ids] = True
         return known

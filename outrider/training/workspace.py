@@ -41,7 +41,7 @@ class Workspace:
         return self.inner / "settings.json"
 
     def check_empty(self, *, resume: bool) -> None:
-        """Raise ValueError if the output folder is not empty, unless this run resumes the run in the folder."""
+        """Raise ValueError if the output folder is not empty, unless this run resumes the run in it."""
         existing = self._nearest_existing()
         if not existing.is_dir():
             raise ValueError(f"--out: {existing} is not a folder")
@@ -55,7 +55,7 @@ class Workspace:
             raise ValueError(f"--out: {self.folder} {reason}: name another folder")
 
     def check_room(self, needed: int, what: str) -> None:
-        """Raise ValueError if the disk has less than `needed` bytes of room. what: what needs the room, for the
+        """Raise ValueError if the disk has less than `needed` free bytes. what: names the data that needs them, for the
         message."""
         existing = self._nearest_existing()
         free = shutil.disk_usage(existing).free
