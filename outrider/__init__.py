@@ -1,6 +1,6 @@
 """Outrider: exact speculative decoding for every shape of open-weight model.
 
-Importing the package is cheap; torch is imported when an engine starts. Names that vLLM has, too, mean the same here.
+Importing the package is cheap: torch is imported when an engine starts. Names that vLLM also has mean the same here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How fronts load the adapters that a caller names. No torch.
+"""How LLM and AsyncLLM load the LoRA adapters that their callers name. No torch.
 
-An adapter is read in the background of steps. A front asks from time to time whether it has been read, and the engine
-goes on.
+The engine reads an adapter in the background and goes on making steps. The caller's side polls until the adapter has
+been read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Made = TypeVar("Made")
 
 
 class Run(Protocol):
-    """A function that does something with the engine between two steps."""
+    """A function that runs an action between two steps of the engine and returns the result of the action."""
 
     def __call__(self, action: Callable[[], Made], /) -> Made: ...
 
@@ -35,14 +35,15 @@ def need_adapters(engine: Engine) -> AdapterLoads:
 
 
 def with_adapter(request: CheckedRequest, number: int | None) -> CheckedRequest:
-    """The request with the adapter of a load; None: as it is."""
+    """Return the request with the adapter of this load number. None: return it unchanged."""
     return request if number is None else request.with_part(LoadedAdapter(number))
 
 
 @contextmanager
 def loaded(engine: Engine, run: Run, requests: Sequence[CheckedRequest],
            adapters: AdapterChoice) -> Generator[list[CheckedRequest], None, None]:
-    """The requests with the adapters that their callers ask for, which stay loaded while the block runs."""
+    """Load the adapters that the caller asks for and yield the requests with them. The adapters stay loaded while the
+    block runs."""
     asked = one_for_each(adapters, len(requests))
     if not any(asked):
         yield list(requests)

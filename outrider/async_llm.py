@@ -1,6 +1,7 @@
-"""AsyncLLM: an asyncio front. A thread of its own owns the engine; coroutines send it commands and get outputs.
+"""AsyncLLM: the engine for asyncio programs. One thread owns the engine; coroutines send it commands and get outputs.
 
-What goes wrong with one request is raised where that request is read; a failed engine, everywhere. Knows no HTTP.
+The error of a request is raised to the coroutine that reads this request. If the engine fails, all of them get the
+error. This file knows no HTTP.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class AsyncLLM(Front):
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                        request_id: str | None = None, *, lora_request: LoRARequest | None = None, priority: int = 0,
                        **misplaced: Never) -> AsyncGenerator[RequestOutput, None]:
-        """Raises ValueError for a request that cannot be served. The last output is finished. `output_kind` of the
-        parameters says whether an output has everything so far or the new part."""
+        """Yield the growing output of one prompt; the last output is finished. `output_kind` of the parameters says
+        whether an output has all tokens so far or only the new ones. Raises ValueError for a request that cannot be
+        served."""
         refuse_misplaced(self.generate, misplaced)
         params = need_sampling_params(SamplingParams() if sampling_params is None else sampling_params)
         async with aclosing(self._grow(prompt, params, request_id, priority, lora_request)) as outputs:
@@ -69,7 +71,7 @@ class AsyncLLM(Front):
     async def encode(self, prompt: Prompt, pooling_params: PoolingParams | None = None, request_id: str | None = None,
                      *, lora_request: LoRARequest | None = None,
                      priority: int = 0) -> AsyncGenerator[PoolingRequestOutput, None]:
-        """The pooled hidden states of one prompt, in the last output, as a tensor."""
+        """Pool the hidden states of one prompt. The last output has the result, as a torch tensor."""
         params = PoolingParams() if pooling_params is None else pooling_params
         async with aclosing(self._grow(prompt, params, request_id, priority, lora_request)) as outputs:
             async for output in outputs:
@@ -78,9 +80,9 @@ class AsyncLLM(Front):
 
     async def check(self, prompts: Sequence[Prompt], params: RequestParams, priority: int = 0,
                     lora_request: LoRARequest | None = None, tenant: str | None = None) -> list[CheckedRequest]:
-        """One request for each prompt, or a ValueError that says what is wrong. A grammar is compiled, a long text is
-        tokenized, and an adapter that is not there is loaded, beside the engine. tenant: on whose behalf the requests
-        run. Tenants share the engine equally, and `priority` orders the requests of each."""
+        """Make one checked request for each prompt. Raises ValueError if one cannot be served. Grammars are compiled,
+        long texts tokenized and missing adapters loaded without holding up the engine. tenant: the customer whose
+        requests these are. Tenants share the engine equally, and `priority` orders the requests of one tenant."""
         checked = await self._check(prompts, params, priority, tenant or "")
         checked = [replace(request, tenant=tenant) for request in checked]
         (asked,) = one_for_each(lora_request, 1)
@@ -93,8 +95,8 @@ class AsyncLLM(Front):
 
     @asynccontextmanager
     async def holding_adapter(self, request: CheckedRequest) -> AsyncGenerator[CheckedRequest, None]:
-        """Keep the adapter of a request loaded while the block runs. Yields the request with the load that it is to
-        have: since the check, the adapter may have been read again, or may have made room for others."""
+        """Keep the adapter of a request loaded while the block runs. Yields the request with the current load of the
+        adapter: since the check, the adapter may have been read again, or evicted."""
         checked = request.part(LoadedAdapter)
         if checked is None:
             yield request
@@ -114,7 +116,8 @@ class AsyncLLM(Front):
         return True
 
     async def remove_lora(self, lora_name: str) -> bool:
-        """Forget an adapter; requests that have it end with it. UnknownAdapter if there is none of this name."""
+        """Let no new request name this adapter; running requests keep it until they end. Raises UnknownAdapter if no
+        adapter has this name."""
         adapters = need_adapters(self.engine)
         await asyncio.wrap_future(self._owner.call(lambda: adapters.remove(lora_name)))
         return True
@@ -144,7 +147,7 @@ class AsyncLLM(Front):
                 yield await stream.next()
 
     async def follow(self, request: CheckedRequest, request_id: str | None = None) -> AsyncGenerator[Output, None]:
-        """The growing output of a request."""
+        """Run a request and yield its growing output."""
         output = empty_output(self._name_request(request_id), request)
         reader = OutputReader(request.sampling.output_kind)
         stream = GrowingOutput(output, reader, asyncio.get_running_loop())
@@ -179,7 +182,7 @@ class AsyncLLM(Front):
     async def chat(self, messages: Sequence[dict[str, Any]], sampling_params: SamplingParams | None = None, *,
                    request_id: str | None = None, priority: int = 0, lora_request: LoRARequest | None = None,
                    **options: Any) -> AsyncGenerator[RequestOutput, None]:
-        """One conversation through the model's chat template."""
+        """Yield the growing answer to one conversation, which the model's chat template turns into a prompt."""
         for name, value in options.items():
             refuse_sampling_field(self.chat, name, value)
         token_ids = await asyncio.to_thread(self.get_tokenizer().encode_chat, messages, **options)
@@ -189,8 +192,8 @@ class AsyncLLM(Front):
                 yield output
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """End a request, or several. Its reader gets what there is, with finish_reason "abort". An unknown id is no
-        error."""
+        """End one request or several. The reader of a request gets its tokens so far, with finish_reason "abort". An
+        unknown id is no error."""
         if not isinstance(request_id, str) and isinstance(request_id, Iterable):
             for each in request_id:
                 await self.abort(each)
@@ -203,18 +206,19 @@ class AsyncLLM(Front):
         await done
 
     async def sleep(self, level: int = 1) -> SleepReport:
-        """Give the memory of weights and cache back until `wake_up`; requests wait. See `LLM.sleep`."""
+        """Free the memory of the weights and the cache until `wake_up`; requests wait meanwhile. See `LLM.sleep`."""
         return await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.sleep(level)))
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> WakeReport:
-        """Bring everything back, or one of the parts "weights" and "kv_cache"."""
+        """Bring back the weights and the cache, or only the part in `tags`: "weights" or "kv_cache"."""
         return await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.wake_up(tags)))
 
     async def is_sleeping(self) -> bool:
         return self._maintenance.is_sleeping
 
     async def update_weights(self, weights: Weights) -> UpdateReport:
-        """Replace all weights or some of them, by the names of the model's checkpoint. See `LLM.update_weights`."""
+        """Replace all weights or some of them. Their names are those of the model's checkpoint. See
+        `LLM.update_weights`."""
         command = await asyncio.to_thread(weights_command, weights)
         return await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.update_weights(command)))
 
@@ -223,7 +227,7 @@ class AsyncLLM(Front):
         await asyncio.wrap_future(self._owner.call(self._maintenance.start_weight_update))
 
     async def load_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
-        """Replace weights, each as soon as it comes. They are taken out of an iterable in a thread. See
+        """Replace weights, each as soon as it comes from the iterable, which is read in another thread. See
         `LLM.load_weights`."""
         def run(action: Callable[[], None]) -> None:
             self._owner.call(action).result()
@@ -236,7 +240,7 @@ class AsyncLLM(Front):
 
     @property
     def has_weight_update(self) -> bool:
-        """Whether an update that `start_weight_update` began goes on."""
+        """Whether an update that `start_weight_update` began has not ended yet."""
         return self._maintenance.has_session
 
     async def weights_checksum(self) -> WeightsChecksum:

@@ -1,6 +1,6 @@
-"""Beam search over `generate`: each round asks for one token of every beam with its likeliest followers.
+"""Beam search with `generate`: each round asks for the likeliest next tokens of every beam.
 
-The prefix cache keeps what beams have in common, so a round computes one token a beam.
+The prefix cache holds the tokens before, which beams share, so a round computes only one token of each beam.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Rounds: TypeAlias = "Generator[BeamRound, list[RequestOutput], list[BeamSearchOu
 
 
 class BeamRound(NamedTuple):
-    """A round of a search: the beams whose next tokens are asked for."""
+    """One round of a beam search: the beams whose next tokens the caller must generate."""
 
     token_ids: list[list[int]]  # of each beam, its prompt's first
     prompts: list[int]  # the place of each beam's prompt among the prompts
@@ -66,7 +66,8 @@ class BeamSearchOutput:
 def beam_search(prompts: Sequence[Sequence[int]], params: BeamSearchParams,
                 generate: Callable[[BeamRound], list[RequestOutput]], tokenizer: Tokenizer | None,
                 eos_ids: tuple[int, ...], limits: Limits) -> list[BeamSearchOutput]:
-    """The `beam_width` best sequences of every prompt, by log-probability over length."""
+    """Return the `beam_width` best sequences of every prompt, by log-probability divided by length to the power of
+    `length_penalty`."""
     rounds = beam_rounds(prompts, params, tokenizer, eos_ids, limits)
     try:
         asked = next(rounds)
@@ -114,7 +115,8 @@ def beam_rounds(prompts: Sequence[Sequence[int]], params: BeamSearchParams, toke
 
 
 class _Follower(NamedTuple):
-    """A beam with one of its likeliest next tokens. Most are never chosen, so the beam's tokens are not copied yet."""
+    """A candidate for the next round: a beam and one of its likeliest next tokens. Most candidates are dropped, so the
+    beam's tokens are copied only by `grown`."""
 
     beam: BeamSearchSequence
     token: int

@@ -1,7 +1,7 @@
-"""The command line: parse, dispatch, and turn what goes wrong into one line and a status.
+"""The command line: parses the arguments, runs the command, and reports an error as one line and an exit status.
 
-0: done; 1: it failed; 2: bad input; 130: Ctrl-C. OUTRIDER_DEBUG=1 shows tracebacks. Imports no torch: a command's own
-file is imported when it runs.
+Status 0: done; 1: failed; 2: bad input; 130: Ctrl-C. OUTRIDER_DEBUG=1 shows tracebacks. This file imports no torch: the
+file of a command is imported when the command runs.
 """
 
 from __future__ import annotations
@@ -430,8 +430,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _give_up_lost_lines() -> None:
-    """Drop lines that standard error did not take (the disk is full). Otherwise the interpreter tries them again at its
-    end, and then ends with a status of its own."""
+    """Drop lines that could not be written to standard error, for example because the disk is full. Otherwise the
+    interpreter tries to write them again when it exits, and then changes the exit status."""
     try:
         if isinstance(sys.stderr, TextIOWrapper):
             sys.stderr.flush()
@@ -456,8 +456,8 @@ class _Formatter(logging.Formatter):
 
 @contextmanager
 def _logging(verbose: bool) -> Iterator[None]:
-    """A context in which log lines go to stderr, for a command. A caller in the same process gets its own logging
-    back."""
+    """Send log lines to stderr while a command runs. Afterwards the logging settings that the process had before are
+    restored."""
     logger = logging.getLogger("outrider")
     before = logger.level, logger.handlers, logger.propagate
     handler = logging.StreamHandler()

@@ -1,8 +1,8 @@
-"""EngineConfig: every setting of an engine with its default, frozen.
+"""EngineConfig: a frozen dataclass with every setting of an engine and its default.
 
-Sizes that a caller leaves as None are decided here, from what is known of the model and the device; device, dtype and
-backend that are "auto" where the worker starts (`runner/device.py`, `mixers/paged/registry.py`), and so is a drafting
-method that is left to files (`drafters/files.py`).
+Sizes that the caller leaves as None are chosen here, by the model and the device. A device, dtype or backend "auto" is
+chosen where the worker starts (`runner/device.py`, `mixers/paged/registry.py`). A drafting method "auto" is read from
+the drafter's files there (`drafters/files.py`).
 """
 
 from __future__ import annotations
@@ -131,7 +131,8 @@ class EngineConfig:
             KVEventsConfig.parse(self.kv_events_config)
 
     def _check_adapting(self) -> None:
-        """Refuse what no drafter of this config could learn with. The worker looks at the head itself."""
+        """Raise ValueError if no drafter of this config can learn while it serves. The worker checks the draft head
+        itself."""
         methods = self.draft_methods
         if not set(methods) & {AUTO_METHOD, "eagle3"}:
             named = " and ".join(map(repr, methods)) or "none"
@@ -143,7 +144,8 @@ class EngineConfig:
                              "it serves: use tensor_parallel_size=1, or leave adapt_drafter out")
 
     def for_streams(self) -> EngineConfig:
-        """The config of an engine that streams its tokens: prompts must not hold up streams for long."""
+        """Return the config of an engine that streams tokens: it limits the time of steps with prompts, so that they
+        do not hold up running streams for long."""
         return self if self.max_step_ms is not None else replace(self, max_step_ms=STREAM_STEP_MS)
 
     def without_drafts(self) -> EngineConfig:
@@ -151,23 +153,24 @@ class EngineConfig:
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
-        """The drafter that was asked for, or that comes with the model; None where tokens are not guessed."""
+        """Settings of the drafter that was asked for or that comes with the model; None without speculation."""
         given = self.drafter_settings
         return None if given is None else SpeculativeConfig.parse(given)
 
     @property
     def draft_methods(self) -> tuple[str, ...]:
-        """The methods of the drafters that guess together; empty where tokens are not guessed."""
+        """Methods of the drafters, which may be combined; empty without speculation."""
         return () if self.speculative is None else tuple(self.speculative.methods)
 
     @property
     def fits_cache_to_device(self) -> bool:
-        """Whether the cache takes what the device has left; otherwise the settings say its size."""
+        """Whether the cache takes the memory that the device has left. Otherwise the settings give its size."""
         return self.num_pages is None and self.kv_cache_memory_bytes is None
 
     @property
     def drafter_settings(self) -> dict[str, Any] | None:
-        """`speculative_config` with the model's own drafter in the place of "auto"."""
+        """`speculative_config`, in which "auto" is replaced by the settings of the drafter that comes with the
+        model."""
         if isinstance(self.speculative_config, dict):
             return self.speculative_config
         drafter = self.shipped_drafter
@@ -175,13 +178,14 @@ class EngineConfig:
 
     @property
     def shipped_drafter(self) -> ShippedDrafter | None:
-        """The drafter that comes with the model, if it is asked for. The engine may have to do without it."""
+        """The drafter that comes with the model, if "auto" asks for it. `shipped_drafter_obstacle` says if it cannot be
+        used."""
         return SHIPPED.get(self.model) if self.speculative_config == AUTO_DRAFTER else None
 
     @property
     def shipped_drafter_obstacle(self) -> str:
-        """Why an engine with these settings does without the drafter that comes with its model; empty if it may have
-        it. "auto" must not refuse what is served without drafts."""
+        """Why an engine with these settings does not use the drafter that comes with its model; empty if it can. The
+        engine then runs without drafts: "auto" never refuses to start it."""
         drafter = self.shipped_drafter
         if drafter is not None and not drafter.is_there:
             return f"{drafter.folder} lacks its weights"
@@ -202,8 +206,8 @@ class EngineConfig:
         return config if config is not None and config.is_on else None
 
     def steps_in_flight(self, on_cuda: bool) -> int:
-        """How many steps are in flight: two by default. With drafts on the CPU it is one, because a result costs
-        nothing to wait for there and tells how many drafts there are to check."""
+        """Number of steps in flight at once: two by default. With drafts on a CPU it is one: there, waiting for a
+        result costs nothing, and the result tells how many drafts the next step has to check."""
         overlap = self.overlap
         if overlap is None:
             overlap = on_cuda or self.drafter_settings is None
@@ -234,16 +238,16 @@ def _check_padding(name: str, sizes: tuple[int, ...], limit_name: str, limit: in
 
 
 def default_requests(gpu_bytes: int | None) -> int:
-    """Most requests in one step. A request that waits for a row waits for the whole answer of another one, so a GPU
-    whose memory holds the contexts of many requests has rows for them."""
+    """Default of max_num_seqs: most requests in one step. gpu_bytes: total memory of the GPU; None on a CPU. A request
+    that waits for a row waits for the whole answer of another one, so a GPU with much memory has more rows."""
     if gpu_bytes is None:
         return 32
     return 512 if gpu_bytes >= LARGE_GPU_BYTES else 256
 
 
 def __getattr__(name: str) -> object:
-    """Find config classes of vLLM: its module of them has the name of this one. They are imported late, because their
-    module imports this one."""
+    """Find a config class of vLLM, whose module of config classes has the same name as this module. The class is
+    imported here, because its module imports this one."""
     if name.startswith("__"):
         raise AttributeError(name)
     return import_module("outrider.compat.configs").find_config(name)
@@ -263,7 +267,8 @@ Rate: TypeAlias = Annotated[float, Range(0, 1)]
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """`speculative_config` with vLLM's keys. `num_speculative_tokens` is a ceiling unless auto is False."""
+    """The setting `speculative_config`, with vLLM's keys. Unless `auto` is False, the engine chooses the number of
+    drafts in every step, up to `num_speculative_tokens`."""
 
     num_speculative_tokens: Annotated[int, Range(1, MAX_DRAFTS)]  # most drafts of a request in a step
     method: Method | Annotated[list[Method], NotEmpty] = AUTO_METHOD  # see docs/drafters.md; a list combines some
@@ -325,8 +330,8 @@ class SpeculativeConfig:
 
     @property
     def rates_by_row(self) -> tuple[tuple[float, ...], ...] | None:
-        """Synthetic rates by position, one tuple for each kind of row: rows have them in turn. None: the model alone
-        decides which drafts are accepted."""
+        """Synthetic acceptance rates: each tuple has the rates by draft position, and rows use the tuples in turn.
+        None: the model alone decides which drafts are accepted."""
         if self.synthetic_request_rates is not None:
             return tuple((float(rate),) for rate in self.synthetic_request_rates)
         return None if self.synthetic_rates is None else (self.synthetic_rates,)
@@ -348,7 +353,7 @@ class SpeculativeConfig:
 
 
 def _own_name(method: object) -> object:
-    """The name that a method has here, if it was given by another name."""
+    """Translate vLLM's name of a method to the name that is used here. Other values are returned unchanged."""
     return OTHER_NAMES.get(method, method) if isinstance(method, str) else method
 
 
@@ -357,8 +362,8 @@ LOCAL_EVENTS = "tcp://127.0.0.1:5557"  # where events are published unless told 
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """`kv_events_config` with vLLM's keys and three of its own (bind, token_ids, hash_secret): where events of the
-    prefix cache are published, and what they tell. Anybody who can connect to the address may read them."""
+    """The setting `kv_events_config`, with vLLM's keys and three more (bind, token_ids, hash_secret): where events of
+    the prefix cache are published, and what they contain. Anybody who can connect to the address can read them."""
 
     enable_kv_cache_events: bool = False
     publisher: Annotated[str, OneOf(("zmq", "null"))] | None = None  # None: zmq
@@ -384,7 +389,7 @@ class KVEventsConfig:
             self._check_port(name, getattr(self, name))
 
     def _check_port(self, name: str, address: str | None) -> None:
-        """Refuse port 0. The system would choose a port, and no router could know it."""
+        """Refuse port 0, because no router could know which port the system chooses, and ports that are too large."""
         port = "" if address is None or not address.startswith("tcp://") else address.rpartition(":")[2]
         most = 65535 - self.data_parallel_rank
         if port.isdigit() and not 1 <= int(port) <= most:
@@ -401,7 +406,7 @@ class KVEventsConfig:
 
 
 def is_bound_as_such(address: str) -> bool:
-    """Whether an address of ZeroMQ is one to listen at, by vLLM's rule."""
+    """Whether a ZeroMQ address is bound rather than connected to, by vLLM's rule."""
     return "*" in address or "::" in address or address.startswith(("ipc://", "inproc://"))
 
 

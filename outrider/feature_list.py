@@ -1,12 +1,12 @@
-"""The features of the engine, in their order: the one file that names them. No torch.
+"""The list of the engine's features, in order: the one file that names them. No torch.
 
-A feature lies in a folder of its own under `outrider/features/`. The core calls features through contracts and imports
-none: a feature's halves are found here by name, and only if the settings or a request ask for the feature.
-`register_feature` adds one from outside the package.
+A feature is a folder under `outrider/features/`. It has up to two halves: classes in the engine's process and classes
+in the worker's. The core imports no feature and calls it only through the interfaces below. The halves are imported by
+name, and only if the settings or a request ask for the feature. `register_feature` adds one from outside the package.
 
-| contract | who calls it |
+| interface | who calls it |
 |---|---|
-| `core/feature_parts.py` RequestPart, BatchPart, ResultPart, LimitsPart | data that travels with these |
+| `core/feature_parts.py` RequestPart, BatchPart, ResultPart, LimitsPart | no caller: data that travels with these |
 | `runner/worker_feature.py` WorkerFeature | a worker, when it is made: sizes, memory, the part of its steps |
 | `core/step_part.py` StepPart | every step on the device |
 | `drafters/observer.py` DraftObserver | every step, between its tokens and its drafts |
@@ -37,8 +37,8 @@ Half = Callable[..., Any] | str  # a class, or `module:class`
 
 @dataclass(frozen=True)
 class FeatureEntry:
-    """An entry of the list of features. It makes the parts of a feature (in the engine, on the device) from an engine's
-    config."""
+    """An entry of the list of features: the classes of a feature, and the settings or the parameter that switch it
+    on."""
 
     name: str
     worker: Half | None = None  # a WorkerFeature, if it has this half
@@ -87,8 +87,8 @@ def registered_names() -> tuple[str, ...]:
 
 
 def require_registered(names: Sequence[str]) -> None:
-    """Called in the process of a worker with the names that its parent knows: a feature with one half would say
-    nothing and do nothing."""
+    """Raise ValueError if this worker process lacks a feature that is registered in its parent process. `names`: those
+    features. Without the check a feature with only one half would silently do nothing."""
     for name in names:
         if name not in _registered:
             raise ValueError(f"the feature {name!r} is not registered in the worker's process, which imports the main "
@@ -116,12 +116,12 @@ def asking_parameters() -> list[tuple[str, str]]:
 
 
 def engine_half(name: str) -> Any:
-    """The class of the half that a feature has in the engine."""
+    """The class of a feature's half in the engine."""
     return _need(name, _entry(name).engine, "has a half in the engine")
 
 
 def worker_half(name: str) -> Any:
-    """The class of the half that a feature has in a worker."""
+    """The class of a feature's half in a worker."""
     return _need(name, _entry(name).worker, "has a half in a worker")
 
 
@@ -130,7 +130,8 @@ def has_worker_half(name: str) -> bool:
 
 
 def feature_object(name: str, place: str) -> Any:
-    """An object of a feature's folder, for a front that uses it only with the feature. place: `module:object`."""
+    """Import an object from a feature's folder, for code outside that needs it only with the feature. place:
+    `module:object`."""
     return _find(name, place)
 
 
@@ -140,7 +141,7 @@ def prompt_keys() -> dict[str, Any]:
 
 
 def input_readers(prompt: Mapping[str, Any]) -> list[Any]:
-    """The InputReader of every feature of which the prompt gives a key."""
+    """The InputReaders of the features whose keys the prompt has."""
     return [_find(entry.name, entry.reader) for entry in _all_entries() if entry.reader is not None
             and any(prompt.get(key) is not None for key in entry.prompt_keys)]
 
@@ -150,7 +151,7 @@ def _all_entries() -> tuple[FeatureEntry, ...]:
 
 
 def _asked_for(config: EngineConfig) -> list[FeatureEntry]:
-    """The features of the settings."""
+    """The features that the settings switch on."""
     return [entry for entry in _all_entries() if entry.parameter is None and entry.is_on(config)]
 
 

@@ -1,4 +1,5 @@
-"""Front, the base of LLM and AsyncLLM: how they are made from arguments, and answers for names that only vLLM has."""
+"""Front, the base class of LLM, LLMEngine and AsyncLLM. It starts an engine from arguments, and explains why a name of
+vLLM is not supported."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class Front:
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:
-        """An engine with the settings of EngineArgs."""
+        """Start an engine with the settings of EngineArgs."""
         return cls(**asdict(engine_args))
 
     @classmethod
@@ -59,13 +60,13 @@ class Front:
 
     @property
     def weights_version(self) -> int:
-        """How many updates of weights were complete. Each output says in `weight_versions` which of its tokens came
-        from which version, and no cached page serves another version than its own."""
+        """Number of weight updates that were completed. Each output says in `weight_versions` which of its tokens came
+        from which version. A prefix hit only takes pages of the current version."""
         return self.engine.weights_version
 
     @property
     def vllm_config(self) -> VllmConfig:
-        """The engine's settings and sizes in vLLM's groups, to be read: `vllm_config.cache_config.block_size`."""
+        """The engine's settings and sizes for reading, grouped as in vLLM: `vllm_config.cache_config.block_size`."""
         if self._config is None:
             raise ValueError("the settings of an engine that was built elsewhere are not known: see engine.limits")
         num_pages = self.engine.scheduler.cache.pool.num_pages

@@ -55,7 +55,7 @@ T = TypeVar("T")
 
 class LLM(Front):
     """`LLM("smollm2")`, `LLM("path/to/folder")`, `LLM("model.gguf")`; further settings as in EngineArgs. Several
-    threads may use one: they take turns with its steps."""
+    threads may use one LLM: they take turns making its steps."""
 
     def _start(self, engine: Engine) -> None:
         super()._start(engine)
@@ -68,9 +68,10 @@ class LLM(Front):
                  prompt_token_ids: list[int] | list[list[int]] | None = None,
                  use_tqdm: bool | Callable[..., Any] = True, lora_request: AdapterChoice = None,
                  priority: int | Sequence[int] | None = None, **misplaced: Never) -> list[RequestOutput]:
-        """Outputs in the order of the prompts. A prompt that cannot be served raises before any is started. Requests of
-        a lower `priority` are served first; one number for all prompts, or one for each. `lora_request`: the adapter of
-        all prompts, or a list with one or None for each. `use_tqdm`: show a bar on a terminal."""
+        """Return the outputs in the order of the prompts. If one cannot be served, raises ValueError before any is
+        started. `priority`: one number for all prompts or one for each; lower numbers are served first.
+        `lora_request`: the adapter of all prompts, or a list with one or None for each. `use_tqdm`: show a progress bar
+        on a terminal."""
         if misplaced:
             compat.refuse_misplaced(self.generate, misplaced)
         if prompts is not None and prompt_token_ids is not None:
@@ -114,7 +115,7 @@ class LLM(Front):
     def classify(self, prompts: Prompt | Sequence[Prompt], *, pooling_params: PoolingParams | None = None,
                  use_tqdm: bool | Callable[..., Any] = True,
                  lora_request: AdapterChoice = None) -> list[ClassificationRequestOutput]:
-        """The probability of each class, in `output.outputs.probs`, by the head of a model that classifies."""
+        """The probability of each class, in `output.outputs.probs`. The model must have a classification head."""
         params = PoolingParams(task="classify") if pooling_params is None else replace(pooling_params, task="classify")
         return [ClassificationRequestOutput.from_pooled(output)
                 for output in self._pool(prompts, params, use_tqdm, lora_request)]
@@ -122,9 +123,9 @@ class LLM(Front):
     def score(self, data_1: Prompt | Sequence[Prompt], data_2: Prompt | Sequence[Prompt], *,
               pooling_params: PoolingParams | None = None, use_tqdm: bool | Callable[..., Any] = True,
               lora_request: AdapterChoice = None, chat_template: str | None = None) -> list[ScoringRequestOutput]:
-        """The similarity of each text of `data_1`, or of its only one, to the text of `data_2` at the same place. A
-        model whose head has one class scores the two texts together; `chat_template` joins them then, as messages of
-        the roles query and document."""
+        """Score each text of `data_2` with the text of `data_1` at the same index, or with its only text. The score is
+        the similarity of their embeddings. A model whose head has one class scores the two texts together;
+        `chat_template` then joins them, as messages of the roles query and document."""
         first, second = _as_list(data_1), _as_list(data_2)
         if len(first) not in (1, len(second)):
             raise ValueError(f"{len(first)} texts to compare with {len(second)}: data_1 must have one text, or as "
@@ -150,10 +151,11 @@ class LLM(Front):
                      sampling_params: SamplingParams | None = None, *, logprobs_mode: str = "raw",
                      return_kept_ids: bool = False, use_tqdm: bool | Callable[..., Any] = True,
                      lora_request: AdapterChoice = None) -> list[TokenScores]:
-        """The log-probability of each token of the sequences after those before it, and of the `top_k` likeliest (-1:
-        all). "raw": of the model's distribution; "processed": after temperature and filters of `sampling_params`.
-        `return_kept_ids`: also the tokens that the filters keep at each place. In exact mode the bits are those that
-        sampling reports. A sequence may have one token less than max_model_len."""
+        """Return the log-probability of each token of the sequences, given the tokens before it, and those of the
+        `top_k` likeliest tokens at its position (-1: of all). `logprobs_mode`: "raw" takes the model's distribution,
+        "processed" the one after temperature and filters of `sampling_params`. `return_kept_ids`: also return the
+        tokens that the filters keep at each position. In exact mode the values equal, bit for bit, those that sampling
+        reports. A sequence may have at most max_model_len - 1 tokens."""
         scoring = token_scores.Scoring.from_arguments(sampling_params, top_k, logprobs_mode, return_kept_ids)
         outputs = self.generate(token_ids, scoring.params, use_tqdm=use_tqdm, lora_request=lora_request)
         for output in outputs:
@@ -203,8 +205,8 @@ class LLM(Front):
                sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                priority: int | Sequence[int] = 0, before_step: Callable[[], None] | None = None,
                lora_request: AdapterChoice = None, **misplaced: Never) -> Generator[RequestOutput, None, None]:
-        """As `generate`, but yields every output whenever it has grown, or as `output_kind` of its parameters says.
-        Closing the iterator ends the requests, and so does whatever `before_step` raises."""
+        """Like `generate`, but yield each output whenever it has grown, in the form that `output_kind` of its
+        parameters asks for. The requests end if the iterator is closed or `before_step` raises."""
         if misplaced:
             compat.refuse_misplaced(self.follow, misplaced)
         if before_step is not None and not callable(before_step):
@@ -222,8 +224,8 @@ class LLM(Front):
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None, *,
                priority: int = 0, lora_request: LoRARequest | None = None,
                **misplaced: Never) -> Generator[RequestOutput, None, None]:
-        """The growing output of one prompt, after every run. A prompt that cannot be served raises here. Closing the
-        iterator ends the request."""
+        """Yield the growing output of one prompt, after each step that adds tokens. For a prompt that cannot be served,
+        this call raises ValueError. Closing the iterator ends the request."""
         if misplaced:
             compat.refuse_misplaced(self.stream, misplaced)
         return self.follow([prompt], sampling_params, priority=priority, lora_request=lora_request)
@@ -232,7 +234,8 @@ class LLM(Front):
              sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
              use_tqdm: bool | Callable[..., Any] = True, lora_request: AdapterChoice = None, *,
              priority: int | Sequence[int] | None = None, **options: Any) -> list[RequestOutput]:
-        """One conversation, or several, through the model's chat template. `options`: see `Tokenizer.render_chat`."""
+        """Answer one conversation, or several, which the model's chat template turns into prompts. `options`: see
+        `Tokenizer.render_chat`."""
         for name, value in options.items():
             compat.refuse_sampling_field(self.chat, name, value)
         if not isinstance(messages, Sequence) or isinstance(messages, str):
@@ -260,18 +263,18 @@ class LLM(Front):
         return compat.engine_metrics(self.engine, self.engine.model.name)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Parameters that a caller may change and use."""
+        """New parameters with the default values, which the caller may change and use."""
         return SamplingParams()
 
     def sleep(self, level: int = 1) -> SleepReport:
-        """Give the memory of weights and cache back until `wake_up`. Level 1 keeps the weights in the host's memory (on
-        a CPU, where they are); level 2 drops them. Running requests are preempted, and requests wait until then.
-        Returns how many bytes are free."""
+        """Free the memory of the weights and the cache until `wake_up`. Level 1 moves the weights to the host's memory
+        (on a CPU they stay where they are); level 2 drops them. Running requests are preempted, and all requests wait
+        until `wake_up`. Returns how many bytes were freed."""
         return self._loop.run(lambda: self._maintenance.sleep(level))
 
     def wake_up(self, tags: Sequence[str] | None = None) -> WakeReport:
-        """Bring everything back, or one of the parts "weights" and "kv_cache". Weights that were dropped are read again
-        from the model's files. Returns how long it took."""
+        """Bring back the weights and the cache, or only the part in `tags`: "weights" or "kv_cache". Weights that were
+        dropped are read again from the model's files. Returns how long it took."""
         return self._loop.run(lambda: self._maintenance.wake_up(tags))
 
     def is_sleeping(self) -> bool:
@@ -286,8 +289,8 @@ class LLM(Front):
         return self._loop.run(lambda: self._maintenance.update_weights(command))
 
     def start_weight_update(self) -> None:
-        """Begin an update of all weights that `load_weights` gives one by one and `finish_weight_update` ends. Running
-        requests are preempted and wait for its end; new ones raise WeightsIncomplete."""
+        """Begin an update of all weights. `load_weights` then replaces them one by one, and `finish_weight_update` ends
+        the update. Until then running requests are preempted, and new requests raise WeightsIncomplete."""
         self._loop.run(self._maintenance.start_weight_update)
 
     def load_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
@@ -367,7 +370,7 @@ class LLM(Front):
             return self._run_checked(requests, use_tqdm)
 
     def _run_checked(self, requests: list[CheckedRequest], use_tqdm: bool | Callable[..., Any]) -> list[Output]:
-        """The outputs of requests, in their order."""
+        """Run requests and return their outputs in the same order."""
         bar = RequestBar(use_tqdm, len(requests))  # a caller's own bar may fail: nothing runs yet
         caller = Caller(only_ends=True)
         with bar as progress:
@@ -376,7 +379,7 @@ class LLM(Front):
         return [done[request_id] for request_id in ids]
 
     def _finish(self, caller: Caller, progress: RequestBar) -> dict[str, Output]:
-        """Run all requests of a caller to their ends."""
+        """Run all requests of a caller to their ends. Returns the outputs by request id."""
         done: dict[str, Output] = {}
         with closing(self._loop.follow(caller)) as outputs:
             for output in outputs:
@@ -388,7 +391,8 @@ class LLM(Front):
     @contextmanager
     def _checked(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],
                  priority: int | Sequence[int], adapters: AdapterChoice) -> Generator[list[CheckedRequest], None, None]:
-        """Requests for the prompts, with their adapters, which stay loaded while the block runs."""
+        """Check the prompts and yield a request for each. The adapters of the requests stay loaded while the block
+        runs."""
         checked = self._check(prompts, params, priority)
         if adapters is None:
             yield checked

@@ -1,6 +1,6 @@
-"""LLMEngine: requests that are added one by one, and steps that the caller makes. Names follow vLLM's.
+"""LLMEngine: the caller adds requests one by one and makes the engine's steps. Names follow vLLM's.
 
-A thin front over the same loop that LLM drives: `llm.llm_engine` shares the engine with the methods of LLM.
+It uses the same request loop as LLM, so `llm.llm_engine` shares the engine with the methods of LLM.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LLMEngine(Front):
 
     @classmethod
     def inside(cls, front: Front, loop: RequestLoop) -> LLMEngine:
-        """The engine of another front, whose loop it shares."""
+        """Make an LLMEngine that shares the engine and the request loop of another front, such as an LLM."""
         self = cls.__new__(cls)
         self._config = front._config
         Front._start(self, front.engine)
@@ -61,8 +61,8 @@ class LLMEngine(Front):
         return request_id
 
     def step(self) -> list[Output]:
-        """Advance the engine by one step. Returns the requests' outputs that have grown, or the parts of them that
-        their `output_kind` asks for."""
+        """Advance the engine by one step. Returns the outputs that have grown, in the form that the `output_kind` of
+        their parameters asks for."""
         given = {own: request_id for request_id, own in self._names.items()}
         read: list[Output] = []
         for output in self._loop.step(self._caller):

@@ -54,8 +54,8 @@ class BatchUpdate:
 
 
 class LogitsProcessor(ABC):
-    """The token at every position is chosen from logits that were processed with the tokens before it as outputs. With
-    drafts these include the drafts before it; when a draft is rejected, its request is added again."""
+    """Base class of an operator's processors. For each position, the logits are processed with all tokens before the
+    position as output ids, drafts included. When a draft is rejected, its request is added to the batch again."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -111,8 +111,8 @@ class AdapterLogitsProcessor(LogitsProcessor):
 
 def process_dict_updates(entries: dict[int, State], batch_update: BatchUpdate | None,
                          new_state: Callable[[SamplingParams, list[int] | None, list[int]], State | None]) -> bool:
-    """Bring the states that a processor keeps by index up to date. `new_state`: of a request that is added, None if it
-    needs none. Returns whether a state was added, removed or moved."""
+    """Update the states that a processor keeps by batch index. `new_state` makes the state of an added request, or
+    returns None if it needs none. Returns whether a state was added, removed or moved."""
     if batch_update is None:
         return False
     before = dict(entries)

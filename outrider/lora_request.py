@@ -1,5 +1,7 @@
-"""Adapters as callers and fronts know them: LoRARequest names one (field names follow vLLM's), LoadedAdapter is a
-request's part, AdapterLoads what an engine with adapters can do. No torch."""
+"""LoRA adapters as callers and fronts (LLM, AsyncLLM) know them. No torch.
+
+LoRARequest names an adapter; its field names follow vLLM's. LoadedAdapter says which adapter a request runs with.
+AdapterLoads is the interface to the adapters of an engine."""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"  # the file
 
 @dataclass(frozen=True)
 class LoRARequest:
-    """An adapter: its name, a number of the caller's own, and its folder. `load_inplace`: read the folder again,
-    although an adapter of this name and folder is loaded."""
+    """An adapter: its name, a number that the caller chooses, and its folder. `load_inplace`: read the folder again
+    even if an adapter with this name and folder is loaded."""
 
     lora_name: Text
     lora_int_id: Count
@@ -44,7 +46,8 @@ class LoRARequest:
 
 @dataclass(frozen=True)
 class LoadedAdapter(RequestPart):
-    """The adapter of a request, as the engine knows it. An adapter that is read again has a new number."""
+    """The adapter that a request runs with, named by the number of its load. Each time an adapter is read, its load
+    gets a new number."""
 
     number: int  # of its load
 
@@ -54,8 +57,8 @@ class LoadedAdapter(RequestPart):
 
 
 class UnreadableAdapter(ValueError):
-    """An adapter that cannot be read. `brief`: the message without the place of the adapter's folder, for clients of a
-    server, who need not know where its files lie."""
+    """Raised if an adapter cannot be read. `brief`: the message with the folder's name instead of its path, for clients
+    of a server, who need not know where the server's files are."""
 
     def __init__(self, message: str, folder: str) -> None:
         super().__init__(message)
@@ -64,63 +67,66 @@ class UnreadableAdapter(ValueError):
 
 
 class AdaptersInUse(ValueError):
-    """There is no room for a further adapter in the host's memory until requests end."""
+    """Raised if the host's memory has no room for a further adapter until requests end."""
 
 
 class UnknownAdapter(ValueError):
-    """No adapter has this name."""
+    """Raised if no adapter has the given name."""
 
 
 class AdapterHold:
-    """Keeps a load for a front that is about to add requests, or will add more: until `release`, or until the front
-    has lost the hold, as after an interrupt or the end of a task."""
+    """Keeps an adapter loaded for a front that is about to add requests. The hold ends with `AdapterLoads.release`, or
+    when the object is garbage-collected, for example after an interrupt."""
 
     def __init__(self, number: int) -> None:
         self.number = number  # of the load
 
 
 class AdapterLoads(RequestKeeper, ABC):
-    """The engine's adapters, as fronts see them. Called where `Engine.step` is."""
+    """The interface of fronts to the engine's adapters. Methods are called on the thread that calls `Engine.step`."""
 
     max_slots: int  # adapters on the device at once
 
     @property
     @abstractmethod
     def names(self) -> Mapping[str, str]:
-        """Folders of the adapters that can be asked for by name alone."""
+        """The folders of adapters that requests may ask for by name alone, by name."""
 
     @abstractmethod
     def names_in_use(self) -> tuple[list[str], list[str]]:
-        """Names of the adapters of running and waiting requests. May be called from any thread."""
+        """Names of the adapters that running requests use, and of those that only waiting requests use. May be called
+        from any thread."""
 
     @abstractmethod
     def begin(self, asked: LoRARequest) -> AdapterHold:
-        """Begin to load an adapter unless it is there. The load is kept as long as the hold, or until `release`."""
+        """Begin to load an adapter unless it is loaded. It stays loaded until `release`, or until the hold is
+        garbage-collected."""
 
     @abstractmethod
     def hold(self, number: int) -> AdapterHold:
-        """Keep the load for requests that were checked with this one and are about to be added: itself, the one that
-        has replaced it since or, if it had to make room for others, a new reading of its folder."""
+        """Keep an adapter loaded for requests that were checked with load `number` and are about to be added. The hold
+        is for this load, for the load that has replaced it or, if it was evicted, for a new load of its folder."""
 
     @abstractmethod
     def is_loaded(self, number: int) -> bool:
-        """Whether an adapter has been read, as far as is known here."""
+        """Whether an adapter is known to have been read. Unlike `is_ready`, this does not ask the worker."""
 
     @abstractmethod
     def is_ready(self, number: int) -> bool:
-        """Whether an adapter has been read. Raises ValueError, and forgets the load, if it cannot be."""
+        """Whether an adapter has been read; asks the worker. If the adapter cannot be read, forgets the load and raises
+        ValueError."""
 
     @abstractmethod
     def identity(self, number: int) -> tuple[str, str]:
-        """The name of an adapter that requests run with, and the digest of its files."""
+        """The name of a loaded adapter, and the digest of its files."""
 
     @abstractmethod
     def release(self, hold: AdapterHold) -> None:
-        """A front has added its requests, or given up."""
+        """End a hold, because the front has added its requests or has given up."""
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """From now on no new request may name the adapter. Running requests keep it until they end."""
+        """Let no new request name the adapter. Running requests keep it until they end."""
 
 
 AdapterChoice: TypeAlias = "LoRARequest | None | Sequence[LoRARequest | None]"

@@ -1,7 +1,7 @@
 """TokenScores: log-probabilities of given tokens under the engine's weights. No torch.
 
-A prompt's tokens are scored while they are computed, by the function that reports sampled tokens. In exact mode both
-have the same bits.
+The tokens of a prompt are scored while the prompt is computed, by the function that also computes the log-probabilities
+of sampled tokens. In exact mode the two are equal, bit for bit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How sequences are scored: the parameters of their requests, and what is read of the outputs."""
+    """How sequences are scored: the parameters of their requests, and which reported scores are returned."""
 
     params: SamplingParams
     top_k: int
@@ -80,8 +80,8 @@ class Scoring:
 
 
 def _ranked(entry: dict[int, Logprob], num: int) -> list[tuple[int, float]]:
-    """The `num` likeliest tokens of a place, by rank. The place's own token comes before them if it is not among
-    them."""
+    """The `num` likeliest tokens of a position with their log-probabilities, by rank. If the position's own token is
+    not among them, it is the first of `entry` and left out."""
     items = [(token, value.logprob) for token, value in entry.items()]
     return items[len(items) - num :]
 
