@@ -30,7 +30,7 @@ class _Decoder(Protocol):
     def finish(self) -> str: ...
 
     def own_text(self, token: str) -> str:
-        """Return the text of a token in the middle of a text. Bytes that do not form a character are included as
+        """Return the text of a token in the middle of a text. Bytes that cannot begin a character are included as
         replacement characters."""
 
 

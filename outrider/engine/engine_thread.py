@@ -1,6 +1,6 @@
 """EngineThread: the thread that owns the engine of an asyncio front. Coroutines send it commands and get outputs.
 
-What goes wrong with one request is told to that request's stream; the end of the engine, to every stream.
+An error of one request goes to that request's stream. If the engine ends, every stream gets the error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Made = TypeVar("Made")
 
 
 class EngineThread:
-    """The thread with the engine. Everything reaches the engine through its queue of commands."""
+    """The thread that runs the engine. All other threads reach the engine through this thread's queue of commands."""
 
     def __init__(self, engine: Engine) -> None:
         self.error: BaseException | None = None  # why it no longer runs
@@ -42,7 +42,7 @@ class EngineThread:
         self._send(lambda: self._add(stream, request))
 
     def leave(self, stream: Stream) -> None:
-        """Note that the reader has left. If its request still runs, it is aborted."""
+        """Note that a stream's reader has left. If its request still runs, the request is aborted."""
         if not stream.is_done and self.error is None:
             self._commands.put(lambda: self._drop(stream))
 
@@ -56,7 +56,7 @@ class EngineThread:
         self._send(command)
 
     def call(self, action: Callable[[], Made]) -> Future[Made]:
-        """Do something with the engine between two steps."""
+        """Call `action` between two steps of the engine, and return a future of its result."""
         done: Future[Made] = Future()
 
         def command() -> None:
@@ -148,7 +148,7 @@ class EngineThread:
         self._streams[stream.request_id] = stream
 
     def _free_id(self, request_id: str) -> None:
-        """Make steps until a new request's id is free. A request whose reader has left keeps its id until it ends,
+        """Run steps until a new request's id is free. A request whose reader has left keeps its id until it ends,
         within the next steps."""
         while request_id not in self._streams and self._engine.is_live(request_id):
             self._deliver(self._engine.step())
@@ -193,7 +193,7 @@ class EngineThread:
 
 
 def _copy(error: BaseException) -> EngineError:
-    """A copy of the error for one reader, because raising an error adds to its traceback."""
+    """Copy the error for one reader, because raising an error adds to its traceback."""
     copied = EngineError(str(error))
     copied.__cause__ = error.__cause__
     return copied
@@ -205,7 +205,7 @@ def _put_all(parts: list[tuple[Stream, OutputIncrement]]) -> None:
 
 
 def tell(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any) -> bool:
-    """Schedule a call in an event loop. Returns False if the loop is closed, and with it every reader in it."""
+    """Schedule a call in an event loop. Returns False if the loop is closed; then its readers are gone too."""
     try:
         loop.call_soon_threadsafe(call, *args)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""ErrandAnswers: errands that all ranks of a worker do, and which ranks have done them. No torch."""
+"""ErrandAnswers: keeps track of which errands the ranks of a worker have done. No torch."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class ErrandAnswers:
         self._begun: dict[int, _Begun] = {}
 
     def add(self) -> tuple[int, Future[None]]:
-        """A number for a new errand, and a future that is done when every rank has done it. It fails with a ValueError
-        if any rank could not."""
+        """Register a new errand. Returns its number and a future that is done when every rank has done it, and that
+        raises ValueError if any rank could not."""
         done: Future[None] = Future()
         with self._lock:
             number = next(self._numbers)
@@ -53,7 +53,7 @@ class ErrandAnswers:
                 own.done.set_exception(ValueError(own.error))
 
     def fail_all(self, error: BaseException) -> None:
-        """Fail all errands that wait, because the ranks have ended."""
+        """Fail all errands that are not done, because the ranks have ended."""
         with self._lock:
             left, self._begun = list(self._begun.values()), {}
         for own in left:

@@ -1,4 +1,4 @@
-"""Pre-tokenizers of byte-level BPE by the names that GGUF files have for them: patterns that cut a text before merging.
+"""Pre-tokenizers for byte-level BPE, which split a text before tokens are merged, by their names in GGUF files.
 
 A file names its pre-tokenizer instead of describing it. Names whose patterns are not known here are refused, because a
 wrong one gives other tokens without any error.

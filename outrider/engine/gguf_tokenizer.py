@@ -1,6 +1,6 @@
 """Builds a tokenizer from the metadata of a GGUF file: byte-level BPE, SentencePiece-style BPE, or WordPiece.
 
-Knows nothing of files or models. Kinds that are not known are refused by name.
+It neither reads files nor knows models. Unknown kinds of tokenizer are refused by name.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def build_gguf_tokenizer(meta: Mapping[str, Any]) -> Tokenizer:
 
 
 def _check_types(meta: Mapping[str, Any]) -> None:
-    """Refuse values of other types than the keys have, by their keys."""
+    """Raise an error that names the metadata keys whose values have a wrong type."""
     expected: dict[str, Any] = {f"tokenizer.ggml.{name}": kind for name, kind in LISTS.items()}
     expected |= {key: int for key in meta if key.startswith("tokenizer.ggml.") and key.endswith(TOKEN_ID)}
     for key in expected.keys() & meta.keys():
@@ -132,8 +132,8 @@ def _merges_of_scores(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _merges_from_scores(scores: dict[str, float]) -> list[tuple[str, str]]:
-    """The merges of a SentencePiece model: it joins the neighbours whose joined piece scores best, which is what BPE
-    does with merges in the order of scores."""
+    """Make the BPE merges that equal a SentencePiece model. Such a model joins the neighbours whose joined piece has
+    the best score, and BPE does the same if its merges are sorted by score."""
     merges: list[tuple[str, str]] = []
     for piece in sorted(scores, key=scores.__getitem__, reverse=True):
         known = [(left, right) for i in range(1, len(piece))
@@ -161,7 +161,7 @@ def _add_special_tokens(tokenizer: Tokenizer, meta: Mapping[str, Any]) -> None:
 
 
 def _add_ends(tokenizer: Tokenizer, meta: Mapping[str, Any]) -> None:
-    """Set the tokens that are put around a text when special tokens are asked for."""
+    """Set the tokens that are put before and after a text when special tokens are asked for."""
     kind, pre = meta["tokenizer.ggml.model"], PRE_TOKENIZERS.get(meta.get("tokenizer.ggml.pre", ""))
     is_wordpiece = kind == "bert"
     adds_bos = kind in ("llama", "gemma4") or is_wordpiece or (kind == "gpt2" and pre is not None and pre.adds_bos)

@@ -1,4 +1,6 @@
-"""InputReader: how a feature reads what a prompt gives beside text and token ids. No torch."""
+"""InputReader: reads the inputs that a prompt gives to a feature beside its text or token ids, such as embeddings. No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from outrider.engine.served_model import ServedModel
 
 
 class InputReader:
-    """Reads one prompt that has a key of the feature (`FeatureEntry.prompt_keys`). Every method may raise a ValueError
-    that says what to change."""
+    """Reads one prompt that has a key of the feature (`FeatureEntry.prompt_keys`). Any method may raise a ValueError
+    that tells the user what to change."""
 
     has_ids = True  # False: the prompt has no token ids; zeros hold the places of its inputs
 
@@ -20,9 +22,9 @@ class InputReader:
         """The types of the prompt's values have been checked."""
 
     def token_ids(self, own: Callable[[], Sequence[int]]) -> Sequence[int]:
-        """The token ids of the prompt. own: finds those that the prompt gives, or tokenizes its text."""
+        """Return the token ids of the prompt. own: returns the ids that the prompt gives, or tokenizes its text."""
         return own()
 
     def make_parts(self, token_ids: Sequence[int]) -> Sequence[InputPart]:
-        """What the prompt gives in addition to these token ids, which have been checked."""
+        """Make the parts that the prompt adds to the request. The given token ids have been checked."""
         raise NotImplementedError

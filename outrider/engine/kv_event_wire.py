@@ -1,9 +1,10 @@
-"""Events of the prefix cache in the wire form of vLLM (`vllm/distributed/kv_events.py`), as plain values to be packed.
+"""Writes events of the prefix cache in vLLM's wire format (`vllm/distributed/kv_events.py`), as plain values for
+msgpack.
 
-A batch is a list: the time, its events, the number of the replica. An event is a map with its `type`. Block hashes are
-64-bit integers, as vLLM sends them by default: hashes of the pages' digests under a secret, because from the digests
-themselves a subscriber could tell whether a prompt that it guesses was sent. A hash is BLAKE2b of the page's 16-byte
-digest, 8 bytes long, keyed with the SHA-256 of `hash_secret`.
+A batch is a list of three items: the time, the events and the replica's number. An event is a map with its `type`.
+Block hashes are 64-bit integers, as vLLM sends them by default: hashes of the pages' digests under a secret, because
+from the digests themselves a subscriber could tell whether a prompt that it guesses was sent. A hash is BLAKE2b of the
+page's 16-byte digest, 8 bytes long, keyed with the SHA-256 of `hash_secret`.
 
     message           topic, sequence number (8 bytes, big end first), msgpack of the batch
     BlockStored       block_hashes, parent_block_hash, token_ids, block_size, lora_id (number of the adapter's load),
@@ -14,8 +15,8 @@ digest, 8 bytes long, keyed with the SHA-256 of `hash_secret`.
                       requests, BlockRemoved of the others
 
 A block is a page, so `block_size` can differ between groups. A group of kind `mamba` holds states of recurrent layers:
-its blocks have no tokens, and their hash is that of the page of tokens that ends where the state was kept. Pages of
-drafters alone are left out.
+its blocks have no tokens, and their hash is that of the page of tokens that ends where the state was kept. Pages that
+only drafters use are left out.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ STATES = "mamba"  # vLLM's name for groups of recurrent states
 
 
 class EventWriter:
-    """Writes events of one model's cache."""
+    """Writes the events of one model's cache in vLLM's wire format."""
 
     def __init__(self, layout: CacheLayout, *, tells_tokens: bool = False, secret: str | None = None) -> None:
-        """tells_tokens: whether events have the tokens of pages and the salts of requests. secret: the key of the
+        """tells_tokens: whether events contain the token ids of pages and the salts of requests. secret: the key of the
         hashes; None stands for a random key."""
         self._tells_tokens = tells_tokens
         self._key = urandom(32) if secret is None else hashlib.sha256(secret.encode()).digest()
@@ -100,8 +101,8 @@ class EventWriter:
         return written
 
     def _extra_keys(self, event: PageStored) -> list[str] | None:
-        """The keys of a block beside its tokens: names of keys that have a public one in every block, and if tokens
-        are told, salts in the first one."""
+        """Return the keys that a block is cached under beside its tokens: public names of keys in every block, and
+        salts in the first block if events contain tokens."""
         content = event.content
         if content is None:
             return None
@@ -116,7 +117,7 @@ class EventWriter:
 
 
 def _kind(spec: PagedSpec) -> tuple[str, int | None]:
-    """vLLM's name for what a group keeps, and its window."""
+    """Return vLLM's name for the kind of cache that a group is, and the group's window."""
     window = spec.visible_tokens
     if isinstance(spec, LatentSpec):
         return ("mla_attention" if window is None else "sliding_window_mla"), window

@@ -1,10 +1,10 @@
-"""KvEvents: publishes what the prefix cache holds, so that others' routers (llm-d, Dynamo) can send requests where
-their beginnings are cached. ZeroMQ and msgpack, in the wire form of vLLM.
+"""KvEvents: publishes what the prefix cache holds, so that external routers (llm-d, Dynamo) can send a request to the
+engine that has its prefix cached. Messages go through ZeroMQ and msgpack in vLLM's wire format.
 
 The engine's thread only hands over a list at the end of a step. A thread of its own packs and sends the lists, and
 answers subscribers who ask for batches that they missed. No step waits for it: if the queue is full, a batch is
-dropped. Its sequence number is then missing, and the next batch begins with AllBlocksCleared: a subscriber that keeps
-the rest would believe in pages that are gone.
+dropped. Its sequence number is then missing, and the next batch begins with AllBlocksCleared, so that no subscriber
+goes on believing in pages that are gone.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _Batch = tuple[int, float, list[CacheEvent]]  # sequence number, time, events
 
 
 class EventSockets:
-    """The sockets of events. They are opened before a model is loaded, so that an address that cannot be used is
-    reported at once."""
+    """The ZeroMQ sockets of cache events. They are opened before a model is loaded, so that an address that cannot be
+    used is reported at once."""
 
     def __init__(self, config: KVEventsConfig) -> None:
         try:
@@ -79,8 +79,8 @@ def is_local(address: str) -> bool:
 
 
 def with_rank(endpoint: str, rank: int) -> str:
-    """The address of one replica, as in vLLM: a TCP port is raised by the replica's number, and any other address gets
-    the number as a suffix."""
+    """Return the address of one replica, as vLLM does: a TCP port is raised by the replica's number, and any other
+    address gets the number as a suffix."""
     if rank == 0:
         return endpoint
     if not endpoint.startswith("tcp://"):
@@ -92,11 +92,11 @@ def with_rank(endpoint: str, rank: int) -> str:
 
 
 class KvEvents(StepWatcher):
-    """The publisher of an engine's cache events. The cache notes its events in `record`."""
+    """Publishes an engine's cache events, which the cache notes in `record`."""
 
     def __init__(self, layout: CacheLayout, sockets: EventSockets,
                  labels: Mapping[str, str] = MappingProxyType({})) -> None:
-        """labels: public names of keys that pages are known by."""
+        """labels: public names of cache keys, by key."""
         self.record = CacheEvents(layout, labels)
         self.num_dropped = 0  # batches
         config = sockets.config
@@ -115,7 +115,7 @@ class KvEvents(StepWatcher):
         scheduler.cache.pool.events = self.record
 
     def flush(self) -> None:
-        """Hand over the events since the last call. Never waits."""
+        """Hand the events since the last call to the publishing thread. Never waits."""
         events = self.record.take()
         if not events:
             return
@@ -132,7 +132,7 @@ class KvEvents(StepWatcher):
             self.num_dropped += 1
 
     def close(self) -> None:
-        """Send what waits, for a second at most."""
+        """Publish the remaining events, waiting at most a second for each step of that."""
         self.flush()
         try:
             self._batches.put(None, timeout=CLOSE_SECONDS)
@@ -165,7 +165,8 @@ class KvEvents(StepWatcher):
         self._sent.append((numbered, payload))
 
     def _replay(self) -> None:
-        """Answer the subscribers that have asked for all batches from a number on, as far as these are kept."""
+        """Answer subscribers that ask for all batches from a sequence number on, as far as the batches are still
+        kept."""
         socket = self._sockets.replaying
         while socket is not None and socket.poll(0):
             client, *rest = socket.recv_multipart()

@@ -1,4 +1,4 @@
-"""The files that an engine begins with: the model's and its tokenizer's."""
+"""Finds the files that an engine starts with: the model's and its tokenizer's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ log = logging.getLogger("outrider")
 
 
 def find_model(config: EngineConfig) -> ModelSource:
-    """The files of the model, fetched if need be."""
+    """Find the files of the model, and download them if need be."""
     source = resolve(config.model, config.revision, config.load_format != "dummy", config.download_dir)
     source = source.with_values(config.hf_overrides or {}).without_keys(config.ignore_config_keys)
     if config.quantization is not None:
@@ -24,8 +24,8 @@ def find_model(config: EngineConfig) -> ModelSource:
 
 
 def _with_class_ids(config: EngineConfig, source: ModelSource) -> ModelSource:
-    """The source with token ids in place of the texts of `classifier_from_token`. The logits of these tokens are the
-    scores of classes."""
+    """Replace the texts of `classifier_from_token` in the model's config by token ids. The logits of these tokens are
+    the scores of classes."""
     tokens = source.config.get("classifier_from_token")
     if tokens is None:
         return source
@@ -38,8 +38,8 @@ def _with_class_ids(config: EngineConfig, source: ModelSource) -> ModelSource:
 
 
 def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer | None:
-    """Load the model's tokenizer. None, with a warning, if there are no tokenizer files: token ids in and out still
-    work."""
+    """Load the model's tokenizer. If there are no tokenizer files, log a warning and return None: prompts and outputs
+    can still be token ids."""
     if config.skip_tokenizer_init:
         return None
     try:

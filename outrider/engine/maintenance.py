@@ -1,7 +1,8 @@
-"""Maintenance: what changes the worker's memory under a running engine. It sleeps, wakes up and gets other weights.
+"""Maintenance: changes the worker's memory under a running engine: puts it to sleep, wakes it up and replaces weights.
 
-Before its memory changes, the engine comes to rest: the steps in flight end, running requests are preempted, and the
-cache is emptied. Requests that run or arrive meanwhile wait; they go on from their tokens when everything is there.
+Before memory changes, the engine comes to rest: the steps in flight end, running requests are preempted, and the cache
+is emptied. These requests, and those that arrive meanwhile, wait and go on from their tokens when weights and cache are
+back.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class _Load:
 
 
 class Maintenance:
-    """Changes of a running engine's memory. The engine's owner calls the methods, between its calls of
+    """Changes the memory of a running engine. The engine's owner calls the methods between its calls of
     `Engine.step`."""
 
     def __init__(self, engine: Engine) -> None:
@@ -83,7 +84,7 @@ class Maintenance:
 
     @property
     def has_session(self) -> bool:
-        """Whether `start_weight_update` has begun an update."""
+        """Whether an update that `start_weight_update` began has not ended yet."""
         return self._stream is not None and self._stream.is_session
 
     @property
@@ -91,7 +92,7 @@ class Maintenance:
         return bool(self._asleep)
 
     def sleep(self, level: int = 1) -> SleepReport:
-        """Free memory of the device. If this is refused, the engine goes on as before."""
+        """Free the device's memory of weights and cache. If this raises an error, the engine goes on as before."""
         if isinstance(level, bool) or level not in LEVELS:
             raise ValueError(f"level must be 1 (weights stay in the host's memory) or 2 (weights are dropped), got "
                              f"{shown(level)}")
@@ -117,7 +118,7 @@ class Maintenance:
         return report
 
     def wake_up(self, tags: Sequence[str] | None = None) -> WakeReport:
-        """Bring memory back. If it fails, the engine sleeps on."""
+        """Bring freed memory back to the device. If this raises an error, the engine sleeps on."""
         if tags is not None and (isinstance(tags, str) or not set(tags) <= set(PARTS)):
             raise ValueError(f"tags must be a list of {' and '.join(map(repr, PARTS))}, got {shown(tags)}")
         wanted = PARTS if tags is None else tuple(part for part in PARTS if part in tags)
@@ -137,8 +138,8 @@ class Maintenance:
         return report
 
     def update_weights(self, command: UpdateWeights) -> UpdateReport:
-        """Replace weights. If it is refused, nothing has changed. If it fails later, requests wait until another update
-        succeeds."""
+        """Replace weights. If the update is refused, nothing has changed. If it fails after that, requests wait until
+        another update succeeds."""
         if self._stream is not None and self._stream.is_session:
             raise ValueError("an update of weights has begun: give its weights to load_weights, and end it with "
                              "finish_weight_update()")
@@ -164,7 +165,7 @@ class Maintenance:
     # Updates whose tensors come one by one
 
     def start_weight_update(self) -> None:
-        """Begin an update that `finish_weight_update` ends, and that must have all weights."""
+        """Begin an update that lasts until `finish_weight_update` and must have all weights by then."""
         if self._stream is not None and self._stream.is_session:
             raise ValueError("an update of weights has begun already: finish_weight_update() ends it")
         self._end_stream()
@@ -173,8 +174,8 @@ class Maintenance:
 
     def load_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]],
                      run: Callable[[Callable[[], None]], None]) -> None:
-        """Replace weights, each as soon as it comes. `run` does something with the engine between two steps. Between
-        two weights others may use the engine, but none of them can end the update."""
+        """Replace weights, each as soon as it comes. `run` calls a function with the engine between two steps. Between
+        two weights other callers may use the engine, but they cannot end the update."""
         load = _Load()
         self._loads.add(load)
         try:
@@ -188,8 +189,8 @@ class Maintenance:
             self._loads.discard(load)
 
     def stream_weight(self, given: NamedArray | NamedTensor) -> None:
-        """Replace one weight. The update ends with `finish_weight_update`, or if none has been started, before whatever
-        comes next. If the weight does not fit and is the first, nothing has changed."""
+        """Replace one weight. `finish_weight_update` ends the update. If `start_weight_update` has not begun it, the
+        next call other than this one ends it. If the update's first weight does not fit, nothing has changed."""
         if self._stream is None:
             self._rest()
             self._open_stream(is_session=False)
@@ -231,8 +232,8 @@ class Maintenance:
         return report
 
     def _break_stream(self, stream: _Stream, error: Exception | None) -> None:
-        """End an update that failed, or in which no weight came. Its requests wait, and new ones are refused, if any
-        weight was replaced."""
+        """End an update that failed, or in which no weight came. If any weight was replaced, requests wait and new ones
+        are refused."""
         self._stream = None
         self._lacks_weights = str(error) if isinstance(error, WeightsIncomplete) else stream.lacked_before
         self._are_dropped |= isinstance(error, WeightsIncomplete) and WEIGHTS in self._asleep
@@ -240,40 +241,40 @@ class Maintenance:
         self._pause()
 
     def _end_stream(self) -> None:
-        """End an update that was not started by name, because something else follows. Raises WeightsIncomplete if it is
-        not whole."""
+        """End an update that `start_weight_update` did not begin, because another call follows. Raises
+        WeightsIncomplete if the update is not whole."""
         if self._stream is not None and not self._stream.is_session:
             self._check_loaded()
             self._finish_stream(self._stream)
 
     def _check_loaded(self) -> None:
-        """Raise WeightsIncomplete while a call of `load_weights` goes on, in another thread or around its iterator: the
-        update would end with some of the call's weights."""
+        """Raise WeightsIncomplete while a call of `load_weights` has not returned, in another thread or around its
+        iterator. An update that ended now would lack the call's other weights."""
         if self._stream is not None and self._loads:
             raise WeightsIncomplete(LOADING)
 
     def _admit_requests(self) -> None:
-        """Called before requests are added while an update goes on, or after one that was not whole."""
+        """End an unfinished update before requests are added, or refuse the requests if weights are missing."""
         self._end_stream()
         if self._lacks_weights:
             raise WeightsIncomplete(self._lacks_weights)
 
     def _let_requests_run(self) -> None:
-        """Called when the worker's weights are whole. While an update goes on, requests still wait for its end."""
+        """Note that the worker's weights are whole. While an update goes on, requests still wait for its end."""
         if self._stream is None:
             self._lacks_weights, self._refuses = "", False
         else:
             self._stream.lacked_before = ""
 
     def _take_new_weights(self) -> None:
-        """Called when an update is whole."""
+        """Note that an update is whole, and raise the version of the weights."""
         self._lacks_weights, self._refuses, self._are_dropped = "", False, False
         self._asleep -= {WEIGHTS}
         self._engine.take_new_weights()
         self._pause()
 
     def weights_checksum(self) -> WeightsChecksum:
-        """The checksums of the weights. Steps in flight end first."""
+        """Compute the checksums of the weights, after the steps in flight."""
         self._end_stream()
         if self._stream is not None:
             raise ValueError(f"weights_checksum: {self._lacks_weights}")
@@ -281,7 +282,7 @@ class Maintenance:
         return self._engine.command(ChecksumWeights())
 
     def reset_prefix_cache(self, *, reset_running_requests: bool = False) -> bool:
-        """Forget cached pages. Returns whether no page can be found any more."""
+        """Forget cached pages. Returns True if no page is left that a prefix hit could find."""
         self._end_stream()
         if reset_running_requests:
             self._engine.rest()
@@ -292,7 +293,7 @@ class Maintenance:
         return self._is_paused
 
     def pause_when_done(self) -> None:
-        """Begin to wait for the ends of all requests. Until `pause` nobody adds one."""
+        """Begin to wait until all requests have ended. No request may be added until `pause`."""
         if self._engine.pause.is_on:
             raise ValueError(f"pause_generation: with mode='wait' requests must run, but {self._engine.pause.reason}")
         self._will_pause = True
@@ -321,7 +322,8 @@ class Maintenance:
         self._pause()
 
     def _rest(self) -> None:
-        """Called before weights change. By default no request keeps its row."""
+        """Bring the engine to rest before weights change. Requests keep their rows only if `pause` was told to keep
+        them."""
         if self._keeps_pages:
             self._engine.settle()
         else:
@@ -331,7 +333,7 @@ class Maintenance:
         self._engine.command(profiling.StartProfile(prefix))
 
     def stop_profile(self, folder: str) -> str:
-        """End the profile. Returns the path of its file."""
+        """Stop the profile and write it to a file. Returns the file's path."""
         return self._engine.command(profiling.StopProfile(folder))
 
     def _pause(self) -> None:

@@ -1,4 +1,4 @@
-"""The scheduler of a worker that has started, with an empty cache and the choice of drafts. No torch."""
+"""Makes the scheduler for a worker that has started, with an empty cache and the choice of drafts. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ else:
 def make_scheduler(info: WorkerInfo, *, enable_prefix_caching: bool = True, generation: int = 0,
                    host_drafter: speculation.HostDrafter | None = None, host_faults: FaultRecord | None = None,
                    features: Sequence[EngineFeature] = ()) -> Scheduler:
-    """A scheduler with an empty cache, for a worker that describes itself so."""
+    """Make a scheduler with an empty cache, for a worker that has described itself by `info`."""
     cache = CacheManager(info.layout, PagePool(info.num_pages), info.limits, lookahead=info.lookahead,
                          enable_prefix_caching=enable_prefix_caching)
     resources = [feature.make_resource(info) for feature in features]

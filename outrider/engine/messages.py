@@ -1,5 +1,6 @@
-"""Messages of a chat before and after a template renders them. Imports no Jinja, so that prompts of plain text start
-without it."""
+"""Prepares a chat's messages for a template, and cuts the rendered text. Imports no Jinja, so that plain prompts start
+without it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ class ChatTemplateError(ValueError):
 
 
 def with_plain_content(message: Message) -> Message:
-    """A message whose content is text; parts of text, as OpenAI's API has them, are joined by line ends."""
+    """Return the message with plain text as its content. Parts of text, as in OpenAI's API, are joined by newlines."""
     if not isinstance(message.get("role"), str):
         raise ChatTemplateError("a message needs a 'role' that is a text, such as 'user', got "
                                 f"{shown(message.get('role'))} among {', '.join(map(str, message)) or 'nothing'}")
@@ -36,7 +37,7 @@ def with_plain_content(message: Message) -> Message:
 
 
 def up_to_the_end_of(messages: list[Message], rendered: str) -> str:
-    """A rendered chat, cut off after the text of the last message, so that the answer continues this message."""
+    """Cut a rendered chat off after the text of its last message, so that the answer continues this message."""
     last = str(messages[-1].get("content") or "").strip() if messages else ""
     end = rendered.rfind(last) + len(last)
     if not last or end < len(last):

@@ -1,4 +1,4 @@
-"""Weights that a caller gives by the names of a checkpoint, as the command that takes them to the worker. No torch."""
+"""Makes commands for the worker from weights that a caller gives by their names in a checkpoint. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Weights: TypeAlias = str | os.PathLike[str] | Mapping[str, Any] | Iterable[tuple
 
 
 def weights_command(weights: Weights) -> UpdateWeights:
-    """Make the command that takes weights to the worker. Tensors are taken out of an iterable one by one and copied to
+    """Make the command that brings weights to the worker. Tensors are taken from an iterable one by one and copied to
     the host's memory. Files are read by the worker."""
     if isinstance(weights, (str, os.PathLike)):
         path = Path(weights)
@@ -33,7 +33,7 @@ def weights_command(weights: Weights) -> UpdateWeights:
 
 
 def weights_one_by_one(weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> Iterator[NamedArray | NamedTensor]:
-    """The weights, each when it is asked for: no two of an iterable are in memory for this."""
+    """Yield the weights one at a time, so that no two tensors of an iterable need to be in memory together."""
     pairs = weights.items() if isinstance(weights, Mapping) else weights
     if isinstance(pairs, str | bytes | os.PathLike) or not isinstance(pairs, Iterable):
         raise ValueError(f"load_weights: give pairs of a name and a tensor, got {shown(weights)}")

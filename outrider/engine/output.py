@@ -1,6 +1,7 @@
-"""SampleOutput turns one sample's runs of tokens into text, finds stop strings and names log-probabilities.
+"""SampleOutput turns one sample's runs of tokens into text, finds stop strings and adds the texts of tokens to
+log-probabilities. A run is the tokens that one step adds.
 
-Everything here takes runs, never single tokens; what comes out does not depend on how tokens were split into runs.
+The output does not depend on how the tokens were split into runs.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from outrider.engine.text import Tokenizer, TokenTexts
 
 
 class SampleOutput:
-    """Turns the runs of one request into increments of its output."""
+    """Turns the runs of one sample into increments of its output."""
 
     def __init__(self, key: SampleKey, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
         self.is_finished = False
@@ -25,11 +26,12 @@ class SampleOutput:
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output, params.min_tokens)
 
     def use_weights(self, version: int) -> None:
-        """Later tokens come from this version of the weights."""
+        """Set the version of the weights from which later tokens come."""
         self._key = self._key._replace(weights_version=version)
 
     def take(self, result: RequestResult) -> OutputIncrement:
-        """The increment that a run adds. A stop string, which the device does not know, may end the request here."""
+        """Make the increment that a run adds. The sample may end here by a stop string, of which the device does not
+        know."""
         run, text, is_last = result.run, "", bool(result.finish)
         if self._detokenizer is None and self._params.logprobs is None and not is_last:
             return OutputIncrement(self._key, run)
@@ -59,8 +61,9 @@ class SampleOutput:
         return OutputIncrement(self._key, run, text, logprobs, end)
 
     def _explained(self, error: str | None) -> str | None:
-        """The error of a request that had no token to choose. The device does not say why. Parameters that forbid
-        tokens are the likely cause if there are any: logits that are not finite fail other requests too."""
+        """Explain the error of a sample for which no token could be chosen. The device does not say why. If parameters
+        of the request forbid tokens, they are the likely cause: logits that are not finite would fail other requests
+        too."""
         can_be_theirs = any(getattr(self._params, name) for name in FORBID_ALL)
         if error is None or isinstance(error, ExplainedFailure) or not can_be_theirs:
             return error
@@ -69,14 +72,13 @@ class SampleOutput:
                           "model's logits are not finite)")
 
     def replay(self, token_ids: list[int]) -> str:
-        """Repeat tokens that readers have already received. Returns the part of their text that readers have
-        received."""
+        """Process again the tokens that a reader has already received. Returns the text that these tokens show."""
         if self._detokenizer is None:
             return ""
         return self._stops.feed(self._detokenizer.feed(token_ids)).text
 
     def end(self, finish: Finish, error: str | None = None) -> OutputIncrement:
-        """End the sample from the host, and return its last increment."""
+        """End the sample without a result of the device, and return its last increment."""
         self.is_finished = True
         return OutputIncrement(self._key, [], end=SampleEnd(finish.reason, error=error))
 
@@ -86,7 +88,8 @@ def with_texts(entry: TokenLogprobs, texts: TokenTexts) -> TokenLogprobs:
 
 
 class PromptLogprobsOutput:
-    """Log-probabilities of a prompt's tokens, gathered over chunks. The first token has none."""
+    """Gathers the log-probabilities of a prompt's tokens over the chunks that steps compute. The first token has
+    none."""
 
     def __init__(self, key: SampleKey, prompt_len: int, tokenizer: Tokenizer | None) -> None:
         self._key, self._prompt_len = key, prompt_len
@@ -96,7 +99,8 @@ class PromptLogprobsOutput:
         self._num_entries = 1  # so far
 
     def take(self, epoch: int, chunk: list[TokenLogprobs]) -> OutputIncrement:
-        """Add the entries of a step's rows. After a preemption the rows come again, from the first one on."""
+        """Add the log-probabilities that a step computed. After a preemption they are computed again from the first one
+        on, and known ones are dropped."""
         if epoch != self._epoch:
             self._epoch, self._position = epoch, 1
         first = max(0, self._num_entries - self._position)

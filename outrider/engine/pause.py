@@ -1,4 +1,6 @@
-"""Pause: why an engine runs no steps for now, and what becomes of running requests. `engine.maintenance` sets it."""
+"""Pause: the reason why an engine runs no steps for now. PauseMode: what happens to running requests.
+`engine.maintenance` sets both.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ class PauseMode(enum.Enum):
 
     @classmethod
     def from_names(cls, mode: str, clear_cache: bool) -> PauseMode:
-        """The mode by the names that vLLM has for it."""
+        """Return the mode for vLLM's names of it."""
         match mode:
             case "abort":
                 return cls.ABORT
@@ -38,7 +40,7 @@ class Pause:
     is_coming: bool = False  # steps run until no request is left; who adds a request waits until then
 
     def admit_requests(self) -> None:
-        """Called before requests are added."""
+        """End the pause, or refuse the requests, before requests are added."""
         if self.before_requests is not None:
             self.before_requests()
 

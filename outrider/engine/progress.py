@@ -1,4 +1,4 @@
-"""Bars of progress on a terminal, and nothing elsewhere. No torch."""
+"""Progress bars, which are shown only on a terminal. No torch."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from outrider.core.status_line import is_terminal
 
 
 def bar(items: Any = None, **options: Any) -> Any:
-    """A tqdm bar on a terminal, nothing elsewhere."""
+    """Make a tqdm bar that is shown only on a terminal."""
     return tqdm(items, disable=not is_terminal(sys.stderr), leave=False, dynamic_ncols=True, file=sys.stderr, **options)
 
 
 def loading_bar(model: str) -> Callable[[Any, int], Any]:
-    """Makes a bar of the tensors that are read: see `Watch` of the loader."""
+    """Return a function that shows a bar of the tensors that are read: see `Watch` of the loader."""
     return lambda tensors, count: bar(tensors, total=count, desc=f"loading {model}", unit="tensors")
 
 
 class RequestBar:
-    """A bar of finished requests with the speed of their tokens. `wanted`: whether to show it, or what makes one."""
+    """A bar of finished requests that shows tokens per second. `wanted`: whether to show it, or a function that makes
+    the bar."""
 
     def __init__(self, wanted: bool | Callable[..., Any], num_requests: int) -> None:
         if wanted and not isinstance(wanted, bool) and not callable(wanted):

@@ -1,4 +1,4 @@
-"""Waiting for work, and letting a worker prepare for more while there is none. No torch."""
+"""Waits for work, and lets a worker prepare for later steps meanwhile. No torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Got = TypeVar("Got")
 
 def wait_for(take: Callable[[float | None], Got | None], idle: Callable[[float], float | None]) -> Got:
     """Call `take` until it returns something, and return that. `take` gets the seconds that it may wait; None: without
-    end. Between its calls `idle` gets the seconds since anything came, does a little work, and returns after how many
-    seconds it wants to be called again; None: never."""
+    end. Between its calls `idle` does a little work. It gets the seconds since the wait began, and returns the seconds
+    after which it wants to be called again; None: never."""
     begin = time.perf_counter()
     pause = idle(0.0)
     while pause is not None:
