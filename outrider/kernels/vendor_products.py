@@ -12,7 +12,7 @@ MANY_ROWS = 1024  # token rows from which on a product adds to the residual stre
 
 def has_many_rows(residual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor,
                   bias: torch.Tensor | None = None) -> bool:
-    """Whether there are enough token rows for `add_product` to be used."""
+    """Whether `add_product` serves: there are many token rows, and no bias."""
     return x.shape[0] >= MANY_ROWS and bias is None
 
 

@@ -147,8 +147,8 @@ class CachedLayers:
 
     @property
     def whole_len(self) -> int:
-        """The longest context, in tokens, that every layer attends to as a whole. With longer ones some layers do extra
-        work."""
+        """The longest context, in tokens, for which no indexer has to choose: some layers then do less work than with
+        longer ones."""
         return min((mixer.whole_len for mixer in self.mixers), default=EVERY_LENGTH)
 
 

@@ -1,7 +1,8 @@
-"""Native CPU kernels: C code, built on the machine (`build.py`), behind functions of tensors.
+"""Native CPU kernels: C code, compiled on the machine it runs on (`build.py`), behind functions of tensors.
 
-Every function means what its twin in reference.py says. Which arguments the C code takes is said in `checks.py`, and
-asked by the table of operations: the functions rely on it. Knows no models.
+Every function computes what the function of the same name in reference.py does. `checks.py` says which arguments the C
+code takes; the table of operations asks these checks before a call, and the functions rely on them. This package knows
+no models.
 """
 
 from typing import TYPE_CHECKING

@@ -14,8 +14,8 @@ from outrider.kernels.delta_tables import SEGMENT_ROWS, DeltaTables, RowSlots, T
 
 
 class LayerDeltas:
-    """The adapters of a step's token rows, for decoder layers that one native call computes one after another. Keeps
-    the tensors alive. Make it with `build`."""
+    """The adapters of a step's token rows, for several decoder layers that one native call computes. Keeps the tensors
+    alive. Made by `build`."""
 
     def __init__(self, rows: RowSlots, tables: DeltaTables, targets: bytes) -> None:
         self.num_rows, self.targets, self._owners = len(rows.slots), targets, (rows, tables)
@@ -23,14 +23,14 @@ class LayerDeltas:
 
     @classmethod
     def build(cls, rows: RowSlots, tables: DeltaTables, targets: bytes) -> LayerDeltas | None:
-        """Check and pack the adapters of a step. targets: what `pack_layer_targets` returned for each layer, one behind
-        the other. Returns None if the C code does not take these tensors."""
+        """Check and pack the adapters of a step. targets: the results of `pack_layer_targets` for all layers,
+        concatenated. Returns None if the C code does not take these tensors."""
         return cls(rows, tables, targets) if _are_good(rows, tables) else None
 
 
 def pack_layer_targets(products: Sequence[TargetRange | None]) -> bytes:
-    """The adapter targets of a layer's products, in the order of `LayerWeights`. None stands for a product that
-    adapters do not change."""
+    """Pack the adapter targets of a layer's products, in the order of `LayerWeights`. None is a product that adapters
+    do not change."""
     qkv, out, gate_up, down = (
         TARGETS.pack(first=0, count=0) if own is None else TARGETS.pack(first=own.first, count=len(own.ends))
         for own in products

@@ -1,6 +1,6 @@
-"""Paged attention by the C code, and what comes before it: norms of heads, rope and the cache write.
+"""Paged attention by the C code, and the kernel before it: norms of heads, rope and the cache write.
 
-Arguments are as `checks.py` says, and are handed over as the structures of `structures.py`.
+`checks.py` says which arguments are allowed; they are passed as the structs of `structures.py`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ERRORS = {
 
 
 class RopeWrite(NamedTuple):
-    """Everything `rope_write` needs but the token rows."""
+    """The arguments of `rope_write`, except the token rows."""
 
     positions: Tensor
     cos: Tensor
@@ -77,9 +77,10 @@ def check_rows(num_bad: int) -> None:
 
 
 class Requests:
-    """The requests of a step: page table, query starts, lengths, live counts and first keys, as the C code reads them.
+    """The requests of a step as the C code reads them: page table, query starts, lengths, live counts and first keys.
 
-    Made once for the layers that share a page table; keeps the tensors alive."""
+    Made once for all layers that share a page table. Keeps the tensors alive.
+    """
 
     def __init__(self, page_table: Tensor, query_starts: Tensor, lengths: Tensor, live: Tensor,
                  key_starts: Tensor | None = None) -> None:
@@ -106,7 +107,7 @@ def make_requests(page_table: Tensor, query_starts: Tensor, lengths: Tensor, liv
 
 
 class Attention(NamedTuple):
-    """Everything attention needs but the queries and the cache."""
+    """The arguments of attention, except the queries and the cache."""
 
     requests: Requests
     scale: float

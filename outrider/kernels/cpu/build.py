@@ -1,6 +1,7 @@
-"""Builds the native CPU kernels once with the machine's C compiler, keeps the library in the user's cache, loads it.
+"""Compiles the native CPU kernels once with the machine's C compiler, keeps the library in the user's cache folder, and
+loads it.
 
-This file knows the types of the library's functions, but not what they do.
+This file knows the signatures of the library's functions, but not what they compute.
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ log = logging.getLogger("outrider")
 
 
 class BuildError(RuntimeError):
-    """Raised if the native library cannot be built or loaded. `outrider env` shows the message."""
+    """The native library cannot be built or loaded. `outrider env` shows the message."""
 
 
 class UnwritableFolder(BuildError):
-    """The folder has no library yet, and none can be written there."""
+    """The folder holds no library yet, and none can be written to it."""
 
 
 def cache_folder() -> Path:
@@ -85,9 +86,9 @@ def cache_folder() -> Path:
 
 
 def build(folder: Path | None = None) -> Path:
-    """The library's path in a folder, by default the cache folder. Compiles only if these sources, compiler and
-    processor have not met there before. The file's name ends with a hash of its bytes: a full disk, or a machine that
-    loses its power, can leave a part of a file behind, and a process that loads one dies."""
+    """Return the library's path in a folder, by default the cache folder. Compiles only if the folder has no library
+    for these sources, this compiler and this processor. The file name ends with a hash of the file's bytes, because a
+    full disk or a power failure can leave a truncated file, and a process that loads one crashes."""
     folder = cache_folder() if folder is None else folder
     compiler = _compiler()
     try:
@@ -117,7 +118,7 @@ def _is_whole(library: Path) -> bool:
 
 
 def describe() -> str:
-    """Lines for `outrider env`: the compiler and the instruction sets, or why there are no native kernels."""
+    """Return lines for `outrider env`: the compiler and the instruction sets, or why there are no native kernels."""
     if not available():
         return f"none: {reason()}"
     sets = sorted(set(_processor().split()) & set(INSTRUCTION_SETS))
@@ -135,7 +136,8 @@ def _compiler() -> list[str]:
 
 
 def _processor() -> str:
-    """A text that identifies the processor. -march=native depends on it, and machines may share a cache folder."""
+    """Return a text that identifies the processor: -march=native depends on it, and machines may share a cache
+    folder."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -145,7 +147,7 @@ def _processor() -> str:
 
 
 def _compile(compiler: list[str], folder: Path, name: str) -> Path:
-    """Compiles into a temporary file and renames it, so that other processes see the whole file or none."""
+    """Compile to a temporary file and rename it, so that other processes see the whole file or none."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         handle, output = tempfile.mkstemp(suffix=".so", dir=folder)
@@ -163,8 +165,8 @@ def _compile(compiler: list[str], folder: Path, name: str) -> Path:
 
 
 def _run_compiler(compiler: list[str], output: str) -> None:
-    """Compiles every source on its own core, and joins the results. The time limit holds for all compilers together: a
-    compiler that starts after another has run out of time gets no new limit."""
+    """Compile every source in a process of its own, at the same time, and link the results. The time limit holds for
+    all compilers together, so one that starts late gets no time beyond it."""
     compile_one = functools.partial(_compile_one, deadline=time.monotonic() + BUILD_SECONDS)
     for flags in (FLAGS, [flag for flag in FLAGS if flag != "-fopenmp"]):  # one thread is better than none
         with tempfile.TemporaryDirectory(prefix="outrider-") as folder, ThreadPoolExecutor(num_cores()) as pool:
@@ -191,8 +193,8 @@ def is_switched_off() -> bool:
 
 @functools.cache
 def load() -> tuple[ctypes.CDLL | None, str]:
-    """Load the library. Returns the library, or None with the reason. Raises an error if the structures of Python and
-    of C differ."""
+    """Load the library. Returns the library, or None with the reason. Raises an error if Python and C disagree about
+    the layout of a struct."""
     if is_switched_off():
         return None, "switched off by OUTRIDER_NATIVE=0"
     try:
@@ -222,12 +224,12 @@ def available() -> bool:
 
 
 def reason() -> str:
-    """Why the native kernels are not available; empty if they are."""
+    """Return why the native kernels are not available; empty if they are."""
     return load()[1]
 
 
 def library() -> ctypes.CDLL:
-    """The library. Call this only if `available()`."""
+    """Return the library. Call this only if `available()`."""
     found = load()[0]
     assert found is not None
     return found

@@ -1,4 +1,5 @@
-"""Conditions on the arguments of the C code. The table of operations asks them; the calls then rely on the answer.
+"""Conditions on the arguments of the C code. The table of operations checks them before a call, and the calls rely on
+that.
 
 The C code reads float32 through pointers and records no gradients.
 """
@@ -36,8 +37,7 @@ def is_counts(x: Tensor) -> bool:
 
 
 def is_cache(cache: Tensor) -> bool:
-    """Whether x is a float32 cache [pages, page_size, kv heads, dim], contiguous within a page, with pages at any
-    distance."""
+    """Whether x is a float32 cache [pages, page_size, kv heads, dim] whose pages are contiguous, at any page stride."""
     if cache.dtype is not torch.float32 or not cache.is_cpu or cache.dim() != 4:
         return False
     _, _, heads, dim = cache.shape
@@ -120,7 +120,7 @@ def takes_requests(page_table: Tensor, query_starts: Tensor, lengths: Tensor, li
 
 
 def takes_heads(heads: int, kv_heads: int, dim: int) -> bool:
-    """Whether attention serves heads of this number and size."""
+    """Whether the C code's attention serves this number of heads and this head size."""
     return dim % HEAD_DIM_STEP == 0 and dim <= MAX_HEAD_DIM and heads <= MAX_GROUP * kv_heads
 
 

@@ -1,4 +1,4 @@
-"""A proposal of an EAGLE-3 head with one layer: its passes planned and run by one call of the C code."""
+"""Drafting with a one-layer EAGLE-3 head: all passes of a proposal are planned and run by one call of the C code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNKNOWN_TOKEN = 4  # an error of the C code; those above it are the plan's, les
 
 
 class ChainWeights(NamedTuple):
-    """The weights of a head and the numbers that its arithmetic depends on."""
+    """The weights of an EAGLE-3 head, and the settings that its arithmetic depends on."""
 
     fc: Matrix
     qkv: Matrix
@@ -50,7 +50,7 @@ class ChainWeights(NamedTuple):
 
 
 class ChainInputs(NamedTuple):
-    """The inputs of a proposal: the step that was committed, its rows, and the head's cache."""
+    """The inputs of a proposal: the committed step, its rows, and the state of the head's cache."""
 
     requests: CommittedRequests
     rows: DraftingRows
@@ -79,7 +79,7 @@ class EmbeddingTable(NamedTuple):
 
 
 class DraftChain:
-    """A head with its cache, ready for any step. Keeps the weights alive. Make it with `bind`."""
+    """An EAGLE-3 head with its cache, checked and packed for any step. Keeps the weights alive. Made by `bind`."""
 
     def __init__(self, weights: ChainWeights, packed: bytes, owners: tuple[object, ...]) -> None:
         self.weights, self.packed, self._owners = weights, packed, owners
@@ -126,9 +126,9 @@ class DraftChain:
         )
 
     def propose(self, inputs: ChainInputs, *, any_sampled: bool) -> tuple[Tensor, Tensor, Tensor]:
-        """Plan all passes as `plan_draft_passes` does, run them, and keep the hidden states of pages' last tokens in
-        `inputs.tails`. Returns the drafts [drafts, requests], how many of them there is room for [requests], and their
-        levels [requests]. Call this only if `takes`."""
+        """Plan all passes as `plan_draft_passes` does, run them, and store the hidden states of pages' last tokens in
+        `inputs.tails`. Returns the drafts [drafts, requests], how many of them each request has room for [requests],
+        and their packed confidence levels [requests]. Call this only if `takes`."""
         requests, rows, page_table, state, aux_states, tails, num_wanted = inputs
         count = page_table.shape[0]
         plan = pack_plan(requests, rows, (page_table,), state, num_wanted=num_wanted)
@@ -152,7 +152,7 @@ class DraftChain:
 
 
 def _takes_weights(own: ChainWeights, heads: int, kv_heads: int, dim: int) -> bool:
-    """Whether the C code reads tensors of these types and strides, and heads of these sizes."""
+    """Whether the C code reads weights of these types and strides, and heads of these sizes."""
     hidden, aux_width = own.fc.outputs, own.fc.inputs // own.num_aux
     q_norm, k_norm = own.head_norms or (None, None)
     return (
@@ -173,8 +173,9 @@ def _check_sizes(own: ChainWeights, heads: int, kv_heads: int, dim: int) -> None
 
 
 def _coarse_output(output: Matrix) -> Matrix | None:
-    """A second copy of a head's output weight in 4 bits, if the weight has 8 bits: reading this weight is half of the
-    time of a draft. Only the logits that the copy says are the largest are computed with all bits."""
+    """Copy a head's 8-bit output weight in 4 bits, because reading that weight is half of the time of a draft. The copy
+    finds the largest logits; only these are then computed from all bits. Returns None if the weight is in another form
+    or small."""
     if not isinstance(output, PackedMatrix) or output.outputs < MIN_COARSE_OUTPUTS:
         return None
     rows, *others = output.parts

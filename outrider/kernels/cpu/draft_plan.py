@@ -1,4 +1,5 @@
-"""A proposal's bookkeeping by the C code: plan_draft_passes and forget_pages of `kernels.drafting`, with its types."""
+"""The bookkeeping of a proposal by the C code: plan_draft_passes and forget_pages of `kernels.drafting`, with its
+types."""
 
 from __future__ import annotations
 
@@ -54,7 +55,7 @@ def _check(requests: CommittedRequests, tables: Tables, own: DrafterCacheState) 
 
 
 def _committed(requests: CommittedRequests, own: DrafterCacheState) -> dict[str, int]:
-    """The fields of both functions."""
+    """Pack the fields that both functions take."""
     return dict(
         rows=requests.rows.data_ptr(), query_starts=requests.query_starts.data_ptr(),
         request_of=requests.request_of.data_ptr(), computed_before=requests.computed_before.data_ptr(),
@@ -78,7 +79,7 @@ def _pack_tables(tables: Tables, own: DrafterCacheState, slots: tuple[Tensor, ..
 
 def pack_plan(requests: CommittedRequests, rows: DraftingRows, tables: Tables, own: DrafterCacheState, *,
               num_wanted: int) -> bytes:
-    """The inputs from which the C code plans a proposal."""
+    """Pack the inputs from which the C code plans a proposal."""
     _check(requests, tables, own)
     assert rows.known.shape == rows.temperature.shape == own.filled.shape and rows.tokens.shape[0] == len(own.filled)
     return DRAFT_PLAN.pack(

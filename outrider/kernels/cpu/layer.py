@@ -1,7 +1,7 @@
-"""Whole decoder layers as one call of the C code. Their results have the bits of their operations called one by one.
+"""Whole decoder layers as one call of the C code, with the same bits as their operations called one by one.
 
-A layer's weights, cache and numbers are checked and packed once (`BoundLayer`), and a step's batch once for all layers
-(`LayerStep`), because checking and packing all of it for every layer takes a fifth as long as the layer itself.
+A layer's weights, cache and settings are checked and packed once (`BoundLayer`), and a step's batch once for all layers
+(`LayerStep`): checking and packing everything for every layer would take a fifth as long as the layer itself.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.kernels.cpu.structures import BOUND_LAYER, LAYER, LAYER_STEP, LAYE
 
 
 class LayerWeights:
-    """A decoder layer: norm, one product for q, k and v, attention, output; norm, gated MLP."""
+    """A decoder layer's weights: norm, one product for q, k and v, attention, output projection; norm, gated MLP."""
 
     def __init__(
         self, input_norm: Tensor, mlp_norm: Tensor, eps: float, qkv: Matrix, out: Matrix, gate_up: Matrix,
@@ -40,8 +40,8 @@ class LayerWeights:
 
 
 class BoundLayer:
-    """A layer, or several consecutive layers, with the cache, ready for any step. Keeps the weights alive, but not the
-    cache. `bind` makes one from a layer; `joined` makes one from several."""
+    """One or several consecutive layers with their cache, checked and packed for any step. Keeps the weights alive, but
+    not the cache. `bind` makes one from a layer; `joined` makes one from several."""
 
     def __init__(self, max_tokens: int, hidden: int, packed: bytes, owners: tuple[object, ...], count: int = 1) -> None:
         self.max_tokens, self.hidden, self.packed, self.count = max_tokens, hidden, packed, count
@@ -49,8 +49,8 @@ class BoundLayer:
 
     @classmethod
     def joined(cls, layers: Sequence[BoundLayer]) -> BoundLayer:
-        """Join layers to one BoundLayer. One call then computes all of them, which takes less time than a call for each
-        layer."""
+        """Join layers to one BoundLayer, so that one call computes all of them, which takes less time than a call for
+        each."""
         assert len({layer.hidden for layer in layers}) == 1
         return cls(min(layer.max_tokens for layer in layers), layers[0].hidden,
                    b"".join(layer.packed for layer in layers), tuple(layers), sum(layer.count for layer in layers))
@@ -80,9 +80,10 @@ class BoundLayer:
 
 
 class LayerStep:
-    """A step's batch for the layers that share a page table and a rope. Keeps its tensors alive. Make it with `build`.
+    """A step's batch for the layers that share a page table and a rope. Keeps its tensors alive. Made by `build`.
 
-    A layer's output is the next one's input, so the tensors that were checked last are not checked again."""
+    One layer's output is the next layer's input, so tensors that were just checked are not checked again.
+    """
 
     def __init__(self, owners: tuple[object, ...], tokens: int, packed: bytes) -> None:
         self.tokens, self.packed, self.threads = tokens, packed, torch.get_num_threads()
@@ -121,11 +122,11 @@ class LayerStep:
 def decoder_layer(layer: BoundLayer, step: LayerStep, delta: Tensor | None, residual: Tensor,
                   adapters: LayerDeltas | None = None,
                   aux_states: Mapping[int, Tensor] = MappingProxyType({})) -> Tensor | None:
-    """residual += delta, then attention and MLP of it, for each layer of `layer` in turn; returns what the last MLP
-    adds, in delta's memory. adapters: those of the token rows, with the targets of as many layers. aux_states[i],
-    shaped like residual, gets a copy of the residual stream before the i-th layer.
+    """Compute decoder layers: residual += delta, then attention and MLP, for each layer of `layer` in turn. Returns
+    what the last MLP adds, in delta's memory. adapters: those of the token rows, with the targets of all these layers.
+    aux_states[i], shaped like residual, gets a copy of the residual stream before the i-th layer.
 
-    None, with nothing done, if the C code does not take this.
+    Returns None, and does nothing, if the C code does not take these arguments.
     """
     if step.tokens > layer.max_tokens or not step.takes(delta, residual, layer.hidden):
         return None

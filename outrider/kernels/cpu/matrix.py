@@ -1,4 +1,5 @@
-"""Products with a weight matrix by the C code, which reads weights as floats, halves, fp8 or packed (`packed.py`)."""
+"""Products with a weight matrix by the C code, which reads weights as float32, bfloat16, fp8 or packed
+(`packed.py`)."""
 
 from __future__ import annotations
 
@@ -30,16 +31,16 @@ class Matrix:
 
 
 def dense_matrix(weight: Tensor, bias: Tensor | None = None) -> Matrix | None:
-    """The weight in the form that the C code takes. A bfloat16 weight counts as float32 numbers of the same value. None
-    if the C code does not take the weight."""
+    """Describe a weight to the C code; a bfloat16 weight stands for float32 numbers of the same values. Returns None if
+    the C code does not take the weight."""
     outputs, inputs = weight.shape
     is_good = weight.dtype in _DENSE and weight.is_cpu and weight.stride(1) == 1 and is_vector(bias, outputs)
     return Matrix(weight, bias, _DENSE[weight.dtype], inputs) if is_good and available() else None
 
 
 def fp8_matrix(codes: Tensor, scales: Tensor, group: int, bias: Tensor | None = None) -> Matrix | None:
-    """A weight in e4m3 codes [outputs, inputs] with a scale [outputs, groups] for every `group` inputs; None if the C
-    code does not take it."""
+    """Describe a weight of e4m3 codes [outputs, inputs] with a scale [outputs, groups] for every `group` inputs.
+    Returns None if the C code does not take it."""
     outputs, inputs = codes.shape
     shifted = scales.float().T.contiguous() * FP8_SHIFT
     is_good = (codes.is_cpu and codes.stride(1) == 1 and is_vector(bias, outputs) and bool(shifted.isfinite().all())
@@ -48,9 +49,10 @@ def fp8_matrix(codes: Tensor, scales: Tensor, group: int, bias: Tensor | None = 
 
 
 def product(x: Tensor, matrix: Matrix, threads: int | None = None) -> Tensor:
-    """x [tokens, inputs] float32, rows at any distance, times the matrix, by torch's number of threads or another.
+    """Multiply x [tokens, inputs] float32, at any row stride, with the matrix. threads: torch's number by default.
 
-    The cost is nearly flat up to eight token rows, and rows do not depend on each other."""
+    The time hardly grows up to eight token rows. Rows do not depend on each other.
+    """
     assert is_matrix(x) and x.shape[1] == matrix.inputs
     out = torch.empty(x.shape[0], matrix.outputs)
     library().product(
@@ -60,6 +62,6 @@ def product(x: Tensor, matrix: Matrix, threads: int | None = None) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`product` with a weight that is not packed yet; `dense_matrix` packs it."""
+    """Compute `product` with a weight that is described to the C code (`dense_matrix`) at each call."""
     assert weight.is_cpu and weight.stride(1) == 1
     return product(x, Matrix(weight, bias, _DENSE[weight.dtype], weight.shape[1]))

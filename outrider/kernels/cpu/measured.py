@@ -1,6 +1,6 @@
-"""Remembers what was measured about the native kernels, in a file beside their library.
+"""Keeps measurements of the native kernels in a file beside their library.
 
-A library is built anew for other sources, compilers and processors, and then everything is measured again.
+Other sources, compilers and processors have another library, so everything is measured again for them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ MOST_REMEMBERED = 64  # entries of the file; the oldest are forgotten
 
 
 def remembered(name: str, measure: Callable[[], bool]) -> bool:
-    """The result of a measurement of this machine: whether `measure` returns True. The result is kept in a file and
-    read at later starts. If no file can be written, every start measures."""
+    """Return whether `measure` returns True on this machine. The result is kept in a file and read at later starts. If
+    no file can be written, every start measures."""
     known = recall(name)
     if not isinstance(known, bool):
         known = measure()
@@ -28,7 +28,7 @@ def remembered(name: str, measure: Callable[[], bool]) -> bool:
 
 
 def recall(name: str) -> Any:
-    """The JSON value that was remembered under this name; None if there is none."""
+    """Return the JSON value that was stored under this name; None if there is none."""
     return _read(_path()).get(name)
 
 

@@ -1,4 +1,4 @@
-"""Weights in the packed forms of packed.c, which serves every kind of quantised weight with one product."""
+"""Weights in the packed forms of packed.c, whose one product serves every kind of quantised weight."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PIECE_BYTES = 1 << 20  # of packed weights that a thread makes at a time
 
 
 class PackedRows(NamedTuple):
-    """Weight rows [outputs, inputs] in one form."""
+    """Weight rows [outputs, inputs] in one packed form."""
 
     form: int
     table: Tensor | None  # int8 [16], in forms whose codes number its entries
@@ -27,12 +27,12 @@ class PackedRows(NamedTuple):
     inputs: int
 
     def describe(self, first: int = 0) -> bytes:
-        """The C code's description of this part, which holds the rows from `first` on of a matrix."""
+        """Describe these rows to the C code, as the rows of a matrix from `first` on."""
         return PACKED_PART.pack(data=self.data.data_ptr(), table=_address(self.table), first=first,
                                 outputs=self.outputs, form=self.form)
 
     def look_up(self, rows: Tensor) -> Tensor:
-        """Some rows of the weight, dequantised to float32."""
+        """Dequantise some rows of the weight to float32."""
         rows = rows.contiguous()
         assert rows.dtype is torch.int64
         found = torch.empty(len(rows), self.inputs)
@@ -50,19 +50,19 @@ class PackedRows(NamedTuple):
                                    torch.get_num_threads())
 
     def coarsened(self) -> PackedRows:
-        """The weight rows, rounded to 4 bits: every 32 inputs have a scale by their largest."""
+        """Round the weight rows to 4 bits. The scale of every 32 inputs is set by the largest of them."""
         data = torch.empty(packed_shape(PACKED_4, self.outputs, self.inputs, GROUP), dtype=torch.uint8)
         library().coarsen_rows(self.describe(), self.inputs, data.data_ptr(), torch.get_num_threads())
         return PackedRows(PACKED_4, None, data, self.outputs, self.inputs)
 
 
 def packed_lanes() -> int:
-    """How many weight rows are interleaved on this machine."""
+    """Return how many weight rows are interleaved on this machine."""
     return int(library().packed_lanes())
 
 
 def packed_shape(form: int, outputs: int, inputs: int, unit: int) -> tuple[int, int, int]:
-    """The shape of the data of packed weight rows. `unit`: how many inputs share a float32 scale."""
+    """Return the shape of the data of packed weight rows. `unit`: how many inputs share a float32 scale."""
     return -(-outputs // packed_lanes()), inputs // unit, library().packed_unit_bytes(form)
 
 
@@ -94,8 +94,8 @@ def pack_blocks(kind: str, blocks: Tensor, out: PackedRows) -> None:
 
 
 def _in_threads(work: Callable[[int], None], pieces: Sequence[int]) -> None:
-    """Apply a function to all pieces, in as many threads as torch has. A model has hundreds of small tensors: threads
-    of OpenMP, which spin while they wait, would multiply the work of a start."""
+    """Apply a function to all pieces, in as many threads as torch has. A model has hundreds of small tensors, for which
+    OpenMP's threads, which spin while they wait, would make loading several times as much work."""
     threads = min(torch.get_num_threads(), len(pieces))
     if threads <= 1:
         for piece in pieces:
@@ -106,9 +106,8 @@ def _in_threads(work: Callable[[int], None], pieces: Sequence[int]) -> None:
 
 
 class PackedMatrix(Matrix):
-    """A matrix of weight rows in several packed forms, with the rows of one form after the rows of another. Products
-    round token rows, of which every 32 inputs share a scale, to 8 bits, to 16, or to 24, which is as close as float32
-    is."""
+    """A matrix whose weight rows are in several packed forms, the rows of one form after those of another. Products
+    round token rows to 8, 16 or 24 bits, with a scale for every 32 inputs; 24 bits are as close as float32."""
 
     def __init__(self, parts: Sequence[PackedRows], bias: Tensor | None, activation_bits: int = 24) -> None:
         firsts = [sum(part.outputs for part in parts[:at]) for at in range(len(parts) + 1)]

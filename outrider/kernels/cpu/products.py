@@ -45,7 +45,8 @@ def fits_bfloat16(weight: Tensor) -> bool:
 
 
 class CpuProduct:
-    """x [tokens, inputs] -> x @ weight.T + bias [tokens, outputs]. Make it with `make_product`."""
+    """A product with one weight: x [tokens, inputs] -> x @ weight.T + bias [tokens, outputs]. Made by
+    `make_product`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, packed: bool, exact: bool) -> None:
         self.weight, self.bias = weight, bias
@@ -63,7 +64,7 @@ class CpuProduct:
 
     @property
     def extra_bytes(self) -> int:
-        """Bytes of the second copy of the weights, if there is one."""
+        """The bytes of the second copy of the weight, if there is one."""
         return 0 if self.copy is None else self.copy.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -93,16 +94,17 @@ class CpuProduct:
         return result
 
     def _row_by_row(self, x: Tensor) -> Tensor:
-        """One call of one shape for each token row, on a copy: a library may look at where a row lies in memory."""
+        """Multiply a copy of each token row in a call of its own, always of one shape, because a library may compute
+        differently depending on where a row is in memory."""
         return torch.cat([F.linear(row.clone(), self.weight, self.bias) for row in x.split(1)])
 
 
 def make_product(weight: Tensor, bias: Tensor | None = None, packed: bool = False, exact: bool = False) -> CpuProduct:
-    """The product with one weight [outputs, inputs], of any type: what is not float32 goes to the library.
+    """Make the product with one weight [outputs, inputs] of any dtype; dtypes other than float32 use the library.
 
-    `packed` allows a second copy of the weights, counted in `extra_bytes`: in half the bytes where that loses
-    nothing (bfloat16 checkpoints; a few rows then cost little more than half), in oneDNN's layout where there is no
-    native kernel, and none otherwise. With `exact` a row's result has the same bits for every number of token rows.
+    `packed` allows a second copy of the weight, counted in `extra_bytes`: in bfloat16 if that loses nothing
+    (checkpoints saved in bfloat16; a few rows then take little more than half the time), or in oneDNN's layout if there
+    is no native kernel. With `exact` a row's result has the same bits for every number of token rows.
     """
     return CpuProduct(weight, bias, packed, exact)
 

@@ -1,6 +1,6 @@
-"""The sampler by the C code: a token for every logit row, log-probabilities, and the counts that penalties read.
+"""The sampler in C code: a token for every logit row, log-probabilities, and the token counts that penalties read.
 
-`sample/native.py` packs what the rows hold; a draw at a temperature needs no more than the sampling keys.
+`sample/native.py` packs the parameters of the rows; a plain draw at a temperature needs only the sampling keys.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Text(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Which log-probabilities are reported."""
+    """Which log-probabilities to report."""
 
     num_top: int  # of the likeliest tokens of a logit row, at most
     is_processed: bool  # those of the logits that are drawn from, not of the model's own
@@ -46,8 +46,8 @@ class SampledRows(NamedTuple):
 
 
 def pack_rows(tensors: dict[str, Tensor], **sizes: int) -> bytes:
-    """Pack the rows' parameters as the C code reads them: tensors by the names of its fields, and sizes. A field that
-    is left out is null."""
+    """Pack the rows' parameters for the C code: tensors by field name, and sizes. A field that is left out becomes a
+    null pointer."""
     given = {name: tensor.data_ptr() for name, tensor in tensors.items()} | sizes
     return SAMPLING_ROWS.pack(**(dict.fromkeys(SAMPLING_ROWS.kinds, 0) | given))
 
@@ -61,7 +61,7 @@ def draw_tokens(logits: Tensor, row: Tensor, position: Tensor, keys: SamplingKey
 
 
 def report_tokens(logits: Tensor, tokens: Tensor, num: int) -> ReportedLogprobs:
-    """Log-probabilities of given tokens [L], computed by the same code as for sampled tokens."""
+    """Return the log-probabilities of given tokens [L], with the code that also serves sampled tokens."""
     asked = torch.tensor([num])
     rows = SAMPLING_ROWS.pack(**_NO_FLAGS | {"num_logprobs": asked.data_ptr()}, temperature=_GREEDY.data_ptr(), seed=0,
                               sample_index=0, rows=1)
@@ -75,8 +75,9 @@ def report_tokens(logits: Tensor, tokens: Tensor, num: int) -> ReportedLogprobs:
 def sample_rows(logits: Tensor, row: Tensor, position: Tensor | None, rows: bytes, any_sampled: bool, *,
                 draft_index: Tensor | None = None, text: Text | None = None, edited: Tensor | None = None,
                 report: Report | None = None, chosen: Tensor | None = None) -> SampledRows:
-    """Tokens of logits [L, V]. rows: of `pack_rows`; draft_index and text where they name flags. edited: logits that
-    have been edited already, for logit rows with edits. chosen: tokens that are reported in place of sampled ones."""
+    """Sample tokens from logits [L, V]. rows: what `pack_rows` returned. draft_index and text are needed if flags ask
+    for them. edited: logits that are already edited, for logit rows with edits. chosen: tokens to report in place of
+    the sampled ones."""
     num, vocab = logits.shape
     tokens, bad = torch.empty(num, dtype=torch.int64), torch.empty(num, dtype=torch.bool)
     reported, more, places = None, _NO_MORE, _NO_REPORT

@@ -1,6 +1,7 @@
-"""A step's bookkeeping by the C code: integers of row state before the forward pass and after the sampler.
+"""The bookkeeping of a step by the C code: integers of row state, before the forward pass and after the sampler.
 
-Plain torch takes about forty operations on a few integers each for the same, which a step with one token row feels.
+Plain torch needs about forty operations on a few integers each, which takes a noticeable share of a step with one token
+row.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ _states: WeakKeyDictionary[RowFields, bytes | None] = WeakKeyDictionary()
 
 
 def _packed_state(state: RowFields) -> bytes | None:
-    """The row state as the C code reads it, packed once; None if the C code does not take it."""
+    """Pack the row state for the C code, once. Returns None if the C code does not take it."""
     try:
         return _states[state]
     except KeyError:

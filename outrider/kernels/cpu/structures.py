@@ -1,7 +1,7 @@
-"""The structs that Python hands to the C code, declared once here; loading the library compares them with C's
-own layout (native.h, sampling.h).
+"""The structs that Python passes to the C code, declared once here. When the library is loaded, they are compared with
+the layout that the compiler gave them (native.h, sampling.h).
 
-Packing bytes is several times cheaper than a ctypes.Structure.
+Packing bytes is several times faster than a ctypes.Structure.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ POINTER, INT64, INT32, FLOAT = "P", "q", "i", "f"
 
 
 class LayoutError(RuntimeError):
-    """A structure declared in this file has another layout than the struct of that name in native.h."""
+    """A struct declared in this file has another layout than the struct of that name in native.h."""
 
 
 class Structure:
-    """A struct of native.h: its name there, and its fields in order, each with its type or the structure that it is."""
+    """A struct of native.h: its name there, and its fields in order, each with its type or the nested struct."""
 
     def __init__(self, name: str, **kinds: str | Structure) -> None:
         self.name, self.kinds = name, kinds
@@ -34,12 +34,12 @@ class Structure:
         return self._packer.size
 
     def pack(self, **values: int | float | bytes) -> bytes:
-        """Pack all fields, given by name. A field that is itself a structure is given as bytes."""
+        """Pack all fields, given by name. A nested struct is given as bytes that are already packed."""
         assert len(values) == len(self.kinds), f"{self.name}: {sorted(set(values) ^ set(self.kinds))}"
         return self._packer.pack(*self._in_order(values))
 
     def layout_source(self) -> str:
-        """C code that states the size and the offsets."""
+        """Return C code that reports the struct's size and the offsets of its fields."""
         offsets = ", ".join(f"offsetof({self.name}, {field})" for field in self.kinds)
         return f"const int64_t layout_{self.name}[] = {{sizeof({self.name}), {offsets}}};\n"
 

@@ -1,4 +1,4 @@
-"""Norms, activations and lookups of token rows by the C code. Arguments are as `checks.py` says."""
+"""Norms, activations and lookups of token rows by the C code. `checks.py` says which arguments are allowed."""
 
 from __future__ import annotations
 

@@ -1,10 +1,12 @@
-"""Triton kernels: typed wrappers around what runs on a CUDA card, or under Triton's interpreter without one.
+"""Triton kernels, and the typed functions that launch them on an NVIDIA GPU, or under Triton's interpreter without one.
 
-Callers see tensors and host bounds, never a launch grid. Importing this needs the triton package.
+Callers pass tensors and sizes that the host knows, and never see a launch grid. Importing this needs the triton
+package.
 
-Each folder has one operation or a family of them, and says which files to begin with. `hopper/` has the kernels of all
-operations that only Hopper cards run, `launch/` how kernels are launched and compiled. `common.py` has the device
-functions and checks that all share, `step.py` a step's bookkeeping, `rank_exchange.py` sums and gathers over ranks.
+Each folder holds one operation or a family of them, and its `__init__.py` says which files to read first. `hopper/` has
+the kernels of all operations that run only on Hopper GPUs; `launch/` is how kernels are launched and compiled.
+`common.py` has the device functions and checks that all share, `step.py` the bookkeeping of a step, and
+`rank_exchange.py` sums and gathers over ranks.
 """
 
 from outrider.kernels.gpu.attention.decode import decode_attention

@@ -1,8 +1,8 @@
-"""Shared parts of the Triton kernels: small device functions, programmatic dependent launch, and host-side checks.
+"""What the Triton kernels share: small device functions, programmatic dependent launch, and checks on the host.
 
-It knows nothing of models, caches or steps. Wrappers take `pdl`: with it a kernel may start while its predecessor
-drains, does what depends on no other kernel (fetching weights), then waits for the predecessor's memory. None leaves
-it to `uses_pdl`.
+This file knows nothing of models, caches or steps. The functions that launch kernels take `pdl` (programmatic dependent
+launch): a kernel may start while the one before it drains, does what depends on no other kernel (fetching weights),
+then waits until the memory of the one before is written. None leaves the choice to `uses_pdl`.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ DEFAULT_SMS = 132  # assumed where there is no card to ask (the interpreter)
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Blocks until the kernels before this one have finished. Every program must call it, also one that exits early:
-    a grid that ends without waiting would let the next one overtake the previous one."""
+    """Wait until the kernels before this one have finished. Every program must call this, even one that exits early: if
+    a grid ended without waiting, the next kernel could overtake the previous one."""
     if PDL:
         tl.inline_asm_elementwise(
             "griddepcontrol.wait; // $0", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
@@ -31,8 +31,8 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 @triton.jit
 def release_dependents(PDL: tl.constexpr):
-    """Lets the next kernel start once every program of this kernel has come to this call. The next kernel's wait still
-    covers all writes of this kernel."""
+    """Let the next kernel start once every program of this kernel has reached this call. When the next kernel waits, it
+    still waits for all writes of this kernel."""
     if PDL:
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
@@ -57,14 +57,16 @@ def gated(gate, up, GELU: tl.constexpr):
 
 @triton.jit
 def limited(gate, up, LIMIT: tl.constexpr):
-    """(gate at most LIMIT, up from -LIMIT to LIMIT), by selection: a minimum would turn NaN into a number."""
+    """Limit gate to at most LIMIT and up to -LIMIT .. LIMIT, by selection, because a minimum would turn NaN into a
+    number."""
     return tl.where(gate > LIMIT, LIMIT, gate), tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
 
 
 @triton.jit
 def add_product(acc, a, b):
-    """acc + a times b. In float32 the product is summed on its own and then added, because one chain of additions over
-    all tiles would round more. It is subtracted negated: Triton would make a sum part of the chain."""
+    """Return acc + a @ b. In float32 the product is summed by itself and then added, because one chain of additions
+    over all tiles would round more. The code subtracts the negated product: Triton would fuse an addition into the
+    chain."""
     if a.dtype == tl.float32:
         return acc - tl.dot(-a, b, input_precision="ieee")
     else:
@@ -73,8 +75,8 @@ def add_product(acc, a, b):
 
 @lru_cache(maxsize=16)
 def uses_pdl(device: torch.device) -> bool:
-    """Whether programmatic dependent launch makes small kernels faster on this device. On Hopper and later GPUs it
-    saves 1 to 3 us a layer."""
+    """Whether programmatic dependent launch makes small kernels faster on this device. On Hopper and later it saves 1
+    to 3 us per layer."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
@@ -82,7 +84,7 @@ _PDL_OPTIONS: tuple[dict[str, Any], dict[str, Any]] = ({}, {"launch_pdl": True})
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:
-    """The launch option that goes with a kernel's PDL flag; the interpreter has no such option."""
+    """Return the launch options for a kernel's PDL flag; the interpreter knows no such option."""
     return _PDL_OPTIONS[pdl]
 
 
@@ -91,13 +93,13 @@ def next_power_of_two(n: int) -> int:
 
 
 def padded_requests(num_requests: int) -> int:
-    """The width of a vector of all requests. It is the same for all usual numbers of requests, so that one kernel
-    serves them."""
+    """Return the width of a vector over all requests. It is the same for all usual numbers of requests, so that one
+    compiled kernel serves them."""
     return max(512, next_power_of_two(num_requests))
 
 
 def cdiv(n: int, size: int) -> int:
-    """How many pieces of `size` cover n, for the host: `triton.cdiv` takes longer than a launch's checks."""
+    """Divide n by size, rounded up. For use on the host: `triton.cdiv` takes longer than all checks of a launch."""
     return -(-n // size)
 
 
@@ -109,7 +111,7 @@ def num_sms(device: torch.device) -> int:
 
 
 def refuse(kernel: str, argument: str, message: str) -> NoReturn:
-    """Raise ValueError. Checks run before every launch, so their message is made only when one fails."""
+    """Raise ValueError. Checks run before every launch, so the message is formatted only when one fails."""
     raise ValueError(f"{kernel}: {argument} {message}")
 
 
@@ -127,8 +129,9 @@ def require_tensor(
     dtypes: tuple[torch.dtype, ...],
     inner_contiguous: int = 1,
 ) -> None:
-    """Checks shape (None: any), device and dtype, and that the last `inner_contiguous` axes are packed. Runs before
-    every launch, so that it looks first at what nearly always holds, and puts into words only what is wrong."""
+    """Check shape (None: any size), device and dtype, and that the last `inner_contiguous` axes are packed. This runs
+    before every launch, so it first tests all of it in the cheapest way, and looks for the words of an error only if
+    that fails."""
     got = tensor.shape
     is_right = (
         tensor.dtype in dtypes

@@ -1,14 +1,14 @@
-"""Sums and gathers over ranks on GPUs: every rank writes its part into memory that the others read, in one launch.
+"""Sums and gathers over ranks on GPUs, in one launch: every rank writes its part to memory that the other ranks read.
 
-Each rank has a buffer that all ranks have mapped: a flag for every program of every rank, and two places for a chunk of
-every program. A program copies a chunk of its rank's part into its place, raises its flag in the buffers of all other
-ranks, waits for theirs, reads the chunks of all ranks in their order and writes the result. Programs of different
-numbers never wait for each other. A program uses its two places in turn: when it comes back to the first, the others
-have raised a flag since they read it, so that nothing else must be waited for.
+Each rank has a buffer that all ranks have mapped. It holds a flag for every program of every rank, and two places for a
+chunk of every program. A program copies a chunk of its rank's part to its place, raises its flag in the buffers of all
+other ranks, waits for their flags, reads the chunks of all ranks in the order of ranks, and writes the result. A
+program waits only for programs with its own number. It uses its two places in turn: when it returns to the first place,
+the other ranks have raised a flag since they read it, so it can be overwritten.
 
-The count of a program's exchanges is kept on the device, so that launches can be captured. A wait ends after a time by
-the device's clock: the rank that was waited for is written into `given_up`, with which all other waits of this rank end
-too, and into `late`, which the host reads. Results from then on are undefined.
+Each program's count of exchanges is kept on the device, so that launches can be captured. A wait ends after a time
+limit by the device's clock. The rank that was waited for is then written to `given_up`, which ends all other waits of
+this rank too, and to `late`, which the host reads. Results are undefined from then on.
 
 Between two processes that share one H200, a captured sum of 64 x 4096 numbers in bf16 takes 3.4 us.
 """
@@ -45,7 +45,7 @@ BUFFER_BYTES = FLAG_BYTES + 2 * PROGRAMS * CHUNK_BYTES
 
 @dataclass(frozen=True)
 class Exchange:
-    """One rank's access to the buffers through which all ranks exchange parts."""
+    """One rank's handle for the buffers through which all ranks exchange their parts."""
 
     rank: int
     count: int
@@ -58,7 +58,7 @@ class Exchange:
 
 @triton.jit
 def _places_of(address, part, FLAG_BYTES: tl.constexpr):
-    """Pointer to the chunks of a rank, marked as aligned to 256 bytes for the compiler."""
+    """Return a pointer to the chunks of a rank, marked for the compiler as aligned to 256 bytes."""
     return tl.multiple_of((tl.load(address) + FLAG_BYTES).to(part.dtype), 256)
 
 
@@ -69,10 +69,10 @@ def _wait(
 ):
     """Wait until the flag has counted to `number`. Counts may overflow; their differences do not.
 
-    The warps of a program read different times, and all must leave the loop together, because an atomic operation has
-    barriers in it. So the loop ends only by results of atomic operations, which are the first thread's for all threads.
-    The time waited is a sum of bounded steps: if the clock is set while a program waits, the wait ends at most one step
-    early."""
+    The warps of a program may read different times, but must leave the loop together, because an atomic operation has
+    barriers in it. So only results of atomic operations end the loop: these are the first thread's for all threads. The
+    time waited is a sum of bounded steps, so that if the clock is set meanwhile, the wait ends at most one step early.
+    """
     last = cuda.globaltimer() if HAS_CLOCK else tl.cast(0, tl.int64)
     waited = last - last
     polls = 0
@@ -138,7 +138,7 @@ def _exchange_kernel(
 
 
 def sum_over_ranks(part: torch.Tensor, exchange: Exchange, *, pdl: bool | None = None) -> torch.Tensor:
-    """The sum of all ranks' parts, added in float32 in the order of ranks and rounded once."""
+    """Sum the parts of all ranks in float32, in the order of ranks, and round once."""
     require(part.is_contiguous(), "sum_over_ranks", "part", "is not packed")
     out = torch.empty_like(part)
     _launch("sum_over_ranks", part, out, exchange, width=1, gathers=False, pdl=pdl)
@@ -146,7 +146,7 @@ def sum_over_ranks(part: torch.Tensor, exchange: Exchange, *, pdl: bool | None =
 
 
 def gather_over_ranks(part: torch.Tensor, exchange: Exchange, *, pdl: bool | None = None) -> torch.Tensor:
-    """part [.., width] of every rank -> [.., count * width], in the order of ranks."""
+    """Concatenate part [.., width] of every rank to [.., count * width], in the order of ranks."""
     require(part.is_contiguous() and part.ndim > 0, "gather_over_ranks", "part", "is not packed")
     out = part.new_empty(*part.shape[:-1], exchange.count * part.shape[-1])
     _launch("gather_over_ranks", part, out, exchange, width=part.shape[-1], gathers=True, pdl=pdl)

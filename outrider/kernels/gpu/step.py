@@ -1,7 +1,7 @@
-"""A step's bookkeeping in two launches: `prepare_step` before the forward, `commit_step` after the sampler.
+"""The bookkeeping of a step in two launches: `prepare_step` before the forward pass, `commit_step` after the sampler.
 
-`kernels.step` is the specification, integer for integer. Host integers and row state come in, tensors of the batch go
-out. Nothing here knows models or caches; no program reads what another one writes.
+`kernels.step` is the specification, integer for integer. Scheduled integers and row state come in, tensors of the batch
+go out. Nothing here knows models or caches. No program reads what another program of the launch writes.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class _Out(NamedTuple):
 
 @triton.jit
 def _live_counts(packet, state, request, valid):
-    """(row, known, alive, samples, live known tokens, live drafts) of requests. Loads are cheaper than a second launch,
-    so every token row works them out for itself."""
+    """Return (row, known, alive, samples, live known tokens, live drafts) of requests. Every token row computes them
+    again, because these loads are cheaper than a second launch."""
     row = tl.load(packet.rows + request, mask=valid, other=_NULL_ROW)
     known = tl.load(state.known + row, mask=valid, other=0)
     alive = (tl.load(state.alive + row, mask=valid, other=0) != 0) & (row != _NULL_ROW)
@@ -98,8 +98,8 @@ def _prepare_tokens(
     block, packet, state, tables, slots, out, tokens, max_len, token_stride, draft_stride, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Prepare the token rows of a request: known tokens first, then drafts. Dead token rows repeat a valid position and
-    write nothing."""
+    """Prepare one block of token rows: a request's known tokens first, then its drafts. Dead token rows repeat a valid
+    position and write nothing."""
     at = block * BLOCK + tl.arange(0, BLOCK)
     valid = at < tokens
     request = tl.load(packet.request_of + at, mask=valid, other=0)
@@ -159,7 +159,8 @@ def _prepare_kernel(
     table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, DRAFTS: tl.constexpr, BLOCK: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Programs in turn: blocks of requests, of token rows, of logit rows, then tiles of page tables."""
+    """The grid has, one after the other, programs for blocks of requests, token rows, logit rows and tiles of page
+    tables."""
     packet = StepPacket(
         rows, num_known, num_drafts, samples, query_starts, request_of, offset, logit_request, logit_draft, logit_token,
         boundaries, num_shared, weights, chances,
@@ -189,8 +190,8 @@ def _compare_drafts(
     sampled, bad, first_logit, drafts, state, request, row, num_drafts, samples, max_drafts, stop_width, stop_stride,
     RUN: tl.constexpr, STOPS: tl.constexpr,
 ):
-    """(sampled tokens [RUN], index of the first one without an equal draft, of the first stop id, of the first bad
-    logit row); an index is RUN where there is none."""
+    """Return (sampled tokens [RUN], index of the first token without an equal draft, index of the first stop id, index
+    of the first bad logit row). An index is RUN if there is none."""
     index = tl.arange(0, RUN).to(tl.int64)
     # Logit rows past the live drafts are never reached, and a request that does not sample may have none.
     reached = samples & (index <= num_drafts)
@@ -209,7 +210,8 @@ def _compare_drafts(
 
 @triton.jit
 def _end_run(accepted, first_stop, first_bad, room, samples):
-    """(tokens of the run, how it finishes, accepted drafts in it). room: tokens up to the request's end."""
+    """Return (length of the run, how it finishes, accepted drafts in it). room: number of tokens up to the request's
+    end."""
     run_len = tl.minimum(tl.minimum(accepted, first_stop) + 1, room)
     finish = tl.where(run_len >= room, _LENGTH, _NO)
     finish = tl.where(first_bad < run_len, _ERROR, finish)
@@ -226,8 +228,9 @@ def _commit_kernel(
     requests, max_drafts, length, stop_width, token_stride, stop_stride,
     RUN: tl.constexpr, STOPS: tl.constexpr, COUNTS: tl.constexpr,
 ):
-    """One program, of one warp, accepts and commits one request: a second warp could read lengths already moved. Rows
-    have one request each, but for the null row: padded requests have no tokens and do not sample."""
+    """Each program accepts drafts and commits for one request. It has one warp, because a second warp could read
+    lengths that the first has already changed. Only the null row has several requests: padded ones, without tokens or
+    sampling."""
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     num_known = tl.load(num_known + request)

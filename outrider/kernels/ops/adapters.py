@@ -1,4 +1,4 @@
-"""The table's rows of what adapters add to products."""
+"""Entries of the table of operations: what LoRA adapters add to products."""
 
 from __future__ import annotations
 

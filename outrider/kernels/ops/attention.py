@@ -1,4 +1,4 @@
-"""The table's rows of attention: latent with its indexer, and to chosen blocks of keys."""
+"""Entries of the table of operations: latent attention with its indexer, and attention to chosen blocks of keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table's rows of products with a weight of codes and scales."""
+"""Entries of the table of operations: products with weights of codes and scales."""
 
 from __future__ import annotations
 

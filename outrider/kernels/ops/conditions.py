@@ -1,5 +1,5 @@
-"""Conditions on shapes under which a kernel serves, beyond its device and dtype. Rows of the table name them as
-`takes`. A condition that belongs to one kernel alone is in that kernel's file."""
+"""Conditions on the shapes of a call under which a kernel serves, beyond its device and dtype. Entries of the table
+name them as `takes`. A condition that belongs to a single kernel is in that kernel's file."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def is_matrix(x: torch.Tensor, *_: object) -> bool:
 
 
 def has_one_row(x: torch.Tensor, *_: object) -> bool:
-    """Whether there is one token row. Then a product takes little more than reading the weights once, and every small
-    kernel that is saved counts."""
+    """Whether there is one token row. A product then takes hardly longer than one read of the weights, so it pays to
+    save every small kernel beside it."""
     return x.shape[0] == 1
 
 

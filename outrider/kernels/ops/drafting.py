@@ -1,4 +1,4 @@
-"""The table's rows of drafting: n-gram lookup, and what surrounds the passes of draft heads."""
+"""Entries of the table of operations: n-gram lookup, and the bookkeeping before and after the passes of draft heads."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def _join_embedding(tokens: torch.Tensor, table: torch.Tensor, hidden: torch.Ten
                     gains: tuple[torch.Tensor, torch.Tensor] | None = None, eps: float = 0.0,
                     hidden_first: bool = False,
                     positions: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """([tokens, embedding | hidden], its hidden part), both parts normed where there are `gains`. Embeddings at
-    `positions` [tokens] up to 1, where a text begins, are zero. The second may be a view of the first, so a caller that
-    goes on with it in place must be done with the first."""
+    """Return ([tokens, embedding | hidden], its hidden part); both parts are normed if `gains` is given. Embeddings at
+    `positions` [tokens] up to 1, where a text begins, are zero. The second result may be a view of the first: a caller
+    may change it in place only when it no longer needs the first."""
     embedded = F.embedding(tokens, table)
     embedded = embedded if positions is None else torch.where((positions > 1)[:, None], embedded, 0)
     embedded = embedded if scale is None else embedded * scale

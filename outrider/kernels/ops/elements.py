@@ -1,4 +1,4 @@
-"""Norms and activations in the table of operations."""
+"""Entries of the table of operations: norms and activations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ add_rms_norm = Operation(
 
 def _norm_add_norm(x: torch.Tensor, post_weight: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
                    factor: float = 1.0, rounding: int = 0) -> torch.Tensor:
-    """Set residual to factor * residual + norm(x) in place. Returns the norm of the result."""
+    """Set residual to factor * residual + norm(x) in place, and return the norm of the new residual."""
     if factor != 1.0:
         residual.mul_(factor)
     return add_rms_norm(rms_norm(x, post_weight, eps), residual, weight, eps)
@@ -57,7 +57,8 @@ relu2 = Operation(reference.relu2, triton_kernel("outrider.kernels.gpu.elements.
 
 
 def _limited_silu_mul(gate_up: torch.Tensor, limit: float) -> torch.Tensor:
-    """`reference.limited_silu_mul` by `silu_mul`, whose bits do not depend on the other token rows."""
+    """Compute `reference.limited_silu_mul` with the operation `silu_mul`, whose bits do not depend on other token
+    rows."""
     gate, up = gate_up.chunk(2, dim=-1)
     return silu_mul(torch.cat((gate.clamp(max=limit), up.clamp(-limit, limit)), dim=-1))
 

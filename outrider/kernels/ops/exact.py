@@ -36,8 +36,9 @@ ROW_BY_ROW = Exactness.ROW_BY_ROW
 
 
 def row_by_row(computed: Callable[P, R], *per_row: int) -> Callable[P, R]:
-    """The function of token rows [tokens, ..] as a loop over them. per_row: places of the arguments, beside the first,
-    that may have token rows too. Rows are copied: a library may look at where a row lies in memory."""
+    """Return a function that calls `computed` for one token row at a time and joins the results. per_row: indices of
+    the arguments, beside the first, that may have token rows too. Rows are copied, because a library may compute
+    differently depending on where a row is in memory."""
 
     @wraps(computed)
     def one_by_one(*args: P.args, **options: P.kwargs) -> R:
@@ -187,7 +188,7 @@ dense_latent_attention = Operation(
 
 def _write_pooled_keys(packed: torch.Tensor, weights: PoolWeights, cells: PoolCells, contexts: TokenContexts,
                        blocks: TokenBlocks) -> torch.Tensor:
-    """Token row by token row: a block's last token finds in the cache what the rows before it wrote."""
+    """Write one token row after another: a block's last token reads from the cache what the rows before it wrote."""
     if not len(packed):
         return pooled_keys.write_pooled_keys(packed, weights, cells, contexts, blocks)
     made = []

@@ -1,4 +1,4 @@
-"""The table's rows of experts."""
+"""Entries of the table of operations: mixtures of experts."""
 
 from __future__ import annotations
 

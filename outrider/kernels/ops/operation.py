@@ -44,7 +44,7 @@ _operations: dict[str, Operation[..., Any]] = {}
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
-    """Whether there is a GPU, and a Triton that compiles for it."""
+    """Whether there is a GPU, and an installed Triton that compiles for it."""
     if not torch.cuda.is_available():
         return False
     try:
@@ -55,7 +55,7 @@ def has_triton() -> bool:
 
 
 def has_fp8_triton() -> bool:
-    """Whether the GPU converts to and multiplies fp8."""
+    """Whether there is a GPU that converts to fp8 and multiplies fp8 numbers."""
     return has_triton() and torch.cuda.get_device_capability() >= FP8_CAPABILITY
 
 
@@ -64,8 +64,7 @@ def has_native() -> bool:
 
 
 class Exactness(Enum):
-    """The reason why an operation is exact without a replacement: how its result for a token row is kept independent of
-    other rows."""
+    """Why an operation is exact by itself: what keeps its result for a token row independent of other rows."""
 
     ROW_BY_ROW = "its kernels compute every token row alone, in one order of additions"
     NO_ARITHMETIC = "it moves floats, or computes integers"
@@ -74,15 +73,15 @@ class Exactness(Enum):
 
 @dataclass(frozen=True)
 class NotExact:
-    """Says why an operation has no exact variant. A model that needs the operation does not start in exact mode, and
-    the error has these words."""
+    """The reason why an operation has no exact variant. A model that needs the operation does not start in exact mode,
+    and the error quotes the reason."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One way to carry out an operation, and the conditions under which it serves."""
+    """One implementation of an operation, and the conditions under which it serves a call."""
 
     kind: str  # "native", "triton", or a name of your own
     device_type: str  # device type of the subject
@@ -106,14 +105,14 @@ fp8_kernel = partial(Kernel, "triton", "cuda", is_available=has_fp8_triton)
 
 
 class Operation(Generic[P, R]):
-    """One row of the table, which is called like its reference. `subject` finds the tensor that decides which kernel
-    runs, where that is not the first argument."""
+    """One entry of the table, which is called like its reference. `subject` returns the tensor whose device and dtype
+    decide which kernel runs, if that is not the first argument."""
 
     def __init__(self, reference: Callable[P, R], *kernels: Kernel, name: str = "",
                  subject: Callable[..., torch.Tensor] | None = None,
                  exact: Exactness | NotExact | Operation[P, R] | str = UNDECLARED) -> None:
-        """exact: why the operation is exact, its refusal, or the operation that replaces it in exact mode, perhaps as
-        "module:operation", which is imported when it is first needed."""
+        """exact: why the operation is exact, why it cannot be, or the operation that replaces it in exact mode. The
+        replacement may be given as "module:operation", which is imported when it is first needed."""
         self.reference, self.kernels, self.subject, self._exact = reference, kernels, subject, exact
         self.name = name or reference.__name__
         assert self.name not in _operations, f"there is an operation {self.name} already"
@@ -142,7 +141,8 @@ class Operation(Generic[P, R]):
         return found
 
     def variant(self, exact: bool) -> Operation[P, R]:
-        """The operation to call in exact mode, or in the ordinary one. Ask once, when a model is prepared."""
+        """Return the operation to call in exact mode, or in ordinary mode. Callers ask once, when a model is
+        prepared."""
         found = self.exact if exact else self
         if isinstance(found, NotExact):
             raise ValueError(f"exact=True: {self.name} cannot be exact: {found.reason}")
@@ -153,23 +153,23 @@ class Operation(Generic[P, R]):
         return self.choose(*args, **options) is not self.reference
 
     def serves(self, subject: torch.Tensor) -> bool:
-        """Whether the operation has a kernel for the device and dtype of `subject`. A kernel may have more conditions
-        on a call."""
+        """Whether there is a kernel for the device and dtype of `subject`. The kernel may set more conditions on each
+        call."""
         return bool(self._find_candidates(subject))
 
     def choose(self, *args: P.args, **options: P.kwargs) -> Callable[P, R]:
-        """The function that a call with these arguments would run."""
+        """Return the function that a call with these arguments would run."""
         subject = self._find_subject(*args, **options)
         taken = (run for takes, run in self._find_candidates(subject) if takes is None or takes(*args, **options))
         return next(taken, self.reference)
 
     def add(self, kernel: Kernel) -> None:
-        """Add a kernel, which is asked before the kernels added earlier."""
+        """Add a kernel; it is tried before all kernels added earlier."""
         self.kernels = (kernel, *self.kernels)
         self._candidates.clear()
 
     def force(self, kind: str) -> None:
-        """Run kernels of one kind only, or the reference: see `using`."""
+        """Run only kernels of this kind, or else the reference; see `using`."""
         self._forced = kind
         self._candidates.clear()
 
@@ -194,7 +194,8 @@ class Operation(Generic[P, R]):
 
 
 def operations() -> dict[str, Operation[..., Any]]:
-    """The table of operations, by name. Operations that other packages declare are in it after their import."""
+    """Return the table of operations, by name. Operations declared in other packages are in it once those are
+    imported."""
     for module, _ in exported_names("outrider.kernels.ops").values():
         import_module(module)
     for operation in list(_operations.values()):

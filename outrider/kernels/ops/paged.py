@@ -1,4 +1,5 @@
-"""The table's rows of paged attention on the CPU. On a GPU a backend plans its launches (mixers/paged)."""
+"""Entries of the table of operations: paged attention on the CPU. On a GPU a backend plans its launches
+(mixers/paged)."""
 
 from __future__ import annotations
 

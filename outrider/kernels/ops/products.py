@@ -1,7 +1,7 @@
-"""Products with a weight [outputs, inputs] in the table of operations.
+"""Entries of the table of operations: products with a weight [outputs, inputs].
 
-A norm before a product is better done once, by its own kernel: every program of the product would read and scale the
-whole input again.
+No product has a norm fused before it: every program of the product would read and scale the whole input again, so a
+norm is faster as a kernel of its own.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ linear_wide = Operation(
 
 
 def _gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(gate) * up of a product with weight rows gate | up."""
+    """Return act(gate) * up of a product whose weight holds the gate rows, then the up rows."""
     return gated(linear(x, weight), activation)
 
 
@@ -68,7 +68,7 @@ gated_linear = Operation(
 
 
 def _relu2_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """The square of relu of a product."""
+    """Return the square of relu of a product."""
     return relu2(linear(x, weight))
 
 

@@ -1,4 +1,4 @@
-"""The table's rows of a step: its preparation and its end, and the counts of tokens that sampling reads."""
+"""Entries of the table of operations: a step's preparation and commit, and the token counts that sampling reads."""
 
 from __future__ import annotations
 

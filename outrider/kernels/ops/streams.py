@@ -1,4 +1,4 @@
-"""The table's rows of residual streams."""
+"""Entries of the table of operations: residual streams."""
 
 from __future__ import annotations
 

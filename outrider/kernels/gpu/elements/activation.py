@@ -1,6 +1,6 @@
-"""Activations: of a fused projection, where the first half of each token row gates the second, and relu squared.
+"""Activations: gated ones, of a fused projection whose first half of columns gates the second half, and relu squared.
 
-Knows nothing of where the projection came from; token rows may be strided, columns are packed.
+This file does not know where the projection came from. Token rows may be strided; columns are packed.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _gated_rounded_kernel(
     x, out, codes, scales, x_stride, out_stride, scale_t, scale_g, WIDTH: tl.constexpr, COLUMNS: tl.constexpr,
     GROUP: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Computes one gated token row, and rounds it to fp8 too."""
+    """Compute one gated token row, and also round it to fp8."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -96,8 +96,8 @@ def _gated(kernel: str, x: torch.Tensor, gelu: bool, rounding: int, pdl: bool | 
 
 
 def silu_mul(x: torch.Tensor, rounding: int = 0, *, pdl: bool | None = None) -> torch.Tensor:
-    """x [tokens, 2 * width] -> silu(x[:, :width]) * x[:, width:]. rounding: the result is left with its fp8 codes, see
-    `linear/rounding.py`."""
+    """x [tokens, 2 * width] -> silu(x[:, :width]) * x[:, width:]. rounding: if not 0, the result also gets fp8 codes,
+    which the next product finds (`linear/rounding.py`)."""
     return _gated("silu_mul", x, False, rounding, pdl)
 
 
@@ -107,8 +107,8 @@ def gelu_tanh_mul(x: torch.Tensor, rounding: int = 0, *, pdl: bool | None = None
 
 
 def limited_silu_mul(x: torch.Tensor, limit: float, *, pdl: bool | None = None) -> torch.Tensor:
-    """x [tokens, 2 * width] -> silu(x[:, :width]) * x[:, width:], with the first at most `limit` and the second from
-    -limit to limit."""
+    """x [tokens, 2 * width] -> silu(x[:, :width]) * x[:, width:], where the first half is limited to at most `limit`
+    and the second half to -limit .. limit."""
     return _gated("limited_silu_mul", x, False, 0, pdl, limit)
 
 

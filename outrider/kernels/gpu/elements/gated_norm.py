@@ -1,7 +1,7 @@
-"""RMS norm over groups of columns with a gate, silu(z) or sigmoid(z), on what goes in or on what comes out: one launch.
+"""RMS norm over groups of columns with a gate, silu(z) or sigmoid(z), on its input or on its output, in one launch.
 
-All in float32 and rounded once, at the end. Knows nothing of the recurrent layers whose output it norms; token rows may
-be strided, columns are packed.
+Everything is computed in float32 and rounded once, at the end. This file does not know the recurrent layers whose
+output it norms. Token rows may be strided; columns are packed.
 """
 
 from __future__ import annotations

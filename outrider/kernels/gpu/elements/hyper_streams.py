@@ -1,7 +1,9 @@
-"""Hyper-connections: what a half of a layer reads of several residual streams, and how it writes to them.
+"""Hyper-connections: what half a layer (attention or MLP) reads from several residual streams, and how it writes to
+them.
 
-One program computes all weights of a token row, mixing weights with their rounds of division included, and the weighted
-sum; another kernel writes. Numbers are rounded where the torch twins round them (`kernels/streams.py`).
+One kernel reads: each program computes all weights of a token row, including the rounds of division for mixing weights,
+and the weighted sum. Another kernel writes. Numbers are rounded where the torch reference rounds them
+(`kernels/streams.py`).
 """
 
 from __future__ import annotations
@@ -43,8 +45,8 @@ def _read_kernel(
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, N: tl.constexpr, ROUNDS: tl.constexpr, WRITES: tl.constexpr,
     SECOND: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Computes the weights and the weighted sum of one token row. SECOND: the column from which on logits are added to
-    the first ones; 0 if there are none."""
+    """Compute the weights and the weighted sum of one token row. SECOND: the column where a second half of the logits
+    begins, which is added to the first half; 0 if there is none."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)

@@ -1,6 +1,7 @@
-"""RMS norm over token rows: plain, with the residual added first, and between two norms (norm, add, norm).
+"""RMS norm over token rows: plain, after adding to the residual, and between two norms (norm, add, norm).
 
-Statistics are float32 and are taken from the residual as it is stored, so that the fused form equals add, then norm.
+Statistics are in float32 and are taken from the residual as it is stored, so that the fused kernel gives the same
+result as an addition and then a norm.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def _rms_norm_kernel(
     width, eps, factor, HAS_POST: tl.constexpr, HAS_RESIDUAL: tl.constexpr, COLUMNS: tl.constexpr,
     ROUNDED: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Norms one token row. ROUNDED: the width, if rows are rounded to fp8 too; 0 if they are not."""
+    """Norm one token row. ROUNDED: the width, if rows are also rounded to fp8; otherwise 0."""
     release_dependents(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
@@ -107,7 +108,7 @@ def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, rounding: int = 0, *,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Adds x [tokens, width] to residual in place and returns the norm of the sum."""
+    """Add x [tokens, width] to residual in place, and return the norm of the sum."""
     return _launch("add_rms_norm", x, residual, weight, eps, rounding, pdl)
 
 
@@ -115,5 +116,5 @@ def norm_add_norm(
     x: torch.Tensor, post_weight: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
     factor: float = 1.0, rounding: int = 0, *, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """residual [tokens, width] becomes factor * residual + rms_norm(x, post_weight), in place; returns its norm."""
+    """Set residual [tokens, width] to factor * residual + rms_norm(x, post_weight), in place, and return its norm."""
     return _launch("norm_add_norm", x, residual, weight, eps, rounding, pdl, post_weight, factor)

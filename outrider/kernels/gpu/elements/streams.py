@@ -1,6 +1,7 @@
-"""Residual streams side by side in each token row: adding to all of them with their norms, their gates, and their mix.
+"""Residual streams side by side in each token row: adding to all of them and norming them, their gates, and their mean.
 
-Each kernel treats every token row alone. Numbers are rounded where the torch twins round them (`kernels/streams.py`).
+Each kernel treats every token row by itself. Numbers are rounded where the torch reference rounds them
+(`kernels/streams.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def _join_kernel(
     x, weights, streams, gain, out, x_stride, weights_stride, streams_stride, out_stride, eps,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, HAS_X: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A program serves one stream of one token row."""
+    """Each program serves one stream of one token row."""
     release_dependents(PDL)
     token, stream = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, COLUMNS)
@@ -82,7 +83,7 @@ def _gates_kernel(
     projected, low, weights, stride, low_stride, weights_stride,
     RANK: tl.constexpr, STREAMS: tl.constexpr, NUM: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Computes the gates of one token row. NUM: the number of its weights, as many as streams or none."""
+    """Compute the gates of one token row. NUM: the number of its weights, which is the number of streams or 0."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token, column = tl.program_id(0).to(tl.int64), tl.arange(0, COLUMNS)

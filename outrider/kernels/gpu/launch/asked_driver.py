@@ -1,4 +1,5 @@
-"""A driver that was asked in advance, for compilers in forks and threads: these cannot ask the device themselves."""
+"""A stand-in for Triton's driver while forks and threads compile. They cannot ask the device themselves, so its answers
+are recorded beforehand."""
 
 from __future__ import annotations
 
@@ -12,8 +13,8 @@ from triton.runtime import driver
 
 @dataclass(frozen=True)
 class _AskedDriver:
-    """Stands for Triton's driver while kernels are compiled: it has the answers to the compiler's questions, asked in
-    advance."""
+    """Stands in for Triton's driver during compilation, with recorded answers to what the compiler asks about the
+    device."""
 
     driver: Any
     device: int
@@ -34,8 +35,8 @@ class _AskedDriver:
 
 @contextmanager
 def asking_no_device() -> Iterator[None]:
-    """Within this context Triton's compiler gets the answers of `_AskedDriver`: a fork cannot ask the device, and a new
-    thread would ask device 0."""
+    """A context in which Triton's compiler gets its answers from `_AskedDriver`: a fork cannot ask the device, and a
+    new thread would ask device 0."""
     active = driver.active
     driver.set_active(_AskedDriver(active, active.get_current_device(), active.get_current_target()))
     try:

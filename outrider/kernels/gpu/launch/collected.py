@@ -1,5 +1,5 @@
-"""A launch of a kernel that was collected in place of being carried out: what the compiler looks at in it, and how it
-is compiled, here or in a fork."""
+"""A kernel launch that was collected instead of carried out: the properties by which the compiler tells launches apart,
+and how the kernel is compiled, here or in a fork."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SECONDS = {"_settle_kernel": 2.0, "_output_kernel": 2.0, "_inputs_kernel": 1.8, 
 
 @dataclass(frozen=True)
 class CollectedLaunch:
-    """A launch, by the properties that the compiler looks at. Launches that share all of these are one."""
+    """A launch, reduced to the properties that the compiler looks at. Launches with equal properties share a kernel."""
 
     function: Any
     args: tuple[Any, ...]
@@ -39,17 +39,18 @@ class CollectedLaunch:
         return cls(function, tuple(map(stand_in, args)), {name: stand_in(value) for name, value in options.items()})
 
     def load(self) -> Any:
-        """The kernel, which is compiled if it is not on disk."""
+        """Return the kernel; it is compiled if it is not on disk."""
         return self.function.warmup(*self.args, grid=(1,), **self.options)
 
     def compile(self) -> None:
-        """Compiles or loads the kernel, and its launcher, which Triton 3.6 compiles too."""
+        """Compile or load the kernel, and its launcher, which Triton 3.6 compiles as well."""
         kernel = self.load()
         with suppress(Exception):  # it is raised again by the launch
             driver.active.launcher_cls(kernel.src, kernel.metadata)
 
     def pickled(self) -> bytes | None:
-        """The launch as bytes for a forked process; None if that process could not find the kernel or the arguments."""
+        """Return the launch as bytes for a fork; None if the fork could not find the kernel or unpickle the
+        arguments."""
         name = (self.function.fn.__module__, self.function.__name__)
         with suppress(Exception):
             if _find(*name) is self.function:
@@ -59,8 +60,8 @@ class CollectedLaunch:
 
 @dataclass(frozen=True)
 class _Pointer:
-    """A tensor's properties that the compiler looks at. The tensor itself would keep its memory until all kernels are
-    compiled."""
+    """The properties of a tensor that the compiler looks at. Keeping the tensor would hold its memory until all kernels
+    are compiled."""
 
     dtype: torch.dtype
     address: int
@@ -75,8 +76,8 @@ def _find(module: str, name: str) -> Any:
 
 
 def compile_pickled(task: bytes) -> None:
-    """Runs in a fork. A function's key depends on which others Triton has met before, so the parent's key is used,
-    under which the parent will look for the kernel."""
+    """Compile a pickled launch; this runs in a fork. A function's key in Triton depends on which functions Triton has
+    met before, so the fork uses the parent's key, under which the parent will look for the kernel."""
     name, key, args, options = pickle.loads(task)
     function = _find(*name)
     function.hash = key
@@ -87,8 +88,8 @@ def compile_pickled(task: bytes) -> None:
 
 def _build_launcher(name: str, src: str, srcdir: str, library_dirs: list[str], include_dirs: list[str],
                     libraries: list[str]) -> str:
-    """Build a launcher as Triton does, but without its -O3, in a third of the time: a launcher only takes its arguments
-    apart once."""
+    """Build a launcher as Triton does, but without -O3, in a third of the time: a launcher only unpacks its
+    arguments."""
     with knobs.build.scope():
         knobs.build.impl = None
         path: str = build._build(name, src, srcdir, library_dirs, include_dirs, libraries, ["-O0"])
@@ -96,14 +97,14 @@ def _build_launcher(name: str, src: str, srcdir: str, library_dirs: list[str], i
 
 
 def launch_key(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, ...]:
-    """Launches with the same key have the same kernel."""
+    """Return a key of a launch; launches with the same key have the same kernel."""
     named = sorted((name, specialization(value)) for name, value in options.items())
     return (id(function), *_classes(function, args), *named)
 
 
 def _classes(function: Any, args: tuple[Any, ...]) -> Iterator[Any]:
-    """The class of each argument, as `argument_class` says. Arguments that the compiler tells apart have different
-    classes."""
+    """Return the class of each argument, as `argument_class` does. Arguments that the compiler treats differently have
+    different classes."""
     for param, value in zip(function.params, args, strict=False):
         try:
             yield str(value) if param.is_constexpr else argument_class(value)
@@ -112,15 +113,15 @@ def _classes(function: Any, args: tuple[Any, ...]) -> Iterator[Any]:
 
 
 def expected_size(launch: CollectedLaunch) -> tuple[float, int]:
-    """How long a kernel takes to compile: (seconds, as measured for it or as usual for its language, then the length of
-    its source)."""
+    """Estimate how long a kernel takes to compile, as a key to sort by: (seconds, measured for this kernel or usual for
+    its language; length of its source)."""
     usual = 3.0 if isinstance(launch.function, GluonJITFunction) else 0.5
     return SECONDS.get(launch.function.__name__, usual), source_size(launch.function)
 
 
 @cache
 def source_size(function: Any) -> int:
-    """Characters of a kernel and of all functions that it calls."""
+    """Count the characters of a kernel and of all functions that it calls."""
     seen: dict[int, int] = {}
 
     def visit(own: Any) -> None:
@@ -146,7 +147,7 @@ def specialization(value: Any) -> Any:
 
 
 def stand_in(value: Any) -> Any:
-    """Returns an argument that the compiler takes for this one, and that holds no tensor."""
+    """Return an argument that is equal to this one for the compiler, but holds no tensor."""
     if isinstance(value, TensorDescriptor):
         return replace(value, base=stand_in(value.base))
     if isinstance(value, tuple):

@@ -1,10 +1,11 @@
 """Compiles kernels before they are needed, many at once. This file knows neither the kernels nor their callers.
 
-Triton's front end holds the GIL, and threads alone keep fewer than two cores busy. So forks compile into Triton's cache
-on disk (a fresh process would import for seconds), and this process loads from there. They begin while launches are
-still being collected, and go on when all are known: a launch waits for its own kernel alone. What need not be there at
-first is compiled last (`postponing`), and start-up does not wait for it. Forking is safe here since compiling asks no
-device: the driver that forks see has been asked in advance. What forks do not compile, threads of this process do.
+Triton's front end holds the GIL, so threads alone keep fewer than two cores busy. Therefore forks compile into Triton's
+cache on disk (a fresh process would import for seconds), and this process loads the kernels from there. Forks begin
+while launches are still being collected, and continue afterwards: a launch waits only for its own kernel. Kernels that
+are not needed at first are compiled last (`postponing`), and start-up does not wait for them. Forking is safe here
+because compiling asks no device: forks see a driver with recorded answers. Kernels that forks do not compile are
+compiled by threads of this process.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ _postpones = ContextVar("postpones", default=False)
 
 @contextmanager
 def compiling_ahead(workers: int | None = None) -> Iterator[None]:
-    """Within this context launches of this thread are collected, not carried out, and their kernels begun to be
-    compiled. Later a launch waits for its kernel; `finish_compiling` waits for all.
+    """A context in which launches of this thread are collected instead of carried out, and their kernels begin to be
+    compiled. A later launch waits for its kernel; `finish_compiling` waits for all.
 
-    Tensors that are made empty inside are zeros, as no kernel fills them: zero is a valid index wherever one is needed,
-    since row, page and token 0 always exist. A kernel that the compiler refuses is refused again when it is launched.
-    workers: processes, one for each core by default; 1: this process alone, in which all are compiled at the end of
-    this context.
+    Tensors allocated as empty inside are zeroed, because no kernel fills them. Zero is valid wherever an index is
+    needed, since row, page and token 0 always exist. A kernel that the compiler rejects is rejected again when it is
+    launched. workers: number of processes, by default one for each core. With 1, this process compiles everything at
+    the end of the context.
     """
     finish_compiling()
     compilation = _Compilation(min(MAX_WORKERS, _num_cores()) if workers is None else workers)
@@ -76,8 +77,8 @@ def compiling_ahead(workers: int | None = None) -> Iterator[None]:
 
 @contextmanager
 def postponing() -> Iterator[None]:
-    """A context within `compiling_ahead`. Kernels launched in it are compiled after all other kernels. The caller works
-    without these kernels until `has_postponed` returns False."""
+    """A context within `compiling_ahead`. Kernels launched in it are compiled after all others. The caller must work
+    without them until `has_postponed` returns False."""
     token = _postpones.set(True)
     try:
         yield
@@ -86,12 +87,12 @@ def postponing() -> Iterator[None]:
 
 
 def is_compiling() -> bool:
-    """Whether forks still compile kernels that were not postponed. The caller may do other work in this time."""
+    """Whether forks are still compiling kernels that were not postponed. The caller can do other work meanwhile."""
     return any(compilation.is_busy() for compilation in _unfinished)
 
 
 def has_postponed() -> bool:
-    """Whether kernels are still being compiled that were postponed. Those that are compiled are loaded here."""
+    """Whether postponed kernels are still being compiled. When all of them are compiled, this call also loads them."""
     for compilation in _unfinished[:]:
         compilation.is_busy()
         if not compilation.has_given:
@@ -100,8 +101,8 @@ def has_postponed() -> bool:
 
 
 def finish_compiling(*, postponed: bool = True) -> None:
-    """Wait until every kernel of `compiling_ahead` is compiled and loaded. postponed: also the kernels of
-    `postponing`."""
+    """Wait until every kernel of `compiling_ahead` is compiled and loaded. postponed: wait for those of `postponing`
+    too."""
     for compilation in _unfinished[:]:
         try:
             compilation.finish(postponed=postponed)
@@ -112,8 +113,9 @@ def finish_compiling(*, postponed: bool = True) -> None:
 
 
 class _ZerosForEmpty(TorchDispatchMode):
-    """Within this mode empty tensors of this thread are zeros, since no kernel fills them. It is asked at operations
-    alone: a TorchFunctionMode is asked for every shape, too, and wrappers of kernels look at twenty for each tensor."""
+    """A mode in which this thread's empty tensors are zeroed, because no kernel fills them. It intercepts only
+    operations. A TorchFunctionMode would also intercept every access to a shape, of which wrappers of kernels make
+    twenty per tensor."""
 
     _EMPTY = frozenset((_ATEN.empty.memory_format, _ATEN.empty_like.default, _ATEN.empty_strided.default,
                         _ATEN.new_empty.default, _ATEN.new_empty_strided.default))
@@ -128,8 +130,8 @@ _ZerosForEmpty.__torch_dispatch__ = _ZerosForEmpty._run
 
 
 class _Compilation:
-    """Kernels that are being compiled: their launches are collected, given to forks, and loaded here. Those that no
-    fork compiles are compiled here."""
+    """The kernels that one `compiling_ahead` compiles: launches are collected, given to forks, and the kernels loaded
+    here. Kernels that no fork compiles are compiled in this process."""
 
     def __init__(self, workers: int) -> None:
         self._workers = workers
@@ -166,8 +168,8 @@ class _Compilation:
             (self._last if _postpones.get() else self._new)[key] = CollectedLaunch.of(function, args, options)
 
     def begin(self) -> None:
-        """Load the kernels that are on disk, and begin to compile the rest. Kernels known to take longest come first,
-        so that none of them is still compiling when all others are done."""
+        """Load the kernels that are on disk, and begin to compile the others. Kernels known to take longest come first,
+        so that none of them is still being compiled when all others are done."""
         new, self._new = sorted(self._new.items(), key=lambda item: expected_size(item[1]), reverse=True), {}
         if not self._uses_disk:
             self._here += [[launch] for _, launch in new]
@@ -182,7 +184,7 @@ class _Compilation:
                 self._give()
 
     def end(self) -> None:
-        """End the collecting, because all launches are known."""
+        """Stop collecting launches, and begin to compile the postponed kernels."""
         self._new, self._last = self._last, {}
         if self._forks is not None:
             self._first_postponed = self._forks.num_given
@@ -193,7 +195,7 @@ class _Compilation:
             self._forks.end()
 
     def _give(self) -> None:
-        """Give missing kernels to forks at once. The first kernels in the list take longest to compile."""
+        """Give all missing kernels to forks now, in their order: those that take longest to compile come first."""
         if self._forks is None and self._workers > 1 and len(self._missing) >= MIN_KERNELS:
             try:
                 with asking_no_device():
@@ -213,8 +215,8 @@ class _Compilation:
                 self._given[number] = same
 
     def wait_for(self, function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        """Wait until no fork compiles this launch's kernel any more; the launch then loads it. Other sizes of the same
-        kernel are not waited for, since captures may need them last of all."""
+        """Wait while a fork compiles this launch's kernel; the launch then loads it. This does not wait for the same
+        function compiled for other sizes, which may be needed much later."""
         key = launch_key(function, args, options)
         with self._lock:
             if key not in self._kernels:  # perhaps another launch's kernel serves this one
@@ -233,7 +235,7 @@ class _Compilation:
         return bool(self._given) and (postponed or min(self._given) < self._first_postponed)
 
     def _receive(self, forks: ForkPool) -> None:
-        """Wait for forks, and load the kernels that they have compiled."""
+        """Wait for forks to finish tasks, and load kernels that they have compiled."""
         while not (numbers := forks.wait(0)) and self._compiled:
             _compile_all(self._compiled.pop())
         numbers = numbers or forks.wait(PATIENCE)
@@ -257,7 +259,7 @@ class _Compilation:
                 self._receive(self._forks)
 
     def close(self) -> None:
-        """End all forks. What they have not compiled is left to this process."""
+        """End all forks. This process will compile what they have not."""
         if self._forks is not None:
             self._forks.close()
             self._forks = None
@@ -272,12 +274,12 @@ def _compile_all(launches: list[CollectedLaunch]) -> None:
 
 
 class _Missing(Exception):
-    """Raised where Triton would begin to compile: a kernel is not on disk. The argument is the kernel's name there."""
+    """Raised in place of compiling: the kernel is not on disk. The argument is the kernel's name there."""
 
 
 def _missing_on_disk(launch: CollectedLaunch) -> str | None:
-    """Load the launch's kernel from disk, and return None. If it is not there, return the name that tells it from
-    others. A kernel that the compiler refuses gets a unique name, and is refused again when it is launched."""
+    """Load the launch's kernel from disk and return None. If it is not there, return its name in Triton's cache. A
+    kernel that the compiler rejects gets a unique name, and is rejected again when it is launched."""
 
     class Reader(knobs.cache.manager_class or FileCacheManager):  # type: ignore[misc]
         def __init__(self, key: str, *args: Any, **options: Any) -> None:

@@ -1,12 +1,12 @@
 """How the host launches our kernels: `@kernel` in place of `@triton.jit`, then `name[grid](...)` as with Triton.
 
-Every launch passes here, so that a thread can have its launches collected in place of being carried out
-(`precompile.py`), and so that a launch costs the host little. Functions that only other kernels call stay with
+Every launch goes through this file, so that a thread's launches can be collected instead of carried out
+(`precompile.py`), and so that a launch costs the host little. Functions that only other kernels call keep
 `@triton.jit`.
 
-Triton finds the compiled kernel of a launch anew each time, by all that the compiler looks at in the arguments. Here
-the kernel that it found is remembered by a key that tells apart at least as much, and the next launch with the same key
-goes to the kernel itself. What has no key, and every first launch, goes through Triton.
+For each launch Triton searches for the compiled kernel by everything that the compiler looks at in the arguments. This
+file remembers the kernel that Triton found, under a key that distinguishes at least as much. The next launch with the
+same key calls the kernel directly. A first launch, and a launch without a key, goes through Triton.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _REST = ((1, 1, 1), (1, 1), (1,), ())  # of a grid, by the number of axes that i
 
 @dataclass(frozen=True)
 class _Product:
-    """A product that was just launched, whose result the next kernel may read early; see `note_product`."""
+    """The matrix product that was launched last, whose input the next kernel may read early; see `note_product`."""
 
     stream: int
     x: torch.Tensor
@@ -58,7 +58,7 @@ _last = _LastLaunch()
 
 
 class TritonKernel:
-    """A kernel that the host launches. `function` is what Triton made of it."""
+    """A kernel that the host launches. `function` is the object that triton.jit returned."""
 
     def __init__(self, function: Any) -> None:
         self.function = function
@@ -96,7 +96,7 @@ class TritonKernel:
                   None, None, None, *values, *memory.constants)
 
     def _launch_by_triton(self, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """Returns the kernel that Triton found or compiled."""
+        """Launch through Triton, and return the kernel that Triton found or compiled."""
         options = options | OPTIONS
         if _wait_for is not None:
             _wait_for(self.function, args, options)
@@ -105,7 +105,7 @@ class TritonKernel:
 
 @dataclass(frozen=True)
 class _Found:
-    """A compiled kernel on its device, and what it is called with."""
+    """A compiled kernel on its device, with what is needed to launch it."""
 
     run: Callable[..., Any]
     function: Any
@@ -114,7 +114,7 @@ class _Found:
 
 @dataclass(frozen=True)
 class _Memory:
-    """The kernels found for launches whose positional arguments have the same types."""
+    """The compiled kernels found so far for launches whose positional arguments have the same types."""
 
     look_at: Callable[..., tuple[Any, tuple[Any, ...]]]  # see _looking_at
     constants: tuple[None, ...]  # in place of the values that are compiled in: those follow, by name
@@ -122,8 +122,8 @@ class _Memory:
 
     @classmethod
     def of(cls, function: Any, types: tuple[type, ...]) -> _Memory | None:
-        """The memory for arguments of these types. None if the launch must go through Triton: under its interpreter, or
-        if compile-time arguments are given without their names or others with them."""
+        """Make the memory for arguments of these types. Returns None if such launches must go through Triton: under its
+        interpreter, or unless exactly the compile-time arguments are given by name."""
         if not isinstance(function, JITFunction):
             return None
         are_constants = [param.is_constexpr for param in function.params]
@@ -133,15 +133,17 @@ class _Memory:
         return cls(_looking_at(types), (None,) * (len(are_constants) - len(types)))
 
     def remember(self, key: tuple[Any, ...], kernel: Any) -> None:
-        """kernel: what Triton returned after the launch, in any version that is called in the same way."""
+        """Store a compiled kernel. kernel: what Triton returned after the launch; ignored if its version is launched
+        differently."""
         run, function, metadata = (getattr(kernel, name, None) for name in ("run", "function", "packed_metadata"))
         if run is not None and function is not None and metadata is not None:
             self.found[key] = _Found(run, function, metadata)
 
 
 def _looking_at(types: tuple[type, ...]) -> Callable[..., tuple[Any, tuple[Any, ...]]]:
-    """A function of arguments of these types: (their classes, as in `argument_class`; the arguments, with addresses in
-    place of tensors). It is written for the types, as Triton does it: a loop over arguments takes twice as long."""
+    """Generate a function of arguments of these types that returns (their classes, as in `argument_class`; the
+    arguments, with addresses in place of tensors). Like Triton's, its code is written for the types, because a loop
+    over the arguments takes twice as long."""
     names = [f"a{index}" for index in range(len(types))]
     typed = list(zip(names, types, strict=True))
     tensors = [name for name, kind in typed if kind in _TENSORS]
@@ -166,9 +168,9 @@ _NUMBER_CLASS = "None if {0} == 1 else {0} >> 31 << 1 | ({0} & 15 == 0)"
 
 
 def argument_class(value: Any) -> Any:
-    """Arguments with the same class are the same to the compiler. It looks at the dtype of a tensor and whether its
-    address is a multiple of 16; whether a number is 1, is a multiple of 16, or takes 32 bits, 64, or 64 without a
-    sign; what a tensor's descriptor says of tiles."""
+    """Return the class of an argument: the compiler makes no difference between arguments of one class. It looks at a
+    tensor's dtype and whether its address is a multiple of 16; at whether a number is 1, is a multiple of 16, or takes
+    32 bits, 64 bits, or 64 bits without a sign; and at the tiles of a tensor descriptor."""
     kind = type(value)
     if kind in _TENSORS:
         return value.dtype, value.data_ptr() & 15 == 0
@@ -184,7 +186,8 @@ def argument_class(value: Any) -> Any:
 
 
 def _has_hooks(function: Any) -> bool:
-    """Whether a hook, as of a profiler, is to be called with each launch. Triton calls these."""
+    """Whether a hook (of a profiler, for example) is to run at each launch. Only a launch through Triton calls
+    hooks."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or function.pre_run_hooks)
 
@@ -198,22 +201,22 @@ def kernel(function: Callable[..., Any] | None = None, **options: Any) -> Any:
 
 
 def awaiting(wait_for: Collector | None) -> None:
-    """Let launches of kernels that are not compiled yet call `wait_for` first, because another thread is about to
-    compile them. It gets the arguments that a collector gets. None ends the waiting."""
+    """Make launches of kernels that are not compiled yet call `wait_for` first, because forks are about to compile
+    them. It gets the same arguments as a collector. None ends this."""
     global _wait_for
     _wait_for = wait_for
 
 
 def note_product(x: torch.Tensor, scratch: torch.Tensor) -> None:
-    """Note that the kernel just launched lets its successor start only after x is complete, so the successor need not
-    wait for x again. The successor may run while the product still writes `scratch`, so `scratch` is kept alive: memory
-    that the successor's wrapper allocates can never overlap it."""
+    """Note that the kernel just launched is a product of x, and lets the next kernel start only when x is complete, so
+    the next kernel need not wait for x. The product may still write `scratch` then. `scratch` is kept alive, so that
+    memory that the next kernel's wrapper allocates cannot overlap it."""
     _last.product = _Product(_stream_of(x), x, scratch)
 
 
 def is_behind_product(x: torch.Tensor) -> bool:
-    """Whether the next kernel of this thread lies directly behind a product of x that `note_product` was told of. What
-    torch launches in between begins behind the product, so it does no harm unless it writes x."""
+    """Whether this thread's next kernel directly follows a product of x that was given to `note_product`. Kernels that
+    torch launches in between wait for the product, so they do no harm unless they write x."""
     product = _last.product
     return product is not None and product.x is x and product.stream == _stream_of(x)
 
@@ -223,13 +226,14 @@ def _stream_of(x: torch.Tensor) -> int:
 
 
 def is_collecting() -> bool:
-    """Whether launches of this thread are collected. A wrapper that chooses among kernels then launches all of them."""
+    """Whether this thread's launches are being collected. A wrapper that chooses among kernels then launches all of
+    them."""
     return _collector.get() is not None
 
 
 @contextmanager
 def collecting(collect: Collector) -> Iterator[None]:
-    """Within this context launches of this thread go to the collector, and nothing runs."""
+    """A context in which this thread's launches are passed to `collect`, and nothing runs."""
     before = _collector.set(collect)
     try:
         yield
