@@ -1,4 +1,5 @@
-"""`outrider chat`: a conversation on the terminal. Every turn sends all of it again; prefix hits make that cheap."""
+"""`outrider chat`: a conversation on the terminal. Every turn sends the whole conversation again; prefix hits make that
+cheap."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ HELP = "/reset forgets the conversation, /help lists the commands, /exit or Ctrl
 
 
 class PromptProgress:
-    """A line on a terminal with the share of a prompt that is computed, until the answer begins."""
+    """A line on the terminal that shows how much of a prompt has been computed, until the answer begins."""
 
     def __init__(self, stats: EngineStats, prompt_len: int) -> None:
         self._stats, self._before, self._prompt_len = stats, stats.num_step_tokens + stats.num_hit_tokens, prompt_len
@@ -127,7 +128,7 @@ def _talk(conversation: Conversation, args: argparse.Namespace) -> int:
 
 
 def _obey(command: str, conversation: Conversation) -> bool:
-    """Whether the command ends the chat."""
+    """Carry out a command that the user typed. Returns whether it ends the chat."""
     match command:
         case "/exit" | "/quit":
             return True
@@ -158,7 +159,7 @@ def _turn(conversation: Conversation, text: str, args: argparse.Namespace) -> No
 
 
 def _say(text: str) -> None:
-    """Print a line of the chat's own, not of the model."""
+    """Print a message of the chat command itself, not of the model."""
     print(wrapped(text, sys.stdout))
 
 

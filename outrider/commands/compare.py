@@ -2,8 +2,9 @@
 
 The tokens before the difference are given to the model once more, as a prompt. If the scores of the two tokens differ
 by no more than rounding moves them in the model's dtype, the difference is a near-tie; otherwise one run has taken a
-token that the model does not favour, which is a fault. Scores are log-probabilities; for sampled requests they are
-divided by the temperature and the noise of their key is added. So the run itself need not report log-probabilities.
+token that the model does not favour, which is a fault. Scores are log-probabilities. For sampled requests they are
+divided by the temperature, and the noise of the sampling key is added. Scores are computed afterwards, so the run
+itself need not report log-probabilities.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 0.3, "float16": 0.04}
 
 
 def differences(reference: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """(request, position) of the first difference of every request that differs."""
+    """Return (request, position of the first difference) for every request whose tokens differ."""
     found = []
     for index, (theirs, ours) in enumerate(zip(reference, tokens, strict=True)):
         if list(theirs) != list(ours):
@@ -52,7 +53,8 @@ class Difference:
 
 def explain(index: int, position: int, ask: Ask, tokens: tuple[int | None, int | None],
             logprobs: Mapping[int, float], dtype: str) -> Difference:
-    """Score the two tokens. logprobs: of every token, after the tokens that both runs share."""
+    """Score the two tokens at a difference. logprobs: the log-probability of every token after the tokens that both
+    runs share."""
     first, second = tokens
     scores = (float("nan"), float("nan"))
     if first is not None and second is not None:  # a run that ended has a token for its end, so arithmetic is no excuse
@@ -63,7 +65,7 @@ def explain(index: int, position: int, ask: Ask, tokens: tuple[int | None, int |
 
 
 def noise_of(ask: Ask, position: int, tokens: Sequence[int]) -> list[float]:
-    """The noise that the sampler adds to these tokens' logits at the position."""
+    """The noise that the sampler adds to the logits of these tokens at the position."""
     if ask.params.is_greedy:
         return [0.0] * len(tokens)
     seed, index, at = (torch.tensor([value]) for value in (ask.params.seed or 0, 0, position))

@@ -17,8 +17,8 @@ class Conversation(ABC):
         self.messages: list[dict[str, str]] = list(self._system)
 
     def answer(self, text: str, show: Callable[[str], None], priority: int = 0) -> RequestOutput:
-        """Add a turn to the conversation. After an interrupt the text so far is kept; a refused question leaves no
-        trace."""
+        """Add a turn to the conversation. After an interrupt the partial answer is kept; if the question is refused,
+        the turn is removed."""
         asked = [*self.messages, {"role": "user", "content": text}]
         output = self._ask(asked, show, priority)
         said = output.outputs[0].text if output.outputs else ""
@@ -27,4 +27,4 @@ class Conversation(ABC):
 
     @abstractmethod
     def _ask(self, messages: list[dict[str, str]], show: Callable[[str], None], priority: int) -> RequestOutput:
-        """Print the answer while it arrives, and return it; after an interrupt, the part that had arrived."""
+        """Print the answer while it arrives, and return it. After an interrupt, return the part that has arrived."""

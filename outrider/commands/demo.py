@@ -1,5 +1,5 @@
-"""`outrider demo`: the default model answers four prompts at once, streamed; then one alone and a list to copy, each
-without drafts and with them in turns."""
+"""`outrider demo`: the default model answers four prompts at once, streamed. Then it answers one prompt, and copies a
+list, each with and without drafts in turns."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ FREE = "Explain in a few sentences why the sky is blue."
 
 @dataclass(frozen=True)
 class Shown:
-    """A request that is shown without drafts and with them."""
+    """A request that the demo runs without drafts and with them."""
 
     title: str
     prompt: str
@@ -78,7 +78,7 @@ def _answer_four(loaded: Loaded, config: EngineConfig, max_tokens: int, start: f
 
 
 class _Lines:
-    """Shows several texts that grow at once by whole lines, each with the number of its text."""
+    """Prints several texts that grow at the same time, line by line, each line with the number of its text."""
 
     def __init__(self, start: float) -> None:
         self.first_token_seconds = 0.0
@@ -97,7 +97,7 @@ class _Lines:
 
 
 def _line_end(text: str, begin: int, is_last: bool) -> int:
-    """The end of the next line to show; 0 if the line is not complete yet."""
+    """The index at which the next line to print ends; 0 if the line is not complete yet."""
     newline = text.find("\n", begin)
     if 0 <= newline <= begin + WIDTH:
         return newline + 1
@@ -111,8 +111,8 @@ def _mark(index: int, line: str) -> str:
 
 
 def _with_drafts(loaded: Loaded, config: EngineConfig, shown: Shown) -> None:
-    """Run one request without drafts and with them, in turns. Short runs come first, so that no turn pays for the
-    start."""
+    """Run one request without drafts and with them, in turns. Short runs come first, so that start-up costs are in no
+    measured turn."""
     params = SamplingParams(temperature=0.0, max_tokens=96)
     ids = chat_ids(loaded.need_tokenizer(), shown.prompt)
     config = replace(config, enable_prefix_caching=False)
@@ -141,7 +141,7 @@ def _with_drafts(loaded: Loaded, config: EngineConfig, shown: Shown) -> None:
 
 
 class _Steps:
-    """The text of one request with a mark behind what each step gave."""
+    """The text of one request, with a mark at the end of each step's tokens."""
 
     def __init__(self) -> None:
         self.text = ""

@@ -37,7 +37,7 @@ def _software() -> list[tuple[str, str]]:
 
 
 def version_of(package: str) -> str | None:
-    """The version that is installed; None if there is none."""
+    """The installed version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -65,8 +65,8 @@ def cpu_name() -> str:
 
 
 def _listed_cpu_name() -> str:
-    """The processor's name by `lscpu`, which has names for ARM's processors: the system itself gives only their
-    numbers."""
+    """The processor's name according to `lscpu`, which knows names of ARM processors. The system itself gives only
+    their numbers."""
     try:
         listed = subprocess.run(["lscpu"], capture_output=True, text=True, timeout=5, env=os.environ | {"LC_ALL": "C"})
     except (OSError, subprocess.SubprocessError):
@@ -93,7 +93,7 @@ def _devices() -> list[tuple[str, str]]:
 
 
 def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """The memory plan that an engine would make, from a model on the meta device, without weights."""
+    """The memory plan that an engine would make. It is computed from a model on the meta device, without weights."""
     from outrider.commands.parser import engine_config
     from outrider.models.loader import describe_weights
     from outrider.models.registry import build_model
@@ -134,7 +134,7 @@ def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def _code_of(reader: ConfigReader, model_impl: str) -> str:
-    """Which code computes a model that could be built: a family of this package, or transformers."""
+    """Say which code would run the model: a family of this package, or transformers."""
     from outrider.models.registry import has_family, named_architectures
 
     if has_family(named_architectures(reader)) and model_impl != "transformers":

@@ -11,11 +11,11 @@ import re
 
 
 def with_flags(text: str, parser: argparse.ArgumentParser) -> str:
-    """The text with each setting that has a flag of this parser under the flag's name.
+    """Replace the names of settings in a text by the names of this parser's flags.
 
-    A name without an underscore is a word too (`seed`, `device`), so it counts only where the text begins with it and
-    says what it must be. Names in quotes and in paths stay, and those in a piece of Python
-    (`skip_tokenizer_init=True`)."""
+    A name without an underscore is also an ordinary word (`seed`, `device`), so it is replaced only where the text
+    begins with it and says what it must be. Names in quotes, in paths and in Python code (`skip_tokenizer_init=True`)
+    stay."""
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]  # the others are vLLM's alone
     options = [option for action in shown for option in action.option_strings if option.startswith("--")]
     flags = {option[2:].replace("-", "_"): option for option in options}

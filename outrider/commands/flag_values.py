@@ -1,5 +1,5 @@
-"""Values of flags: what the text behind a flag stands for, by the type of the setting. A text that is no value of its
-type is refused with an example."""
+"""Converts the text after a flag to the type of the flag's setting. A text of the wrong type is refused with an
+example."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _drafts(text: str) -> bool | int:
 
 
 def whole_number(text: str) -> int:
-    """An integer, or as vLLM writes large ones: 4k is 4000, 4K is 4096, and so on with m, g and t."""
+    """Read an integer, or a large one in vLLM's notation: 4k is 4000, 4K is 4096, and so on with m, g and t."""
     sized = re.fullmatch(r"(\d{1,6})([kmgtKMGT])", text)
     if sized is not None:
         power = "kmgt".index(sized[2].lower()) + 1

@@ -1,7 +1,7 @@
-"""Golden acceptance: mean tokens a step that benchmarks have agreed on, by model and number of drafts.
+"""Golden acceptance: mean tokens per step that benchmarks have agreed on, by model and number of drafts.
 
-An engine that accepts drafts at these rates can be compared with the figures that InferenceX publishes. Read off its
-tables of 2026-11.
+An engine that accepts drafts at these rates can be compared with the figures that InferenceX publishes. The values are
+from its tables of 2026-11.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ NAMES = (*BY_NUM_DRAFTS, *AT_ONE_NUMBER)
 
 
 def golden_rates(given: str, num_drafts: int) -> list[float]:
-    """The rate at which each draft is accepted if those before it are. `given`: "golden", or "golden:NAME"."""
+    """For each draft, the rate at which it is accepted if all drafts before it are. `given`: "golden", or
+    "golden:NAME"."""
     kind, _, name = given.partition(":")
     name = name or DEFAULT
     if kind != GOLDEN or name not in NAMES:
@@ -40,13 +41,14 @@ def golden_rates(given: str, num_drafts: int) -> list[float]:
 
 
 def _rates(lengths: Sequence[float]) -> list[float]:
-    """Of the mean runs with 0, 1, 2 ... drafts. Each draft lengthens them by the share of steps that accept it."""
+    """The acceptance rates that follow from the mean runs with 0, 1, 2 ... drafts. Each draft lengthens the mean run by
+    the share of steps that accept it."""
     shares = [1.0, *(longer - shorter for shorter, longer in zip(lengths, lengths[1:], strict=False))]
     return [after / before for before, after in zip(shares, shares[1:], strict=False)]
 
 
 def _equal_rate(num_drafts: int, length: float) -> float:
-    """The rate, equal at every position, with which runs have this mean length."""
+    """The rate that gives this mean run if it is the same for every draft."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2

@@ -21,7 +21,7 @@ GROUPS = ("engine", "sampling", "server")
 
 
 class HelpAction(argparse.Action):
-    """Prints help and ends the program. Takes a word or none."""
+    """Prints help and ends the program. The flag may have one word as its value."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
         super().__init__(option_strings, dest, nargs="?", const=SHORT, default=argparse.SUPPRESS, metavar="WORD",
@@ -34,7 +34,7 @@ class HelpAction(argparse.Action):
 
 
 def help_text(parser: argparse.ArgumentParser, word: str = SHORT) -> str:
-    """The help of a command. A word that names no group and is in no flag is an error of the parser."""
+    """Return the help of a command. A word that is neither a group nor part of a flag is a usage error."""
     groups = {str(group.title): group for group in parser._action_groups}
     if word in (SHORT, ALL) or not any(group in groups for group in GROUPS):
         shown = _text(parser, lambda group, action: group not in GROUPS or word == ALL or action.dest in COMMON)

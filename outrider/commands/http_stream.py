@@ -1,4 +1,5 @@
-"""A small HTTP client for streams of events: plain asyncio, so that a load generator costs little. No server code."""
+"""A small HTTP client for event streams. It uses asyncio only, so that a load generator costs little, and no code of
+the server."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ class Address:
 
 async def stream_events(address: Address, path: str, body: dict[str, Any],
                         key: str | None) -> AsyncGenerator[dict[str, Any], None]:
-    """The events of one POST, until [DONE]."""
+    """Send one POST, and yield the events of the answer until [DONE]."""
     reader, writer = await _request(address, "POST", path, json.dumps(body).encode(), key)
     try:
         text = b""
@@ -51,7 +52,7 @@ async def stream_events(address: Address, path: str, body: dict[str, Any],
 
 
 async def model_names(address: Address, key: str | None) -> list[str]:
-    """The names of the models that a server has."""
+    """The names of the models that a server offers."""
     reader, writer = await _request(address, "GET", "/v1/models", b"", key)
     try:
         answer = json.loads(b"".join([chunk async for chunk in _body(reader)]))

@@ -1,4 +1,5 @@
-"""Lines that a person types: editing and history on a terminal, and a paste of several lines as one text."""
+"""Reads lines that a person types: with editing and history on a terminal, and with several pasted lines as one
+text."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ PASTE_SECONDS = 0.02  # a line that follows another sooner than this was pasted 
 
 
 class LineInput:
-    """Reads from a terminal with readline where Python has it. There a line may be of any length; without, the
-    terminal itself cuts it at 4,096 bytes."""
+    """Reads from a terminal, with readline if Python has it. With readline a line may have any length; without it the
+    terminal cuts lines at 4,096 bytes."""
 
     def __init__(self, prompt: str) -> None:
         self.on_terminal = is_terminal(sys.stdin)
@@ -42,7 +43,7 @@ class LineInput:
         return text
 
     def _shorten(self, text: str) -> None:
-        """Put a line in the place of a long text that the terminal has shown, as far as that is on the screen."""
+        """Replace a long text on the terminal by one line, as far as the text is still on the screen."""
         columns, rows = shutil.get_terminal_size()
         lines = text.split("\n")
         shown = sum(1 + len(line) // columns for line in [self._prompt + lines[0], *lines[1:]])
@@ -51,7 +52,8 @@ class LineInput:
 
 
 def _hide_control_characters() -> None:
-    """Let the terminal show no ^C where Ctrl-C stops an answer. Its settings are restored at the end of the process."""
+    """Make the terminal not show ^C when Ctrl-C stops an answer. Its settings are restored at the end of the
+    process."""
     try:
         import termios
     except ImportError:  # not on this system

@@ -1,5 +1,5 @@
-"""The socket that `outrider serve` listens at: an address or a unix socket, with TLS or without. A port that is taken,
-a file that is not there and a key that is not the certificate's are refused before the model is loaded."""
+"""The socket at which `outrider serve` listens: an address or a unix socket, with or without TLS. A port in use, a
+missing file and a key that does not fit the certificate are refused before the model is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outrider.server.settings import ServerConfig
 
 @contextmanager
 def listening(config: ServerConfig) -> Iterator[tuple[socket.socket, str]]:
-    """The socket and its address, to show. The file of a unix socket is removed at the end."""
+    """A context with the socket, and its address as text. The file of a unix socket is removed at the end."""
     if config.uds is not None:
         path = Path(config.uds)
         with closing(_unix_socket(path)) as own:
@@ -58,7 +58,7 @@ def _unix_socket(path: Path) -> socket.socket:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the file of a server that ended without removing it. Any other file stays, and is an error."""
+    """Remove the socket file of a server that ended without removing it. Any other file stays, and raises an error."""
     if not path.exists() or not stat.S_ISSOCK(path.stat().st_mode):
         return  # binding says that the path is taken
     with closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as probe:
@@ -69,7 +69,7 @@ def _remove_stale(path: Path) -> None:
 
 
 def tls_options(config: ServerConfig) -> dict[str, Any]:
-    """uvicorn's options for TLS, none without a certificate. Raises ValueError for files that it could not use."""
+    """uvicorn's options for TLS; none without a certificate. Raises ValueError for files that uvicorn could not use."""
     if config.ssl_certfile is None:
         return {}
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)

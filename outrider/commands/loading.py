@@ -1,7 +1,7 @@
-"""Loads a model for a command, with a progress bar, and makes LLMs around it.
+"""Loads a model for a command, with a progress bar, and makes LLMs with it.
 
 A command that compares several engines loads the weights only once. Torch is imported after the model's files are
-found, so that a name that is misspelt is told at once.
+found, so that a misspelt name is reported at once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Loaded:
 
     @property
     def outline(self) -> Model:
-        """The model, for its sizes and its dtype."""
+        """The loaded model, from which sizes and dtype are read."""
         return self.model
 
     @property
@@ -59,7 +59,7 @@ class Loaded:
         return Worker(config, self.model, eos_ids=self.eos_ids, prepare=prepare)
 
     def llm(self, config: EngineConfig, worker: Worker | None = None) -> LLM:
-        """An LLM around the loaded model. `worker`: a worker that has started; a new one by default."""
+        """Make an LLM with the loaded model. `worker`: a worker that has started; a new one by default."""
         engine = engine_around(config, worker or self.worker(config), self.tokenizer)
         freeze_heap(engine)
         return LLM.around(engine)
@@ -72,7 +72,8 @@ class Loaded:
 
 @dataclass(frozen=True)
 class OnRanks:
-    """A model that several ranks load, each in a process of its own, when an LLM is made."""
+    """A model that is found but not loaded yet: several ranks, each in a separate process, load it when an LLM is
+    made."""
 
     source: ModelSource
     tokenizer: Tokenizer | None
@@ -84,7 +85,7 @@ class OnRanks:
 
     @cached_property
     def outline(self) -> Model:
-        """The model on the meta device, without memory for weights: used for its sizes and its dtype."""
+        """The model on the meta device, without memory for weights, from which sizes and dtype are read."""
         from outrider.models.registry import build_model
         from outrider.runner.device import pick_dtype
 
@@ -104,12 +105,13 @@ class OnRanks:
         return self.tokenizer
 
     def llm(self, config: EngineConfig) -> LLM:
-        """An LLM whose ranks load the model. One rank has a process of its own, too."""
+        """Make an LLM whose ranks load the model. A single rank also runs in a separate process."""
         return LLM.around(start_engine(config, in_process=True))
 
 
 def loading_text(model: str) -> str:
-    """Name the model that is loaded, and the size of its files if they are here, before anything takes time."""
+    """Name the model that is loaded, and the size of its files if they are present. It is printed before the slow work
+    begins."""
     num_bytes = 0
     with suppress(OSError, ValueError, RuntimeError):  # no name of files: finding the model tells
         path = smollm2_path() if model == DEFAULT_MODEL and not Path(model).exists() else Path(model).expanduser()
@@ -120,7 +122,8 @@ def loading_text(model: str) -> str:
 
 
 def load_or_find(config: EngineConfig, *, needs_text: bool = True) -> Loaded | OnRanks:
-    """The model of a config: loaded, or on ranks found. `needs_text`: refuse a model without tokenizer."""
+    """Load the model of a config. If several ranks are to load it, only find its files. `needs_text`: refuse a model
+    without tokenizer."""
     if config.tensor_parallel_size == 1:
         return load(config, needs_text=needs_text)
     with status_line(loading_text(config.model)):

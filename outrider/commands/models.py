@@ -1,6 +1,7 @@
 """`outrider models`: the model families that are served, with their drafters, files and hub ids.
 
-The text is made from the tables that the engine itself goes by; `docs/models.md` is this command's `--markdown`.
+The text is made from the tables that the engine itself uses. `docs/models.md` is the output of this command with
+`--markdown`.
 """
 
 from __future__ import annotations

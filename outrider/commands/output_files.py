@@ -1,4 +1,4 @@
-"""Checks of what a command will write at its end, made before it measures or simulates anything."""
+"""Checks the files that a command will write at its end, before it measures or simulates anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def check_result_file(name: str | None, flag: str = "--save-result") -> None:
 
 
 def check_plot(name: str | None) -> None:
-    """Refuse --plot without matplotlib, and a name that cannot be written."""
+    """Refuse --plot if matplotlib is missing or the file cannot be written."""
     if name is None:
         return
     try:

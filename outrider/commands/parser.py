@@ -1,6 +1,6 @@
 """Arguments: flags made from the fields of EngineConfig and SamplingParams, and a parser that suggests what was meant.
 
-A flag that is not given is absent from the namespace, so defaults stay where they are decided. No torch.
+A flag that is not given is absent from the namespace, so defaults are defined in the dataclasses only. No torch.
 """
 
 from __future__ import annotations
@@ -148,14 +148,14 @@ class UsageError(ValueError):
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Keeps line ends and leaves flags enough room that most help texts fit on their line."""
+    """Formats help: line ends are kept, and flags get enough room that most help texts fit on their line."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog, max_help_position=32, width=min(120, shutil.get_terminal_size((110, 24)).columns - 2))
 
 
 class Parser(argparse.ArgumentParser):
-    """Names the nearest flag, command or choice; never prints or exits on an error."""
+    """An argument parser that suggests the nearest flag, command or choice. It never prints or exits on an error."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kwargs.setdefault("formatter_class", _Formatter)
@@ -217,7 +217,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _with_model_flag(args: argparse.Namespace) -> argparse.Namespace:
-    """A model given by --model, as some commands of vLLM take it, in the place of the argument."""
+    """Use the model of the flag --model, which some commands of vLLM have, as the positional argument."""
     if hasattr(args, "model_flag"):
         args.model = args.model_flag
         del args.model_flag
@@ -239,7 +239,7 @@ def add_engine_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = ()) 
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = (), **defaults: Any) -> None:
-    """`defaults`: the command's default values that differ from SamplingParams."""
+    """Add flags for the fields of SamplingParams. `defaults`: the command's defaults where they differ."""
     group = parser.add_argument_group("sampling")
     for name, field in SAMPLING_FIELDS.items():
         if name in skip:
@@ -249,7 +249,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = ()
 
 
 def add_server_flags(parser: argparse.ArgumentParser, names: Sequence[str] | None = None) -> None:
-    """names: of the settings that become flags; None: all."""
+    """Add flags for settings of the server. names: the settings that become flags; None: all."""
     group = parser.add_argument_group("server")
     for field in dataclasses.fields(ServerConfig):
         if names is None or field.name in names:
@@ -294,7 +294,7 @@ def _golden(given: str, drafts: dict[str, Any]) -> dict[str, list[float]]:
 
 
 def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
-    """`defaults`: for flags that were not given."""
+    """Make the EngineConfig from the flags. `defaults`: values of flags that were not given."""
     return config_for("the command line", args.model, defaults | engine_settings(args))
 
 
@@ -308,7 +308,7 @@ def named_adapter(args: argparse.Namespace) -> LoRARequest | None:
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Raises for flags that no engine could be started with, or that contradict each other."""
+    """Raise an error for flags that contradict each other, or with which no engine could start."""
     if getattr(args, "model", None) is not None and any(hasattr(args, name) for name in ENGINE_FIELDS):
         engine_config(args)
     if hasattr(args, "sampling_defaults"):

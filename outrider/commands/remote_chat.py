@@ -1,4 +1,4 @@
-"""A conversation with the model of a server: `outrider chat --url`. Any server with OpenAI's API will do."""
+"""A conversation with the model of a server: `outrider chat --url`. It works with any server that has OpenAI's API."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RemoteConversation(Conversation):
 
 async def _interruptible(events: AsyncGenerator[dict[str, Any], None],
                          interrupt: Interrupt) -> AsyncGenerator[dict[str, Any], None]:
-    """The events, until Ctrl-C: then the connection is closed, which ends the request."""
+    """Yield the events until Ctrl-C. Then the connection is closed, which ends the request."""
     try:
         while True:
             next_event = asyncio.ensure_future(anext(events, None))
@@ -77,7 +77,7 @@ async def _interruptible(events: AsyncGenerator[dict[str, Any], None],
 
 
 def _read_usage(event: dict[str, Any], output: RequestOutput) -> None:
-    """Counts for the line of statistics, as far as the server tells them."""
+    """Read the counts for the line of statistics, as far as the server reports them."""
     usage = event["usage"]
     drafts = (event.get("metrics") or {}).get("speculative_decoding") or {}
     output.prompt_token_ids = [0] * usage.get("prompt_tokens", 0)
@@ -89,7 +89,7 @@ def _read_usage(event: dict[str, Any], output: RequestOutput) -> None:
 
 
 def connect(args: argparse.Namespace, default_model: str) -> RemoteConversation:
-    """Asks the server for its model, so that an address that does not answer is known at once."""
+    """Ask the server for its model, so that an address that does not answer is reported at once."""
     given = [name for name in ENGINE_FIELDS if name != "model" and hasattr(args, name)]
     if args.chat_template is not None:
         raise UsageError("--chat-template is a setting of the server: give it to `outrider serve`, or leave out --url")

@@ -25,7 +25,7 @@ from outrider.lora_request import LoRARequest
 
 @dataclass(frozen=True)
 class Ask:
-    """One request of a command, before it is checked."""
+    """One request that a command makes, before it is checked."""
 
     token_ids: list[int]
     params: SamplingParams
@@ -92,9 +92,9 @@ def interruptible() -> Iterator[Interrupt]:
 def run_prompts(llm: LLM, asks: Sequence[Ask], *, on_output: Callable[[RequestOutput], None] | None = None,
                 label: str | None = None, may_fail: bool = False, priority: int = 0,
                 adapter: LoRARequest | None = None) -> PromptResults:
-    """Run all asks at once, to their ends. A request that cannot be served raises before any is started. A request that
-    failed on the way raises at the end, unless it `may_fail`. `label`: show a bar of finished requests. `adapter`: that
-    of all requests."""
+    """Run all requests to their ends, and return their outputs and the time. If a request cannot be served, an error is
+    raised before any is started. If one fails later, the error is raised at the end, unless it `may_fail`. `label`:
+    show a bar of finished requests. `adapter`: the adapter of all requests."""
     done: list[RequestOutput] = []
     params = [ask.params for ask in asks]
     if on_output is None:
@@ -131,11 +131,13 @@ def raise_failed(outputs: Sequence[RequestOutput]) -> None:
 
 
 def chat_ids(tokenizer: Tokenizer, text: str, system: str | None = None, template: str | None = None) -> list[int]:
-    """Token ids of a user's message, after a system message if there is one. `template`: the model's own if None."""
+    """Token ids of a user's message, after a system message if there is one. `template`: the chat template; None is the
+    model's own."""
     messages = [{"role": "system", "content": system}] if system else []
     return tokenizer.encode_chat([*messages, {"role": "user", "content": text}], chat_template=template)
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text, as a chat message if the model has a template, as plain text otherwise."""
+    """Token ids of a text. It is rendered as a chat message if the model has a template, and is plain text
+    otherwise."""
     return chat_ids(tokenizer, text) if tokenizer.chat_templates else tokenizer.encode(text)

@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settings_of(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig, tuple[str, ...]]:
-    """Settings of the engine and the server, and the names of the model."""
+    """The settings of the engine and of the server, and the names under which the model is served."""
     if args.config is not None:
         apply_file(args, Path(args.config))
     args.model = args.model or DEFAULT_MODEL
@@ -61,7 +61,7 @@ def server_config(args: argparse.Namespace) -> ServerConfig:
 
 
 def apply_file(args: argparse.Namespace, path: Path) -> None:
-    """Settings of a YAML file, under the names of the flags. What was given as a flag wins."""
+    """Apply the settings of a YAML file, which has the names of the flags. A flag that was given overrides the file."""
     import yaml
 
     try:
@@ -87,7 +87,8 @@ def apply_file(args: argparse.Namespace, path: Path) -> None:
 
 
 def _as_field(name: str, value: Any) -> Any:
-    """A value of a YAML file as its field has it: lists become tuples, and one value stands for a list of it."""
+    """Convert a value of a YAML file to the type of its field: lists become tuples, and a single value becomes a tuple
+    of one."""
     field = (ENGINE_FIELDS | SERVER_FIELDS).get(name)
     if field is not None and isinstance(field.default, tuple):
         return tuple(value) if isinstance(value, list) else (value,)
@@ -95,5 +96,5 @@ def _as_field(name: str, value: Any) -> Any:
 
 
 def model_name(model: str) -> str:
-    """A hub id as it is; of a path only the last part, because answers show no paths."""
+    """The name for a model: a hub id as it is, and only the last part of a path, because answers show no paths."""
     return Path(model).absolute().name if Path(model).exists() else model

@@ -39,7 +39,7 @@ def tell(text: str) -> None:
 
 def serve_engine(engine: EngineConfig, config: ServerConfig, names: Sequence[str],
                  tell: Callable[[str], None] = tell) -> int:
-    """`tell` shows a line to the user."""
+    """Serve until a signal comes. `tell` shows a line to the user."""
     tls = tls_options(config)
     endpoint = config.otlp_traces_endpoint
     tracing = None if endpoint is None else Tracing.to(endpoint, names[0])

@@ -12,8 +12,8 @@ from outrider.models.sources import ModelSource, resolve
 
 
 def check_files(engine: EngineConfig, template: str | None) -> None:
-    """Raise ValueError for a model, drafter, tokenizer or template that is not there, and for a length that the model
-    does not have. Of a hub id only the small files are fetched. `template`: as `chat_template` read it."""
+    """Raise ValueError for a model, drafter, tokenizer or template that does not exist, and for a length that exceeds
+    the model's positions. For a hub id only the small files are fetched. `template`: the result of `chat_template`."""
     source = resolve(engine.model, engine.revision, False, engine.download_dir)
     positions = source.reader().text_section().optional("max_position_embeddings", int)
     if engine.max_model_len is not None and positions is not None and engine.max_model_len > positions:
@@ -35,13 +35,13 @@ def _tokenizer(engine: EngineConfig, source: ModelSource) -> Tokenizer | None:
 
 
 def _is_name(template: str | None) -> bool:
-    """Whether a template is neither absent nor a template's text."""
+    """Whether the template is given by its name, not as text."""
     return template is not None and "{" not in template
 
 
 def chat_template(given: str | None) -> str | None:
-    """The template's text, or the name of one of the model's own. Raises ChatTemplateError for a text that is none.
-    `given`: the value of --chat-template, which may be a file."""
+    """Return the template's text, or the name of one of the model's templates. Raises ChatTemplateError for a text that
+    is not a template. `given`: the value of --chat-template, which may be a file."""
     if given is None or not ("{" in given or Path(given).is_file()):
         return given
     from outrider.engine.templates import compiled_template
@@ -54,8 +54,8 @@ def chat_template(given: str | None) -> str | None:
 
 
 def check_template_name(template: str | None, tokenizer: Tokenizer | None) -> None:
-    """Refuse a name that is none of the model's templates: it would be taken for a template's text, and every prompt
-    would be that name."""
+    """Refuse a name that none of the model's templates has. Otherwise the name would be used as a template's text, and
+    every prompt would consist of the name."""
     known = {} if tokenizer is None else tokenizer.chat_templates
     if _is_name(template) and template not in known:
         raise ValueError(f"--chat-template {template!r} is no file, no template and none of the model's own "

@@ -74,7 +74,7 @@ def serve_replicas(engine: EngineConfig, config: ServerConfig, names: Sequence[s
 
 
 def socket_folder(num_replicas: int) -> Path:
-    """A new folder for the replicas' sockets, which its own user alone may enter."""
+    """Make a new folder for the replicas' sockets, which only the user of this process may enter."""
     folder = Path(tempfile.mkdtemp(prefix="outrider-"))
     longest = os.fsencode(folder / f"{num_replicas - 1}.sock")
     if len(longest) > SOCKET_PATH_BYTES:
@@ -86,20 +86,21 @@ def socket_folder(num_replicas: int) -> Path:
 
 
 def behind_front(config: ServerConfig, replica: Replica) -> ServerConfig:
-    """The settings of one replica's server. TLS, and the hosts and origins of browsers, are the front's:
-    headers that both wrote would come twice."""
+    """The settings of one replica's server. TLS, and the allowed hosts and origins of browsers, are handled by the
+    front alone: otherwise headers would be written twice."""
     return replace(config, uds=replica.socket_path, replicas=1, ssl_certfile=None, ssl_keyfile=None, ssl_ca_certs=None,
                    allowed_origins=(), allowed_hosts=())
 
 
 def numbered(engine: EngineConfig, number: int) -> EngineConfig:
-    """The config of one replica: its events of the cache have ports and a rank of their own."""
+    """The config of one replica. Its number makes the ports and the rank of its cache events unique."""
     given = engine.kv_events_config
     return engine if given is None else replace(engine, kv_events_config=given | {"data_parallel_rank": number})
 
 
 def guarded(front: App, config: ServerConfig) -> App:
-    """The front, behind the checks of hosts, keys, bodies, origins and prefix that a server of one engine has."""
+    """The front, wrapped in the checks that a server of one engine has: hosts, keys, bodies, origins and path
+    prefix."""
     app: App = Guard(front, **guard_options(config))
     if config.allowed_origins:  # outside the guard: a browser asks for permission without a key
         app = CORSMiddleware(app, allow_origins=list(config.allowed_origins), allow_methods=["*"],
@@ -109,7 +110,7 @@ def guarded(front: App, config: ServerConfig) -> App:
 
 def run_replica(environment: dict[str, str], name: str, level: int, engine: EngineConfig, config: ServerConfig,
                 names: Sequence[str]) -> None:
-    """The life of a replica's process. Nothing has imported torch yet, so the variables count."""
+    """The main function of a replica's process. It sets environment variables before torch is imported."""
     os.environ.update(environment)
     log.setLevel(level)
 

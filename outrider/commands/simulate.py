@@ -69,8 +69,8 @@ def _shown(number: float) -> str:
 
 
 def _report_overload(rows: list[dict[str, Any]]) -> None:
-    """Report the rows of the table with an overload: the median wait is so long that the queue must have grown as long
-    as requests arrived."""
+    """Print the rows of the table in which the load was too high: the median wait is so long that the queue must have
+    grown as long as requests arrived."""
     for row in rows:
         arrivals = row["completed"] / row["load"]
         if row["p50_ttft_ms"] * 1e-3 > LONG_WAIT * arrivals:
@@ -90,7 +90,7 @@ def _table(args: argparse.Namespace) -> CostTable:
 
 
 def _loads(args: argparse.Namespace, table: CostTable) -> Iterator[tuple[float, Callable[[], Load]]]:
-    """Each load with its rate or number of clients."""
+    """Yield each load that the flags ask for, with its rate or number of clients."""
     given = [name for name in ("rate", "concurrency", "trace") if getattr(args, name) is not None]
     if len(given) != 1:
         raise UsageError("give one of --rate, --concurrency and --trace")
@@ -119,7 +119,8 @@ def _open(args: argparse.Namespace, shapes: Callable[[], Shapes], rate: float) -
 
 
 def _shapes(args: argparse.Namespace, max_len: int) -> Callable[[], Shapes]:
-    """Draws requests that the engine can serve: together prefix, prompt and answer have at most max_len tokens."""
+    """A source of request shapes that the engine can serve: prefix, prompt and answer have at most max_len tokens in
+    all."""
     prefixes = None if args.prefixes is None else SharedPrefixes(args.prefixes, args.prefix_len, args.zipf)
     room = max_len - (0 if prefixes is None else prefixes.length)
     if room < 2:

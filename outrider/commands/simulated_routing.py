@@ -1,4 +1,4 @@
-"""The routers of `outrider simulate`: by turns, by load, or by the policy of `outrider serve --replicas`."""
+"""The routers of `outrider simulate`: round robin, least load, or the policy of `outrider serve --replicas`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outrider.simulation.router import LeastLoad, RoundRobin, RoutingPolicy
 
 
 class ServedPolicy:
-    """The policy that the server's replicas have, for replicas that are numbers."""
+    """The routing policy of the server, for simulated replicas, which are identified by numbers."""
 
     def __init__(self) -> None:
         self._router = PrefixRouter()

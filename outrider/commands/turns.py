@@ -1,7 +1,8 @@
-"""Turns: two ways to run one thing, measured one after the other until their ratio is settled.
+"""Turns: runs something in two ways, one after the other in turns, until the ratio of their speeds is known well
+enough.
 
-Other work on the machine slows both ways, but not each turn alike. A single measurement of each then says more of the
-machine than of the ways, so they take turns, and the spread of the turns' ratios tells how far the figure is known.
+Other programs slow down both ways, but not every turn equally. A single measurement of each would therefore measure the
+machine more than the two ways. The spread of the ratios over the turns shows how accurate the result is.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ class Turns:
         self.speeds.append((without, with_it))
 
     def is_over(self, seconds: float) -> bool:
-        """Whether no more turns are needed, or no more are worth their time. seconds: all turns have taken so far."""
+        """Whether no more turns are needed, or the limits of turns and time are reached. seconds: the time of all turns
+        so far."""
         count = len(self.speeds)
         return count >= LEAST_TURNS and (self.is_settled or seconds >= MOST_SECONDS or count >= MOST_TURNS)
 
     @property
     def ratio(self) -> float:
-        """How many times as fast the second way is."""
+        """The speed of the second way divided by that of the first."""
         return math.exp(statistics.mean(self._logarithms))
 
     @property
     def margin(self) -> float:
-        """How far the ratio may be off, as a share of it."""
+        """The possible error of the ratio, as a share of it."""
         found = self._logarithms
         share = 1 - 2 / len(found) if len(found) >= CLIPPED_TURNS else 1.0  # of the turns that are not clipped
         return STANDARD_ERRORS * statistics.stdev(found) / (share * math.sqrt(len(found)))
@@ -54,7 +56,8 @@ class Turns:
         return found
 
     def line(self, with_it: str) -> str:
-        """The result in words: speeds without drafts and with them. with_it: the name of the drafts, for the text."""
+        """The result as a sentence: speeds without drafts and with them. with_it: the name of the drafts in the
+        sentence."""
         without, others = zip(*self.speeds, strict=True)
         speed, count = statistics.median(without), len(self.speeds)
         if self.is_settled or abs(math.log(self.ratio)) > self.margin:

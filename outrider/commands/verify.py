@@ -1,9 +1,9 @@
 """`outrider verify`: runs the same requests in many variants, which must all give the same tokens.
 
-The reference runs every request alone, plainly; on several ranks it has these, and one of the variants has one rank.
-For every request that differs, the scores of the two differing tokens, after the tokens that both runs share, tell a
-near-tie of arithmetic from a fault. With `--exact` every difference of a bit is a fault. This file knows no drafter by
-name.
+The reference runs every request alone, without optional features. With several ranks it uses all of them, and one of
+the variants uses one rank. For every request that differs, the two differing tokens are scored after the tokens that
+both runs share: this tells a near-tie of arithmetic from a fault. With `--exact` every difference of a bit is a fault.
+This file knows no drafter by name.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ NO_MEMORY = "no memory"
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run the requests, and the events that must have happened for the run to count."""
+    """A way to run the requests, and the events that must have occurred for the run to count as a test of it."""
 
     name: str
     drafts: bool = False
@@ -99,7 +99,7 @@ class Row:
 
 
 class Check:
-    """The requests, the reference, and every variant compared with it."""
+    """Runs the requests as reference and in every variant, and compares the results."""
 
     def __init__(self, loaded: Loaded | OnRanks, config: EngineConfig, asks: Sequence[Ask]) -> None:
         self._loaded = loaded
@@ -117,7 +117,7 @@ class Check:
         self.reference, self._bits, _ = self._answers(Variant("reference", alone=True))
 
     def run_one_rank(self) -> Row:
-        """The model on one rank, if its device has the memory for it."""
+        """Run the variant with one rank. If the device has too little memory for it, the row says so."""
         try:
             return self.run(ONE_RANK)
         except NoDeviceMemory as error:
@@ -155,7 +155,8 @@ class Check:
                        self._scores[self._before(index, position)], dtype)
 
     def _score(self, prompts: Sequence[tuple[int, ...]]) -> None:
-        """Compute the log-probabilities of every token after each prompt, as the reference would, one by one."""
+        """Compute the log-probabilities of every token after each prompt. Prompts run one by one, like the
+        reference."""
         fresh = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._scores]
         if not fresh:
             return
@@ -179,8 +180,8 @@ class Check:
         return replace(self._config, **settings)
 
     def _small_pool(self, variant: Variant) -> int:
-        """Pages for the longest request and, unless requests share pages, for several to start but not to end
-        together."""
+        """The number of pages of a small pool: enough for the longest request. Unless the variant is "tighter", it is
+        also enough for several requests to start, but not for all of them to end."""
         if variant.drafts not in self._pages:
             with self._loaded.llm(self._config_of(Variant("probe", variant.drafts))) as llm:
                 cache, max_len = llm.engine.scheduler.cache, llm.engine.limits.max_len
@@ -191,8 +192,8 @@ class Check:
         return 1 + (one if variant.pool == "tighter" else max(one, several))
 
     def _answers(self, variant: Variant) -> tuple[list[list[int]], list[Bits], dict[str, int]]:
-        """Run the requests. Returns (tokens of each request, their log-probabilities with `--exact`, the events that
-        happened)."""
+        """Run the requests. Returns (tokens of each request, their log-probabilities with `--exact`, counts of events
+        that occurred)."""
         config = self._config_of(variant)
         with self._loaded.llm(config) as llm:
             watch = llm.engine.worker.runner = _Watch(llm.engine.runner)
@@ -212,7 +213,7 @@ class Check:
 
 
 class _Watch:
-    """A runner around a worker that counts the events of an engine."""
+    """Wraps a worker's runner, and counts events of the engine."""
 
     def __init__(self, worker: Runner) -> None:
         self._inner = worker
@@ -243,7 +244,7 @@ class _Watch:
 
 
 def make_asks(loaded: Loaded | OnRanks, quick: bool, max_tokens: int, seed: int) -> list[Ask]:
-    """Every prompt once greedy and once sampled, in turn, so that both kinds meet in one batch."""
+    """Make two requests of every prompt, one greedy and one sampled, in turn, so that both kinds are in one batch."""
     if loaded.tokenizer is None:
         source = torch.Generator().manual_seed(seed)
         vocab = loaded.outline.vocab_size

@@ -27,7 +27,7 @@ def bits_of(outputs: Sequence[RequestOutput]) -> list[Bits]:
 
 
 def describe_bits(reference: Sequence[Bits], found: Sequence[Bits]) -> tuple[int, str]:
-    """(requests whose bits differ, the first difference in words)"""
+    """Return (requests whose bits differ, a description of the first difference)."""
     differing = [index for index, (one, other) in enumerate(zip(reference, found, strict=True)) if one != other]
     if not differing:
         return 0, ""
@@ -40,7 +40,7 @@ def describe_bits(reference: Sequence[Bits], found: Sequence[Bits]) -> tuple[int
 
 
 def summary(num_tokens: int, num_runs: int, num_differing: int, happened: Sequence[str]) -> str:
-    """One line of result for the user. happened: the events that occurred in some run."""
+    """One line that tells the user the result. happened: the events that occurred in some run."""
     if num_differing:
         return f"exact: {num_differing} requests differ in bits"
     return (f"exact: {num_tokens} tokens in {num_runs} runs ({', '.join(happened)}) have the log-probabilities of the "

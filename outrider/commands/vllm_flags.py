@@ -1,4 +1,4 @@
-"""Flags as command lines for vLLM have them: dotted names, lists of values, and names that are not flags here."""
+"""Reads flags of vLLM's command lines: dotted names, lists of values, and names that are not flags here."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ LIST_FLAGS = ("--api-key", "--served-model-name", "--allowed-origins")
 
 
 def own_flags(words: Sequence[str]) -> list[str]:
-    """A command line as the commands of this package read it."""
+    """Rewrite a command line into the form that the commands of this package read."""
     return plain_flags(_one_flag_each(words))
 
 
 def _one_flag_each(words: Sequence[str]) -> list[str]:
-    """`serve MODEL --api-key A B` with the flag before every value. Without a model in front, B is the model."""
+    """Repeat a flag before each of its values: `--api-key A B`. This is done only if the model comes first, as in
+    `serve MODEL --api-key A B`: otherwise B may be the model."""
     if len(words) < 2 or words[0] != "serve" or words[1].startswith("-"):
         return list(words)
     result: list[str] = []
@@ -35,7 +36,7 @@ def _one_flag_each(words: Sequence[str]) -> list[str]:
 
 
 def add_unlisted_flags(group: Any, table: Mapping[str, Meaning]) -> None:
-    """Add flags that are accepted or refused by name, and that the help does not list."""
+    """Add flags that the help does not list: they are accepted, or refused by name."""
     for name, meaning in table.items():
         how: dict[str, Any] = {"action": argparse.BooleanOptionalAction} if meaning.is_switch else {"type": _any_value}
         group.add_argument("--" + name.replace("_", "-"), default=argparse.SUPPRESS, help=argparse.SUPPRESS, **how)

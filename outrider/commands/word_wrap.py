@@ -1,4 +1,4 @@
-"""Text on a terminal, as it streams in or at once, broken between words: a terminal itself breaks within words."""
+"""Wraps text on a terminal between words, also while it streams in. The terminal itself breaks lines within words."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def wrapped(text: str, stream: Any) -> str:
 
 
 class WordWrap:
-    """Turns pieces of a text into what a terminal is sent for them. A word that reaches the edge is taken back from the
-    end of its line and written on the next one. A word longer than a line is left to the terminal. Characters that
-    control a terminal are not sent: a model may write any, and some change what a terminal does from then on."""
+    """Turns pieces of a text into the characters to send to a terminal. A word that reaches the right edge is erased
+    there and written on the next line. A word longer than a line is left to the terminal. Control characters are
+    dropped: a model may write any, and some change the terminal's behaviour permanently."""
 
     def __init__(self, columns: int | None = None) -> None:
         self._columns = columns or shutil.get_terminal_size().columns

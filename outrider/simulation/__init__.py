@@ -1,5 +1,5 @@
-"""Capacity by simulation: the real scheduler, cache and choice of drafts, on a device whose steps take the time of a
-measured cost table. No torch.
+"""Simulation of an engine's capacity. The scheduler, the cache and the choice of drafts are the real ones; the device
+is simulated, and its steps take the time that a measured cost table gives. No torch.
 
 `outrider bench costs` writes the table (`CostTable`) as JSON, in which objects have their class under `is`:
 

@@ -1,7 +1,7 @@
 """CostTable: how long the steps of one engine take on one machine, as `outrider bench costs` measured them.
 
-With the table goes what the engine's worker said of itself (limits, cache layout, pages, the costs that the scheduler
-decides by), so that a simulated engine decides as the measured one does.
+The table also contains the worker's own report (limits, cache layout, pages, the costs that the scheduler decides by),
+so that a simulated engine makes the same decisions as the measured one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """Seconds that the engine's thread on the host needs."""
+    """The seconds that the engine's thread on the host needs."""
 
     step: Seconds  # for one step, whatever its requests
     request: Seconds  # for each request of a step
@@ -65,7 +65,7 @@ class DecodeSteps:
 class PromptSteps:
     """Seconds of steps with prompts, by the number of all tokens in the step. The time of attention is not included.
 
-    num_drafts: drafts that the step proposes for the next one."""
+    num_drafts: the number of drafts that the step proposes for the next step."""
 
     num_drafts: int
     tokens: tuple[Count, ...]
@@ -93,7 +93,7 @@ class CostTable:
     enable_prefix_caching: bool = True
 
     def step(self, batch: ScheduledBatch) -> float:
-        """Seconds that the device takes for a batch."""
+        """The seconds that the device takes for a batch."""
         num_decoding = num_drafts = num_prompt = 0
         contexts: list[int] = []
         attention = 0.0
@@ -116,13 +116,15 @@ class CostTable:
         return seconds
 
     def prompt_steps(self, num_requests: int, *, proposes: bool) -> PromptSteps:
-        """The times of steps of `num_requests` requests with prompts. proposes: whether it drafts for the next step."""
+        """The measured times of steps with prompts, for `num_requests` requests. proposes: whether the step drafts for
+        the next one."""
         num_drafts = self.prompts[-1 if proposes else 0].num_drafts
         fitting = [own for own in self.prompts if own.num_drafts == num_drafts]
         return next((own for own in fitting if own.requests >= num_requests), fitting[-1])
 
     def decode(self, num_requests: int, num_drafts: int) -> float:
-        """Seconds of a step in which the requests decode with `num_drafts` drafts in all, without reading contexts."""
+        """Seconds of a step in which all requests decode, with `num_drafts` drafts in all. The time to read contexts is
+        not included."""
         key = num_requests, num_drafts
         seconds = self._decoded.get(key)
         if seconds is None:
@@ -169,7 +171,7 @@ class CostTable:
         return table
 
     def check(self) -> None:
-        """Raise ValueError for numbers that no engine measures, which a simulation would stumble over later."""
+        """Raise ValueError for impossible numbers, which would make a simulation fail later."""
         limits, drafting, prompt_steps = self.info.limits, self.info.drafting, self.info.prompt_steps
         least = {"max_requests": 1, "max_batched_tokens": 1, "max_len": 2, "max_drafts": 0, "steps_in_flight": 1}
         for name, low in least.items():
@@ -208,5 +210,5 @@ def _check_points(name: str, at: tuple[int, ...], seconds: tuple[float, ...]) ->
 
 
 def visible(contexts: list[int], window: int | None) -> int:
-    """Tokens of context that requests of these lengths see, all together."""
+    """The number of context tokens that requests of these lengths attend to, all together."""
     return sum(contexts) if window is None else sum(min(length, window) for length in contexts)

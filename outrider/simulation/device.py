@@ -1,7 +1,8 @@
-"""SimulatedDevice: what a worker would answer to a batch, with tokens that mean nothing.
+"""SimulatedDevice: answers batches like a worker, with arbitrary tokens.
 
-Every token of an output is unique, so that a prefix hit is one only where prompts are equal. A draft is accepted by
-chance, which is drawn from the seed, the request and the position: the same however steps are cut.
+Every token of an output is unique, so a prefix hit occurs only where prompts are equal. Whether a draft is accepted is
+random, and depends on the seed, the request and the position only. So it does not depend on how tokens are divided into
+steps.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ MASK = (1 << 64) - 1
 
 
 class SimulatedRow:
-    """The progress of the device with one request."""
+    """The state of one request on the device."""
 
     __slots__ = ("known", "computed", "max_len", "num_proposed", "num_folded")
 
@@ -27,8 +28,8 @@ class SimulatedRow:
 
 class SimulatedDevice:
     def __init__(self, rates: Sequence[float], seed: int) -> None:
-        """rates: by position, the chance that a draft is accepted if all drafts before it were; later positions have
-        the last rate."""
+        """rates: for each position, the probability that a draft is accepted if all drafts before it were. Later
+        positions have the last rate."""
         self._thresholds = [int(rate * (1 << 32)) for rate in rates]
         self._seed = seed
         self._rows: dict[int, SimulatedRow] = {}
@@ -47,7 +48,7 @@ class SimulatedDevice:
         return StepResult(batch.step, results, checkpoints=written)
 
     def skip(self, rows: Sequence[int], num_steps: int) -> None:
-        """Let each row decode for so many steps without drafts, at once."""
+        """Simulate `num_steps` decode steps without drafts for each row at once."""
         for index in rows:
             row = self._rows[index]
             row.known += num_steps
@@ -75,7 +76,7 @@ class SimulatedDevice:
                              accepted, num_wanted, finish)
 
     def _accept(self, request_id: int, position: int, most: int) -> int:
-        """How many of `most` drafts, of which the first stands at `position`, are accepted."""
+        """Return how many of the at most `most` drafts are accepted. position: the position of the first draft."""
         for index in range(most if self._thresholds else 0):
             threshold = self._thresholds[min(index, len(self._thresholds) - 1)]
             if random_bits(self._seed, request_id, position + index) >= threshold:
@@ -92,12 +93,12 @@ def random_bits(seed: int, request_id: int, position: int) -> int:
 
 
 def tokens_of(request_id: int, start: int, end: int) -> range:
-    """The tokens of a request at positions [start, end), prompt or output, that it shares with no other request."""
+    """The tokens of a request at positions [start, end), in its prompt or output. No other request has them."""
     first = request_id << POSITION_BITS
     return range(first + start, first + end)
 
 
 def prefix_tokens(prefix: int, length: int) -> range:
-    """The tokens of a beginning that several requests share. They are negative, so no request has them otherwise."""
+    """The tokens of a shared prefix. They are negative, so they differ from all other tokens."""
     first = -((prefix + 1) << POSITION_BITS)
     return range(first, first + length)

@@ -1,4 +1,4 @@
-"""Outcome: what the requests of a simulation met, and the summary of it."""
+"""Outcome: the counts and times of a simulation's requests, and their summary."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GAP_UNIT = 1e-6  # seconds: gaps are counted in whole microseconds
 
 @dataclass
 class DraftTally:
-    """Drafts of decode steps by the number of requests in a step, rounded down to a power of two."""
+    """The drafts of decode steps, by the number of requests in the step, rounded down to a power of two."""
 
     num_runs: int = 0  # parts of steps that yielded tokens
     num_tokens: int = 0
@@ -23,7 +23,7 @@ class DraftTally:
     chosen: dict[int, Counter[int]] = field(default_factory=dict)  # by requests: how often so many drafts
 
     def choose(self, num_requests: int, num_drafts: int) -> None:
-        """Count a step in which so many requests decode with so many drafts in all."""
+        """Count a decode step. num_requests: its requests; num_drafts: its drafts in all."""
         size = 1 << (num_requests.bit_length() - 1)
         self.chosen.setdefault(size, Counter())[round(num_drafts / num_requests)] += 1
 
@@ -39,7 +39,7 @@ class DraftTally:
 
 @dataclass
 class Outcome:
-    """Everything that is counted, over all replicas."""
+    """All counts and times of a simulation, over all replicas."""
 
     first_token: list[float] = field(default_factory=list)  # seconds from arrival, of each request
     whole: list[float] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Outcome:
 
 
 def _times(name: str, ordered: Sequence[tuple[float, int]]) -> dict[str, float]:
-    """The mean and percentiles of values, ascending, each with the number of times it occurred."""
+    """The mean and percentiles of sorted values, each given with the number of times it occurred."""
     total = sum(count for _, count in ordered)
     if not total:
         return {}

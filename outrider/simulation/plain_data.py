@@ -1,6 +1,6 @@
-"""Dataclasses and named tuples as JSON, and back. An object keeps the name of its class under "is".
+"""Converts dataclasses and named tuples to JSON and back. The class of an object is stored under "is".
 
-Only classes that are listed here can be read, so a file cannot name anything else.
+Only classes that are listed here can be read, so a file cannot create other objects.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ CLASSES: tuple[type[Any], ...] = (
 
 
 def to_plain(value: Any) -> Any:
-    """The value as numbers, strings, lists and dictionaries with strings as keys. Sizes of features are left out: a
-    simulation has none."""
+    """Convert a value to numbers, strings, lists and dictionaries with strings as keys. Sizes of features are left out,
+    because a simulation has no features."""
     if isinstance(value, Limits):
         value = replace(value, parts=())
     if is_dataclass(value):
@@ -62,8 +62,8 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any, more: tuple[type[Any], ...] = ()) -> Any:
-    """The value that `to_plain` was given, with lists as tuples. `more`: further classes that may occur. Raises
-    ValueError for a class, a field or a type of a value that there is not: people edit files."""
+    """Convert the result of `to_plain` back, with lists as tuples. `more`: further classes that may occur. Raises
+    ValueError for an unknown class or field, and for a value of the wrong type, because people edit the files."""
     if isinstance(value, list):
         return tuple(from_plain(own, more) for own in value)
     if not isinstance(value, dict):

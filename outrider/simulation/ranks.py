@@ -1,8 +1,8 @@
 """The cost table of several tensor-parallel ranks, estimated from that of one.
 
 Each rank reads its share of the weights and of the contexts and computes its share of the products. The ranks sum the
-hidden states twice in every layer, over links of a given speed. What a step of one rank takes beyond reading and
-computing (launches, norms, sampling) is taken to stay as it is.
+hidden states twice in every layer, over links of a given speed. The rest of a step's time (launches, norms, sampling)
+is assumed to be the same as with one rank.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Link:
 
 
 def over_ranks(table: CostTable, num_ranks: int, link: Link) -> CostTable:
-    """The cost table of an engine with so many ranks, which divide the weights, heads and pages."""
+    """Estimate the cost table of an engine with this number of ranks, which divide the weights, heads and pages."""
     if num_ranks == 1:
         return table
 
@@ -45,12 +45,13 @@ def over_ranks(table: CostTable, num_ranks: int, link: Link) -> CostTable:
 
 
 def work_seconds(model: ModelFacts, num_tokens: int) -> float:
-    """Seconds that reading the weights or computing the products takes at least, whichever takes longer."""
+    """The least time of a step: the seconds to read the weights or to compute the products, whichever is longer."""
     return max(model.weight_bytes / model.bandwidth, num_tokens * model.token_operations / model.operations)
 
 
 def sum_seconds(model: ModelFacts, num_tokens: int, num_ranks: int, link: Link) -> float:
-    """Seconds of all sums of a step: each rank sends and receives its share of the hidden states twice."""
+    """Seconds of all sums over ranks in a step. In each, a rank sends and receives its share of the hidden states
+    twice."""
     num_bytes = num_tokens * model.hidden_size * model.itemsize
     each = link.latency + 2 * (num_ranks - 1) / num_ranks * num_bytes / link.bandwidth
     return SUMS_PER_LAYER * model.num_layers * each
@@ -61,9 +62,8 @@ def _shared(costs: tuple[ReadCost, ...], num_ranks: int) -> tuple[ReadCost, ...]
 
 
 def _info(table: CostTable, num_ranks: int, seconds_of: Callable[[int, float], float]) -> WorkerInfo:
-    """The report that workers on so many ranks would give of themselves: the costs that the scheduler decides by are
-    measured over all ranks, and the memory that a rank's share of the weights leaves is filled with its share of
-    pages."""
+    """The report that workers on several ranks would give of themselves. The costs that the scheduler decides by are
+    estimated for all ranks. Dividing the weights leaves more memory for pages."""
     info, drafting, prompt_steps = table.info, table.info.drafting, table.info.prompt_steps
 
     def scaled(costs: Costs) -> Costs:

@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=None, seed=0, ignore_eos=Tru
 
 
 class Arrived(NamedTuple):
-    """A request that a replica has been given, and the time from which the engine can see it."""
+    """A request that a replica has received, and the time from which the engine sees it."""
 
     seconds: float
     number: int
@@ -41,7 +41,7 @@ class InFlight(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """A request that has not ended, as its client sees it."""
+    """A running request, as its client sees it."""
 
     ask: TracedRequest
     last: float = -1.0  # time of its last run; negative before the first
@@ -49,7 +49,7 @@ class Progress:
 
 @dataclass
 class PlannedTurns:
-    """Turns that only decode, as far as they are known: made when something else happens, or when they are over."""
+    """Future turns that only decode. They are simulated when another event happens, or when all of them are over."""
 
     times: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
@@ -58,7 +58,7 @@ class PlannedTurns:
 
 class SimulatedReplica:
     def __init__(self, table: CostTable, outcome: Outcome, *, seed: int = 0, skips: bool = True) -> None:
-        """skips: whether many turns that only decode are simulated at once. The counts do not change."""
+        """skips: whether many turns that only decode are simulated at once, which does not change the counts."""
         self._table, self._outcome, self._skips = table, outcome, skips
         self.scheduler = make_scheduler(table.info, enable_prefix_caching=table.enable_prefix_caching)
         self._depth = table.info.limits.steps_in_flight
@@ -75,12 +75,12 @@ class SimulatedReplica:
 
     @property
     def load(self) -> int:
-        """Requests that have arrived and not ended."""
+        """The number of requests that have arrived and not ended."""
         return len(self._inbox) + len(self._live)
 
     def receive(self, number: int, ask: TracedRequest, now: float) -> None:
-        """Take a request that arrives. The planned turns before its arrival are made now; the later ones are planned
-        anew."""
+        """Accept a request that arrives. Planned turns before its arrival are simulated now; later ones are planned
+        again."""
         self._make_planned(bisect_left(self._planned.times, now))
         seen = now + self._table.host.start
         self._inbox.append(Arrived(seen, number, ask))
@@ -88,7 +88,7 @@ class SimulatedReplica:
             self.next_turn = seen
 
     def turn(self) -> list[TracedRequest]:
-        """The turn at `next_turn`, after the planned ones before it. Returns the requests that ended."""
+        """Simulate the turn at `next_turn`, after any planned turns before it. Returns the requests that ended."""
         self._make_planned(len(self._planned.times))
         assert self.next_turn is not None
         now = self.next_turn
@@ -105,7 +105,7 @@ class SimulatedReplica:
         return ended
 
     def close(self) -> None:
-        """Add the counts of the whole simulation of this replica to the outcome."""
+        """Add this replica's counts of the whole simulation to the outcome."""
         outcome, cache = self._outcome, self.scheduler.cache
         outcome.busy.append(self.busy)
         outcome.num_queried_tokens += cache.stats.queried_tokens
@@ -169,7 +169,7 @@ class SimulatedReplica:
         return ask
 
     def _count_run(self, progress: Progress, now: float) -> None:
-        """Count that a request's client gets tokens."""
+        """Count the tokens that a request's client gets from a step."""
         if progress.last < 0:
             self._outcome.first_token.append(now - progress.ask.arrival)
         else:
@@ -179,7 +179,7 @@ class SimulatedReplica:
     # Inside: many turns
 
     def _plan(self) -> None:
-        """Foresee the turns that only decode. `next_turn` is then the first one after them."""
+        """Plan the next turns that only decode. `next_turn` is then the first turn after them."""
         num_turns = self._run.num_turns()
         if not num_turns:
             return

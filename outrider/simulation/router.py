@@ -1,4 +1,5 @@
-"""RoutingPolicy: which replica of a simulation gets a request, and the policies that look at loads alone."""
+"""RoutingPolicy: decides which replica of a simulation gets a request. Also contains the policies that consider loads
+alone."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import Protocol
 
 class RoutingPolicy(Protocol):
     def choose(self, loads: Sequence[int], beginning: object) -> int:
-        """The index of a replica. loads: requests that each replica has. beginning: equal for prompts that begin
-        equally; None for a prompt whose beginning no other has."""
+        """Return the index of a replica. loads: the number of requests that each replica has. beginning: equal for
+        prompts with equal beginnings; None for a prompt that shares its beginning with no other."""
 
 
 class RoundRobin:

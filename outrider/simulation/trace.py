@@ -1,7 +1,7 @@
 """The load of a simulation: requests with their times of arrival, from a file or drawn.
 
-A `Load` gives the requests that come by themselves, and for each request that ends the one that follows it, if a client
-waits for answers before it asks again (a closed loop).
+A `Load` gives the requests that arrive at fixed times (an open loop). In a closed loop, a client waits for each answer
+before it sends its next request, so a `Load` also gives the request that follows one that has ended.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.simulation.device import prefix_tokens, tokens_of
 
 @dataclass(frozen=True, slots=True)
 class TracedRequest:
-    """One request: when it comes, how long it is, and with which requests it shares its beginning."""
+    """One request: its time of arrival, its lengths, and the prefix that it shares with other requests."""
 
     arrival: float
     prompt_len: int
@@ -30,7 +30,7 @@ class TracedRequest:
     given_ids: tuple[int, ...] | None = None  # the prompt's tokens, where a file names them
 
     def token_ids(self, number: int) -> tuple[int, ...]:
-        """The prompt of the request of this number."""
+        """The prompt of this request, if it has the given number."""
         if self.given_ids is not None:
             return self.given_ids
         own = tokens_of(number, self.prefix_len, self.prompt_len)
@@ -38,7 +38,7 @@ class TracedRequest:
 
     @property
     def beginning(self) -> object:
-        """A name by which routers recognise the prompt's beginning; None if no other request shares it."""
+        """A name by which routers recognise the beginning of the prompt; None if no other request shares it."""
         if self.given_ids is not None:
             return self.given_ids[:BEGINNING]
         return self.prefix if self.prefix_len else None
@@ -58,10 +58,10 @@ NEEDED = ("It needs prompt_tokens or prompt_token_ids, and output_tokens; arriva
 
 class Load(Protocol):
     def arrivals(self) -> Iterator[TracedRequest]:
-        """Requests that come by themselves, in the order of their arrival."""
+        """The requests that arrive at fixed times, in order."""
 
     def after(self, now: float) -> TracedRequest | None:
-        """The request that follows one that ended at this time."""
+        """The request that follows a request which ended at this time."""
 
 
 class Lengths(Protocol):
@@ -90,7 +90,8 @@ MAX_SIGMA = 10  # lengths of a larger one are too large for a float
 
 
 def parse_lengths(text: str, most: int) -> Lengths:
-    """`512`, or `lognormal:512:0.8` for a median of 512 and a sigma of 0.8. most: the longest that can be served."""
+    """Read a distribution of lengths: `512`, or `lognormal:512:0.8` for a median of 512 and a sigma of 0.8. most: the
+    longest length that can be served."""
     kind, *numbers = text.split(":")
     try:
         if kind == "lognormal" and len(numbers) == 2 and int(numbers[0]) > 0 and 0 <= float(numbers[1]) <= MAX_SIGMA:
@@ -105,7 +106,8 @@ def parse_lengths(text: str, most: int) -> Lengths:
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Beginnings that requests share. Prefix i is drawn as often as (i + 1) to the power of -zipf."""
+    """Prefixes that requests share. Prefix i is chosen with a probability proportional to (i + 1) to the power of
+    -zipf."""
 
     count: int
     length: int
@@ -124,12 +126,12 @@ _WEIGHTS: dict[tuple[int, float], list[float]] = {}
 
 
 class Shapes:
-    """Draws the lengths and prefixes of requests, in their order."""
+    """Draws the lengths and prefixes of requests, one after another."""
 
     def __init__(self, prompts: Lengths, outputs: Lengths, prefixes: SharedPrefixes | None, seed: int,
                  most: int) -> None:
-        """The prompts' lengths do not count the prefixes. most: tokens of a prompt and its answer; an answer that would
-        exceed them is cut."""
+        """prompts: the distribution of prompt lengths, prefixes not included. most: the most tokens of a prompt and its
+        answer; an answer that would exceed them is cut."""
         self._prompts, self._outputs, self._prefixes, self._most = prompts, outputs, prefixes, most
         self._source = Random(f"shapes {seed}")
 
@@ -162,7 +164,7 @@ class OpenLoad:
 
 
 class ClosedLoad:
-    """A number of clients. Each asks, reads the whole answer, and asks again."""
+    """A fixed number of clients. Each sends a request, reads the whole answer, and sends the next."""
 
     def __init__(self, shapes: Shapes, num_requests: int, num_clients: int) -> None:
         self._shapes, self._num_clients = shapes, min(num_clients, num_requests)
