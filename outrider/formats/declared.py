@@ -23,8 +23,8 @@ MAX_BYTES = 2**63 - 1
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """How a source stores a weight. `kind` names the way; subclasses add other facts that a format needs, such as the
-    size of a group."""
+    """How a source stores a weight. `kind` is the name of the encoding. Subclasses add facts that a format needs, such
+    as the size of a group."""
 
     kind: str  # name under which `register_format` finds the format that keeps it
 
@@ -126,8 +126,8 @@ class InputShard:
 
 @dataclass(frozen=True)
 class UnsummedShard(InputShard):
-    """A weight sharded by inputs without a sum: the caller adds this rank's product to others first and sums all of it
-    over ranks once. Rank 0 adds the bias, the others do not."""
+    """A weight sharded by inputs whose products the layer does not sum over ranks. The caller first adds other results
+    of this rank, and then sums everything over ranks once. Rank 0 adds the bias, the others do not."""
 
 
 class StoredTensor(NamedTuple):
@@ -210,8 +210,8 @@ class LinearDeclaration:
         return replace(self, has_bias=False)
 
     def slot(self, segment: Segment, held: StoredTensor, rows_axis: int = 0) -> WeightSlot:
-        """The slot for the checkpoint's tensor of one segment. `held`: the format's tensor into which it goes. Axes
-        before the axis of the rows are not sharded."""
+        """The slot that the checkpoint's tensor of one segment fills. `held`: the format's tensor, of which the slot is
+        a part. `rows_axis`: the axis of the output features; axes before it are not sharded."""
         per_row, per_column, axis = held.outputs_per_row, held.inputs_per_column, rows_axis
         rows = _in_units(segment.rows, per_row, self.num_outputs)
         target = held.tensor.narrow(axis, rows.start, len(rows))

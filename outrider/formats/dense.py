@@ -1,6 +1,6 @@
-"""DenseLinear: a weight in the model's dtype, for every layer whose stored bits no other format keeps.
+"""DenseLinear: an unquantised weight in the model's dtype. It serves every layer that no other format serves.
 
-Stored weights of other kinds are dequantised into it while they are loaded.
+Quantised weights are dequantised into it while they are loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outrider.kernels.cpu.products import CpuProduct
 
 
 class ProductOps(NamedTuple):
-    """The operations of the table that carry out products, ordinary or exact."""
+    """The operations of `kernels.ops` with which a layer computes its products, in their ordinary or exact variants."""
 
     prepare: ops.Operation[..., CpuProduct | None]
     linear: ops.Operation[..., torch.Tensor]

@@ -1,6 +1,7 @@
 """Formats of experts: the weights of equal MLPs without biases, and the products of token rows with chosen experts.
 
-This file has the dense format. GGUF's bits are in `gguf_experts.py`; `register_format` adds other formats.
+This file has the dense format. `gguf_experts.py` has the format of GGUF blocks, and `register_format` adds other
+formats.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
     @property
     def plain_parts(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The weights as plain tensors, ([experts, gate | up, hidden], [experts, hidden, inner]) in the model's dtype,
-        for adapters that change the products of single experts. None if the format keeps other bits."""
+        for adapters that change the products of single experts. None if the format stores them in another form."""
         return None
 
     def mix_with_shared(self, x: torch.Tensor, routed: moe.Routed, activation: str, gate_up: LinearFormat,
@@ -70,7 +71,7 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
 
 
 class DenseExperts(ExpertsFormat):
-    """Experts as numbers: one tensor in the model's dtype for each projection, with all experts."""
+    """Unquantised experts: for each projection one tensor of all experts, in the model's dtype."""
 
     def __init__(self, declared: ExpertsDeclaration, stored: Sequence[StoredFormat] = ()) -> None:
         super().__init__(declared)

@@ -1,7 +1,8 @@
-"""GgufLinear: a weight in the bits of a GGUF file, for float32 models on the CPU. Its matrices may be of several kinds.
+"""GgufLinear: a weight that stays quantised as in its GGUF file, for float32 models on the CPU. Its matrices may be of
+several GGUF kinds.
 
-The bits are packed in another order while they are loaded, and take about as many bytes. Products are as close as
-float32 products unless `activation_bits` asks for 8. A token row has the same bits in every batch.
+The file's blocks are packed in another order while they are loaded, and take about as many bytes. Products are as exact
+as in float32 unless `activation_bits` is 8. The result of a token row is the same, bit for bit, in every batch.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class PackedSlot(WeightSlot):
 
 
 def packed_slot(declared: LinearDeclaration, segment: Segment, kind: str, rows: native.PackedRows) -> PackedSlot:
-    """The slot of the file's blocks for one segment."""
+    """The slot that the file's blocks of one segment fill."""
     block = KINDS[kind].block
     shape = declared.num_outputs, declared.num_inputs // block, KINDS[kind].block_bytes
     blocks = StoredTensor("weight", torch.empty(shape, dtype=torch.uint8, device="meta"), kind, inputs_per_column=block)
@@ -74,7 +75,8 @@ def packed_slot(declared: LinearDeclaration, segment: Segment, kind: str, rows: 
 
 
 def keeps_blocks(declared: LinearDeclaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
-    """Whether packed products serve a weight. The input features that this rank holds must be whole blocks."""
+    """Whether native products with packed blocks serve a weight. The input features that this rank holds must be whole
+    blocks."""
     inputs = declared.inputs
     are_whole = all(edge % KINDS[held.kind].block == 0 for held in stored for edge in (inputs.start, inputs.stop))
     is_sharded = isinstance(declared.shard, InputShard)

@@ -1,4 +1,5 @@
-"""GgufExperts: experts in the bits of a GGUF file, for float32 models on the CPU. Each expert is a product of its own.
+"""GgufExperts: experts that stay quantised as in their GGUF file, for float32 models on the CPU. Each expert is
+multiplied separately.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ class LinearFormat(MatrixFormat):
     use, may_be_coded = LINEAR, True
 
     def prepare(self, allow_copy: bool) -> int:
-        """Choose the products for the device. With `allow_copy` the format may hold a second copy of the weight. Return
-        the bytes held beside the slots' bytes."""
+        """Choose the kernels for the device. With `allow_copy` the format may hold a second copy of the weight. Return
+        how many bytes it holds besides the slots' tensors."""
         return 0
 
     @property
@@ -51,17 +51,17 @@ class LinearFormat(MatrixFormat):
 
     @property
     def rounding(self) -> int:
-        """How many columns of a token row share an fp8 scale, if products round token rows to fp8. The kernel that
-        makes the rows may do the rounding. 0 if products do not round, or round in another way."""
+        """The number of columns of a token row that share an fp8 scale, if products round token rows to fp8. The kernel
+        that makes the rows may do the rounding. 0 if products do not round, or round in another way."""
         return 0
 
     def round_activated_for(self, reader: LinearFormat) -> None:
-        """Round the result of `activated` for the reader at once: only the reader's product reads it."""
+        """Let `activated` round its result as `reader` needs it. Only the reader's product uses this result."""
 
     # Questions about the weight
 
     def dense(self) -> torch.Tensor | None:
-        """The weight as numbers. A format that keeps other bits computes the numbers at each call, or returns None if
+        """The weight without quantisation. A format that stores codes dequantises them at each call, or returns None if
         it cannot."""
         return None
 
@@ -69,7 +69,7 @@ class LinearFormat(MatrixFormat):
 
     @abstractmethod
     def product(self, x: torch.Tensor) -> torch.Tensor:
-        """x [tokens, inputs] times the weight, plus the bias: [tokens, outputs]."""
+        """Multiply x [tokens, inputs] with the weight and add the bias: [tokens, outputs]."""
 
     def part(self, x: torch.Tensor, first: int, stop: int) -> torch.Tensor:
         """The output features [first, stop) of the product."""
@@ -124,8 +124,8 @@ class EmbeddingFormat(LinearFormat):
 
     @property
     def table(self) -> torch.Tensor | None:
-        """The weight in the model's dtype, for kernels that look up rows themselves. None if the format keeps other
-        bits."""
+        """The weight in the model's dtype, for kernels that look up rows themselves. None if the format stores it in
+        another form."""
         return None
 
     @property

@@ -37,8 +37,8 @@ def integers_of_rank_0(group: RankGroup, own: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class UnsummedRanks:
-    """Ranks of a layer that does not sum: its caller adds several results first and sums them over ranks once. Rank 0
-    adds biases, the others do not."""
+    """The ranks of a layer that does not sum its result over ranks. Its caller first adds several results, and then
+    sums them over ranks once. Rank 0 adds biases, the others do not."""
 
     rank: int
     count: int

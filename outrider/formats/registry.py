@@ -58,7 +58,7 @@ def register_format(kind: str, format_class: type[WeightFormat[Any]]) -> None:
 
 
 def as_codes(stored: StoredFormat, device: torch.device) -> StoredFormat:
-    """How a model on this device keeps a stored weight: a GPU keeps GGUF kinds as codes."""
+    """Return how a model on this device stores a weight in memory. A GPU stores GGUF kinds as codes with scales."""
     return gguf_codes.as_codes(stored, device) if device.type == "cuda" else stored
 
 
@@ -71,7 +71,7 @@ class FormatChoice:
     quantization: str | None = None  # codes into which layers of numbers are brought at load
 
     def kept(self, base: type[Format], declared: Any, names: Iterable[str]) -> Callable[[Any], Format] | None:
-        """Return a function that makes the format that keeps the bits of all these matrices. `base`: the base class
+        """Return a function that builds the format in which all these matrices stay quantised. `base`: the base class
         that the format must have. None if the layer must be dense."""
         table = _FORMATS[base.use]
         stored: list[StoredFormat] = []
@@ -93,8 +93,8 @@ class FormatChoice:
         return partial(chosen, stored=stored)
 
     def _made(self, base: type[Any], declared: Any) -> StoredFormat | None:
-        """The format into which `quantization` codes a layer's numbers while they are read. None if they are not
-        coded."""
+        """The format to which the setting `quantization` converts an unquantised layer while it is read. None if the
+        layer is not converted."""
         if self.quantization is None or not base.may_be_coded:
             return None
         return scaled.choose_made(self.quantization, *(declared.projections if base.use == EXPERTS else (declared,)))
@@ -102,8 +102,8 @@ class FormatChoice:
 
 def refuse_shard(name: str, kept_by: type[WeightFormat[Any]], declared: Any, stored: list[StoredFormat],
                  device: torch.device) -> None:
-    """Raise ValueError if a format keeps a weight's bits on one rank but cannot be sharded for this number of ranks. As
-    numbers, the weight would take several times the memory."""
+    """Raise ValueError if a format serves a weight on one rank but cannot be sharded for this number of ranks. The
+    weight is not dequantised instead, because it would take several times the memory."""
     shard = declared.shard
     if shard is None or not kept_by.serves(replace(declared, shard=None), stored, device):
         return
@@ -121,8 +121,8 @@ def refuse_shard(name: str, kept_by: type[WeightFormat[Any]], declared: Any, sto
 
 
 def build_format(declared: Any, make: Callable[[Any], Any]) -> Any:
-    """Build the format of a declaration and allocate it. Sharded inputs are wrapped in a sum over ranks, a sharded
-    vocabulary in a sum or a gather."""
+    """Build the format of a declaration and allocate it. A format with sharded inputs is wrapped in one that sums over
+    ranks. A format with a sharded vocabulary is wrapped in one that sums embeddings and gathers logits."""
     shard = declared.shard
     if isinstance(shard, VocabularyShard):
         return summed.SharedVocabulary(declared, shard, make(declared))

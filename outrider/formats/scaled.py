@@ -1,7 +1,7 @@
 """ScaledLinear and ScaledExperts: weights kept as codes of 8 or 4 bits with scales (fp8, int8, int4, fp4).
 
-Sources bring the many forms of files into one, `kernels.scaled.Scaled`, which says what the bits mean. Only codes and
-scales are allocated. Where a file asks for it, products on a GPU round each token row to fp8.
+Sources convert the many forms of files to one, `kernels.scaled.Scaled`, which defines the meaning of codes and scales.
+Only codes and scales are allocated. Where a file asks for it, products on a GPU round each token row to fp8.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class ScaledFormat(StoredFormat):
         return min(self.width(declared.num_inputs), declared.num_inputs) if rounds else 0
 
     def make(self, weight: torch.Tensor) -> ScaledWeight:
-        """Code a weight [.., outputs, inputs] of numbers."""
+        """Quantise a weight [.., outputs, inputs]."""
         makers: dict[str, Callable[[torch.Tensor], Scaled]] = {
             FP8: scaled.to_fp8_rows, INT8: partial(scaled.to_int8_groups, group=self.group),
             INT4: partial(scaled.to_int4_groups, group=self.group, has_offsets=self.has_offsets)}
@@ -105,7 +105,8 @@ class ScaledFormat(StoredFormat):
         return held
 
     def fits(self, declared: LinearDeclaration) -> bool:
-        """Whether this rank's part of the matrix consists of whole groups. Only short groups have offsets."""
+        """Whether this rank's part of the matrix consists of whole groups. With offsets an output must have several
+        groups."""
         inputs, width = declared.inputs, self.width(declared.in_features)
         if self.has_offsets and width >= declared.num_inputs:
             return False
@@ -193,8 +194,8 @@ class ScaledLinear(EmbeddingFormat):
         self._weight = self._weight.tiled(False)
 
     def prepare(self, allow_copy: bool) -> int:
-        """Put codes into the order of the device's products. On a CPU choose the native product, which is exact in any
-        mode; codes that it cannot read are expanded in each product."""
+        """Reorder the codes for the device's kernels. On a CPU choose the native product, which is exact in any mode.
+        Codes that it cannot read are dequantised in each product."""
         self._weight = self._arrange(self._weight, self.declared.dtype)
         may_copy = allow_copy or self._activation_bits == 8  # token rows of so few bits have no other product
         held = None
@@ -319,8 +320,8 @@ def _joint(tensors: list[StoredTensor]) -> list[StoredTensor]:
 
 
 def choose_made(quantization: str, *declared: LinearDeclaration) -> ScaledFormat | None:
-    """Choose the format into which `quantization` codes a linear layer, or all projections of experts, at load. None if
-    the weight is not coded: it is very small, or no int4 group divides its inputs."""
+    """Choose the format to which the setting `quantization` converts a linear layer, or all projections of experts, at
+    load. None if the weight is not converted: it is very small, or no int4 group divides its inputs."""
     if min(size for each in declared for size in each.stored.values()) < LEAST_OUTPUTS:
         return None
     if quantization == FP8:

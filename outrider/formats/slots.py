@@ -25,8 +25,8 @@ def join_names(*names: str) -> str:
 
 
 class StoredWeight(Protocol):
-    """A weight [outputs, inputs] in the bits of its file, with its scales. Sources yield it instead of a tensor, under
-    the name that the tensor of numbers would have."""
+    """A weight [outputs, inputs] that is still quantised as in its file. Sources yield it instead of a tensor, under
+    the name that an unquantised tensor would have."""
 
     @property
     def kind(self) -> str:
@@ -41,11 +41,11 @@ class StoredWeight(Protocol):
     def is_finite(self) -> bool: ...
 
     def dequantize(self) -> torch.Tensor:
-        """Dequantise the stored bits to numbers."""
+        """Return the dequantised weight."""
 
 
 class Recode(Protocol):
-    """Converts a weight from a file's bits, of this kind, to a format's bits on a device."""
+    """Converts a quantised weight of the kind `kind` to the form that a format stores, on a device."""
 
     @property
     def kind(self) -> str: ...
@@ -69,12 +69,12 @@ class HeadLayout:
         return replace(self, num_heads=self.num_heads // pieces)
 
     def sort(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The checkpoint's tensor in the layer's order."""
+        """Reorder the checkpoint's tensor to the layer's order."""
         parts = tensor.unflatten(0, (self.num_heads, -1)).split(self.sizes, dim=1)
         return torch.cat([part.flatten(0, 1) for part in (parts[::-1] if self.is_reversed else parts)])
 
     def unsort(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor in the layer's order, brought back into the checkpoint's."""
+        """Reorder a tensor from the layer's order to the checkpoint's."""
         features = self.sort(torch.arange(tensor.shape[0], device=tensor.device))
         return torch.empty_like(tensor).index_copy_(0, features, tensor)
 

@@ -30,7 +30,8 @@ def _split(
 
 
 class StackedLinear(LinearFormat):
-    """A linear layer of several formats. The products of its parts lie side by side, in the order of the segments."""
+    """A linear layer whose parts have different formats. The parts' products are concatenated, in the order of the
+    segments."""
 
     def __init__(self, declared: LinearDeclaration, stored: Sequence[StoredFormat]) -> None:
         super().__init__(declared.without_bias())

@@ -25,7 +25,7 @@ from outrider.kernels import moe
 
 
 class AroundLinear(LinearFormat):
-    """A format that delegates weight and product to the format of this rank's part."""
+    """The base class of wrappers that delegate weight and product to the format of this rank's part."""
 
     def __init__(self, declared: LinearDeclaration, inner: LinearFormat) -> None:
         super().__init__(declared)
@@ -114,7 +114,7 @@ class SharedVocabulary(AroundLinear, EmbeddingFormat):
         return self._gathered(table, 0)
 
     def _gathered(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """Gather the parts of all ranks along the axis `dim`: from this rank's tokens to the whole vocabulary."""
+        """Gather the parts of all ranks along `dim`, the axis of the vocabulary, and cut off the padding."""
         if self._width * self._group.count == self._size:
             return self._group.gather(part, dim)
         missing = self._width - part.shape[dim]

@@ -88,8 +88,8 @@ class SelfAttention(TokenMixer):
         return self.out(mixed, context.of_rows(rows))
 
     def mix_rows(self, x: torch.Tensor, angles: Angles, context: StepContext, rows: WantedRows) -> torch.Tensor | None:
-        """Attention for the queries of some token rows only: [rows, heads * dim]. Keys and values of all of x are
-        written to the cache. None if the backend attends for all tokens that it writes, or if a subclass overrides
+        """Attend with the queries of some token rows only, and return [rows, heads * dim]. Keys and values of all of x
+        are written to the cache. None if the backend attends for all tokens that it writes, or if a subclass overrides
         `mix` but not this method."""
         layer = self.layer
         if type(self).mix is not SelfAttention.mix or layer.index not in rows.layers:
@@ -115,13 +115,13 @@ class SelfAttention(TokenMixer):
         self.out.add_to(residual, self.mix(self.qkv(x, context), angles, context), context)
 
     def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
-        """[tokens, q | k | v] -> [tokens, heads * dim]."""
+        """Apply norms, rope and attention: [tokens, q | k | v] -> [tokens, heads * dim]."""
         paged: PagedLayer = context.attend.mixer(self.layer.index)
         out = paged.fused(qkv, angles, self.norms)
         return self.mix_unfused(qkv, angles, paged) if out is None else out
 
     def mix_unfused(self, qkv: torch.Tensor, angles: Angles, paged: PagedLayer) -> torch.Tensor:
-        """See `mix`. For a backend that takes q, k and v with norms and rope applied."""
+        """Compute `mix` with a backend that takes q, k and v after norms and rope."""
         layer = self.layer
         qk = qkv[:, : self.qk_size].view(-1, layer.num_heads + layer.num_kv_heads, layer.head_dim)
         v = qkv[:, self.qk_size :].view(-1, layer.num_kv_heads, layer.head_dim)

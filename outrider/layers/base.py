@@ -71,7 +71,7 @@ class Module:
             part.shard(group)
 
     def shard_sizes(self) -> Sequence[ShardSize]:
-        """The sizes that `shard` divides by the number of ranks, of this module without its parts."""
+        """The sizes of this module, not of its parts, that `shard` divides by the number of ranks."""
         return ()
 
     def finalize(self) -> None:
@@ -170,7 +170,8 @@ class FeedForward(Module, ABC):
     """The part of a layer that treats every token row separately: an MLP, or a mixture of experts."""
 
     def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
-        """The formats of all products that read the part's input; empty if anything else reads it too."""
+        """The formats of all weights that are multiplied with this part's input. Empty if anything else reads the input
+        too."""
         return ()
 
     @abstractmethod
@@ -192,7 +193,8 @@ class TokenMixer(Module, ABC):
         """x: [tokens, hidden], the token rows of the context."""
 
     def for_rows(self, x: torch.Tensor, angles: Angles, context: StepContext, rows: WantedRows) -> torch.Tensor:
-        """The results of some token rows. All of x is written to the caches."""
+        """Return the results for `rows` only. Keys and values, or states, of all of x are still written to the
+        caches."""
         return self(x, angles, context)[rows.token_rows]
 
 
@@ -227,7 +229,8 @@ class DecoderLayer(Module):
 
 
 class PassingLayer(DecoderLayer):
-    """A layer that adds nothing. While kernels are compiled it replaces layers that are equal to another one."""
+    """A layer that adds nothing. While kernels are compiled, it replaces layers whose kernels another layer has
+    compiled."""
 
     def __init__(self, rotary: int) -> None:
         self.rotary = rotary
@@ -251,7 +254,8 @@ class LayeredModule(Module):
         return len(self.layers) - 1
 
     def shard(self, group: RankGroup) -> None:
-        """Keep this rank's part of every sharded weight, and the caches of the heads that this rank holds."""
+        """Keep this rank's part of every sharded weight. `attention_layers` then describe the heads that this rank
+        holds."""
         check_ranks(self, group.count)
         super().shard(group)
         self.group = group
@@ -267,10 +271,10 @@ class LayeredModule(Module):
         return [LayerCache(layer.index, layer.cache_spec(self.dtype.itemsize)) for layer in self.attention_layers]
 
     def follow_target(self) -> None:
-        """Copy again what a draft head copied from its target's weights, because the weights may have changed."""
+        """Refresh the copies that a draft head has of its target's weights, because these weights may have changed."""
 
     def ignores(self, name: str) -> bool:
-        """Whether a checkpoint may hold this tensor although the model does not use it."""
+        """Whether a checkpoint may contain this tensor although the model does not use it."""
         return name.endswith("rotary_emb.inv_freq")
 
     def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
@@ -284,8 +288,8 @@ class LayeredModule(Module):
 
     @contextmanager
     def one_layer_each(self) -> Iterator[None]:
-        """A context in which only the first of equal layers runs, which is enough to compile the kernels of all. The
-        last layer that writes a cache runs too, because it may compute only some token rows."""
+        """A context manager. Inside it only the first layer of each kind runs, which is enough to compile the kernels
+        of all layers. The last layer that writes a cache runs too, because it may compute only some token rows."""
         layers = self.layers
         known, short = self._shortened
         if len(known) != len(layers) or any(one is not other for one, other in zip(known, layers, strict=True)):

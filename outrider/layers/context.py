@@ -8,9 +8,9 @@ A model passes one context to every layer, feed-forward and product. The context
 - changes to the products of some rows (`deltas`).
 
 A part that computes only some of the rows passes on the context of these rows (`of_rows`), so a product always knows
-its rows. Draft heads and prediction modules are called in the same way. Layers that are one native call read the tables
-of a step's deltas themselves (`RowDeltas.factors`). Deltas without such tables are asked product by product, by
-plain layers.
+its rows. Draft heads and prediction modules are called in the same way. A layer that is one native call applies deltas
+itself, from tables (`RowDeltas.factors`). For deltas without such tables, plain layers ask for the delta of each
+product.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenHistory:
-    """The known tokens of all rows, and the place of the step's token rows among them. Drafts are not yet in the rows,
-    so ids inside the step are read from the step."""
+    """The token ids of all requests so far, and where the step's token rows stand in them. Drafts are not stored there
+    yet, so ids that belong to the step are read from the step."""
 
     tokens: torch.Tensor  # [ROWS, LENGTH]
     row_of: torch.Tensor  # [tokens] row of the token's request
@@ -55,7 +55,7 @@ class TokenHistory:
 
 
 class LinearLayer(Protocol):
-    """A linear layer as deltas see it: they compare layers by identity (`is`) and read sizes."""
+    """What row deltas use of a linear layer: its identity (`is`) and its sizes."""
 
     @property
     def in_features(self) -> int: ...
@@ -66,7 +66,7 @@ class LinearLayer(Protocol):
 
 @dataclass(frozen=True)
 class StepFactors:
-    """Low-rank factors of a step's deltas as tables, which the kernel of a whole layer reads itself."""
+    """The low-rank factors (LoRA) of a step's row deltas, as tables that a kernel for a whole layer reads itself."""
 
     rows: RowSlots
     tables: DeltaTables
@@ -74,15 +74,15 @@ class StepFactors:
 
 
 class RowDeltas(ABC):
-    """Row deltas: what each request of a step adds to the products of its token rows. Modules and token rows without
-    deltas keep their bits."""
+    """Row deltas (LoRA): what each request of a step adds to the matrix products of its token rows. The results of
+    modules and token rows without deltas are the same, bit for bit, as in a step without any."""
 
     @abstractmethod
     def of_rows(self, token_rows: torch.Tensor) -> RowDeltas:
-        """The deltas of some of the token rows."""
+        """These deltas for some of the token rows."""
 
     def within(self, reach: DeltaReach) -> RowDeltas:
-        """These deltas, for a step that computes no changes beyond this reach."""
+        """These deltas, for a step that changes only the kinds of products in `reach`."""
         return self
 
     @abstractmethod
@@ -144,21 +144,22 @@ class ProductChange:
 
 
 class DeltaSource(StepPart):
-    """The feature that gives rows their deltas. It knows the source of every row's deltas from the row's admission."""
+    """The base class of a feature that gives requests their row deltas, such as LoRA adapters. It learns which deltas a
+    request uses when the request is admitted to a row."""
 
     @property
     def is_capturable(self) -> bool:
-        """Whether steps with deltas can be captured."""
+        """Whether steps with deltas can be captured as CUDA graphs."""
         return False
 
     @property
     def reach(self) -> DeltaReach:
-        """The parts of the model that deltas on the device change now."""
+        """The kinds of products that are changed by the deltas that are on the device now."""
         return DeltaReach.LINEARS
 
     @property
     def possible_reach(self) -> DeltaReach:
-        """The parts of the model that deltas may change."""
+        """The kinds of products that deltas may ever change."""
         return DeltaReach.LINEARS
 
     @property
@@ -201,8 +202,8 @@ class NothingAttends:
 
 
 class AuxRecord:
-    """The residual stream before some layers, for drafters that read it. A model records it between layers; layers that
-    are one call record it inside the call."""
+    """Records the residual stream before some layers, for drafters that read it. A model records it between layers.
+    Where several layers run as one call, that call records it."""
 
     def __init__(self, wanted: tuple[int, ...]) -> None:
         self.wanted = wanted  # numbers of layers

@@ -54,7 +54,8 @@ class PreNormLayer(DecoderLayer):
         return self.mlp(x, context), residual
 
     def for_rows(self, rows: WantedRows, *args: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Call the layer and compute the MLP only for `rows`: of a prompt's last layer only logit rows are needed."""
+        """Call the layer, but compute the MLP only for `rows`: after a model's last layer only the rows that make
+        logits are needed."""
         delta, residual, angles, context = args
         x, residual = self.input_norm.add_norm(delta, residual)
         mixed = self.mixer.for_rows(x, angles, context, rows)
@@ -63,7 +64,7 @@ class PreNormLayer(DecoderLayer):
 
 
 class AttentionMLPLayer(PreNormLayer):
-    """Plain attention and a gated MLP: the layer that fused layers can replace."""
+    """A layer with plain attention and a gated MLP. It is the kind of layer that fused layers can replace."""
 
     mlp: GatedMLP
 

@@ -32,7 +32,7 @@ class Embedding(FormatModule[EmbeddingFormat]):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The table as numbers, computed anew if the format keeps other bits."""
+        """The table in the model's dtype. If the format stores codes, they are dequantised at each access."""
         return self.format.dense()
 
     def set_exact(self, exact: bool) -> None:
@@ -44,7 +44,7 @@ class Embedding(FormatModule[EmbeddingFormat]):
         return x if context.given_rows is None else context.given_rows.put_into(x)
 
     def changed(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """The embedding of token ids, with the deltas of their token rows."""
+        """The embedding of token ids, plus the row deltas of their requests."""
         x = self.look_up(tokens)
         if context.deltas is not None and context.deltas.change(self):
             context.deltas.add_embeddings(x, self, tokens, 1.0 if self.scale is None else self.scale)

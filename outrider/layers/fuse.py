@@ -149,7 +149,7 @@ class NativeDecoderLayer(FusedLayer):
 
 
 def _linears(layer: AttentionMLPLayer) -> tuple[Linear, Linear, Linear, Linear]:
-    """The layer's products in the order of `LayerWeights`."""
+    """The layer's linear layers, in the order of `LayerWeights`."""
     return layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
 
 
@@ -162,9 +162,9 @@ def between(record: AuxRecord | None, count: int, residual: torch.Tensor) -> dic
 
 
 class InPlaceLayer(FusedLayer):
-    """A layer with both halves' last products adding to the residual stream themselves. On a GPU a single token row
-    takes little more time than reading the weights, so every saved small kernel counts; with many rows the norms
-    read and write half as much."""
+    """A layer whose attention and MLP each add their last product to the residual stream in the product's kernel. On a
+    GPU a single token row takes little more time than reading the weights, so every saved small kernel counts. With
+    many rows the norms read and write half as much."""
 
     plain: AttentionMLPLayer
 
@@ -214,7 +214,7 @@ def prepare(models: Sequence[LayeredModule], allow_copies: bool, exact: bool = F
 
 
 def _find_products(models: Sequence[LayeredModule]) -> list[FormatModule[Any]]:
-    """The linear layers and experts of models."""
+    """All linear layers and experts of the models, whose formats must be prepared."""
     return [module for module in find_modules(models, FormatModule) if module.is_product]
 
 

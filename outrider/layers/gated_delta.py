@@ -56,7 +56,7 @@ class GatedDeltaShape:
         return [PackedPart(self.key_size), PackedPart(self.key_size), PackedPart(self.value_size)]
 
     def of_rank(self, num_ranks: int) -> GatedDeltaShape:
-        """The shape of one rank's part: ranks share the heads."""
+        """The shape of the part that one rank holds, if heads are divided among ranks."""
         return replace(self, num_key_heads=self.num_key_heads // num_ranks,
                        num_value_heads=self.num_value_heads // num_ranks)
 
@@ -98,8 +98,8 @@ class GatedDelta(TokenMixer):
     def __init__(self, index: int, hidden_size: int, shape: GatedDeltaShape, eps: float, *, is_interleaved: bool,
                  dtype: torch.dtype, device: torch.device, gate: str = "silu") -> None:
         """is_interleaved: the checkpoint has two projections, ordered key head by key head, instead of four. A GGUF
-        file of Qwen3-Next has four, but row deltas change the two. gate: the activation of the output gate, silu
-        or sigmoid."""
+        file of Qwen3-Next has four, but LoRA adapters are made for the two. gate: the activation of the output gate,
+        silu or sigmoid."""
         self.index = index
         self.mixer = GatedDeltaMixer(shape, dtype=dtype, device=device)
         heads, value_size = shape.num_value_heads, shape.value_size
@@ -130,7 +130,7 @@ class GatedDelta(TokenMixer):
         return (ShardSize(("linear_num_key_heads",), self.mixer.shape.num_key_heads),)
 
     def shard(self, group: RankGroup) -> None:
-        """Keep some key heads with their value heads, separately in every segment of the first projection and of the
+        """Keep this rank's key heads with their value heads, in every segment of the first projection and of the
         convolution. All heads share one norm weight, which every rank holds."""
         ranks = Ranks.from_group(group)
         self.enter.declare_shard(OutputShard(ranks, packed={"in_proj_qkv": self.mixer.shape.segments()}))

@@ -22,8 +22,8 @@ class GivenRows:
 
     @classmethod
     def try_build(cls, found: Sequence[tuple[InputVectors, int]], device: torch.device) -> GivenRows | None:
-        """Join vectors of several prompts; None if there are none. Each comes with the distance from the positions of
-        its prompt to token rows."""
+        """Join the vectors of several prompts. None if there are none. found: the vectors of each prompt, and the
+        number that must be added to a position of this prompt to get its token row."""
         if not found:
             return None
         token_rows = [row for vectors, distance in found for row in (vectors.positions + distance).tolist()]
@@ -31,5 +31,5 @@ class GivenRows:
         return cls(to_device(token_rows, torch.int64, device), send(values, device))
 
     def put_into(self, embedded: torch.Tensor) -> torch.Tensor:
-        """Replace some of a step's embeddings [tokens, hidden] by these."""
+        """Return a step's embeddings [tokens, hidden] with these vectors in their token rows."""
         return embedded.index_copy(0, self.token_rows, self.values.to(embedded.dtype))

@@ -32,7 +32,8 @@ class HyperWeights(NamedTuple):
 
 
 class HyperConnection(Module):
-    """The matrix, base and scales of one half of a layer, or of the place where the streams end."""
+    """The weights with which one half of a layer reads from the streams and writes to them, or with which the model
+    joins the streams at the end: a matrix, a base and scales."""
 
     def __init__(self, hidden_size: int, rule: StreamRule, names: tuple[str, str, str], *, dtype: torch.dtype,
                  device: torch.device, keeps_float32: bool = False) -> None:
@@ -94,7 +95,7 @@ class HyperLayer(DecoderLayer):
         return None, streams
 
     def for_rows(self, rows: WantedRows, *args: Any) -> tuple[None, torch.Tensor]:
-        """Call the layer and compute the feed-forward only for `rows`."""
+        """Call the layer, but compute the feed-forward only for `rows`."""
         _, streams, angles, context = args
         x, weights = self.mixer_streams.read(streams)
         mixed = self.mixer.for_rows(self.input_norm(x), angles, context, rows)

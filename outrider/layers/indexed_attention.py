@@ -25,7 +25,7 @@ INDEX = "indexer.index_qk_proj"
 
 class IndexedAttention(SelfAttention):
     """Attention with norms of q and k heads and a sigmoid gate. The indexer reads the same hidden state. The files
-    store q and gate head by head in `q_proj`; here all gates lie before q."""
+    store q and gate head by head in `q_proj`; here all gates come before q."""
 
     layer: IndexedLayer
 
@@ -52,7 +52,8 @@ class IndexedAttention(SelfAttention):
         self.qkv.declare_shard(OutputShard(Ranks.from_group(group), pieces | {INDEX: 1}))
 
     def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
-        """[tokens, gate | q | k | v | index q | index k] -> [tokens, heads * dim]."""
+        """Apply norms, rope, attention and gate: [tokens, gate | q | k | v | index q | index k] -> [tokens, heads *
+        dim]."""
         layer, index = self.layer, self.layer.choice
         assert self.head_norm is not None
         q_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim

@@ -36,7 +36,7 @@ class KDAShape:
 
     @property
     def size(self) -> int:
-        """The size over all heads of q, of k and of v, and so of the decays and the output."""
+        """The number of features in all heads together, which is the same for q, k, v, the decays and the output."""
         return self.num_heads * self.head_dim
 
     def spec(self, itemsize: int) -> RecurrentSpec:
@@ -50,7 +50,7 @@ class KDAShape:
         )
 
     def of_rank(self, num_ranks: int) -> KDAShape:
-        """The shape of one rank's part: ranks share the heads."""
+        """The shape of the part that one rank holds, if heads are divided among ranks."""
         return replace(self, num_heads=self.num_heads // num_ranks)
 
 
@@ -141,7 +141,7 @@ class KDA(TokenMixer):
         return (ShardSize(("linear_num_heads", "num_heads", "num_attention_heads"), self.mixer.shape.num_heads),)
 
     def shard(self, group: RankGroup) -> None:
-        """Keep some heads, separately in every segment of the projections and of the convolution. Every rank holds the
+        """Keep this rank's heads in every segment of the projections and of the convolution. Every rank holds the
         narrow products and the norm's weight, which all heads share."""
         ranks = Ranks.from_group(group)
         narrow = {names[0]: 1 for names in (self.names.decay, self.names.gate) if len(names) > 1}

@@ -54,7 +54,7 @@ class LatentShape:
 
 
 class LayerNorm(Module):
-    """Weight and bias of (x - mean) / std * weight + bias."""
+    """A layer norm: (x - mean) / std * weight + bias."""
 
     def __init__(self, size: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.weight, self.bias = (torch.empty(size, dtype=dtype, device=device) for _ in range(2))
@@ -64,7 +64,8 @@ class LayerNorm(Module):
 
 
 class LatentExpansion(FormatModule[ExpansionFormat]):
-    """The projection from the latent space to the keys and values of each head, used from both sides."""
+    """The projection from the latent space to the keys and values of each head. Its key rows are applied to queries,
+    and its value rows to the attention's output."""
 
     declared: ExpansionDeclaration
     format_base = ExpansionFormat
@@ -101,7 +102,7 @@ class LatentExpansion(FormatModule[ExpansionFormat]):
         return self.expand(bound(q), deltas) if values is None else values.flatten(1)
 
     def expand(self, latents: torch.Tensor, deltas: RowDeltas | None = None) -> torch.Tensor:
-        """latents [tokens, heads, latent] -> values [tokens, heads * value]."""
+        """Project latents [tokens, heads, latent] to values [tokens, heads * value]."""
         values = latents.new_empty(*latents.shape[:2], self.declared.value_dim)
         self.format.to_values(latents, values)
         if deltas is not None:
@@ -115,8 +116,9 @@ class LatentExpansion(FormatModule[ExpansionFormat]):
 
 
 class Compression(Module):
-    """The products of a layer's input: compressed queries, latents and, with an indexer, index keys, head weights and,
-    where it chooses blocks, gates. They are one product unless only some of them have a bias."""
+    """The linear layers that read a layer's input. They make compressed queries, latents and, with an indexer, index
+    keys, head weights and, where it chooses blocks, gates. They are one matrix product unless only some of them have a
+    bias."""
 
     def __init__(self, shape: LatentShape, layer: LatentLayer, index: IndexedPositions | None, *, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -174,8 +176,8 @@ class LatentAttention(TokenMixer):
         return (ShardSize(("num_attention_heads",), self.layer.num_heads),)
 
     def shard(self, group: RankGroup) -> None:
-        """Keep some heads. Every rank holds compressed vectors, their norms and the indexer, because all ranks keep the
-        same latents and must choose the same positions."""
+        """Keep this rank's heads. Every rank holds the compressions, their norms and the whole indexer, because all
+        ranks cache the same latents and must choose the same positions."""
         ranks = Ranks.from_group(group)
         self.queries.declare_shard(OutputShard(ranks, {"indexer.wq_b": 1}))
         self.expansion.declare_shard(OutputShard(ranks))

@@ -40,7 +40,7 @@ class Linear(FormatModule[LinearFormat]):
         self, in_features: int, out_features: int, *, bias: bool, dtype: torch.dtype, device: torch.device,
         shard: OutputShard | InputShard | None = None,
     ) -> None:
-        """in_features, out_features: the model's sizes. `shard` may leave this rank a part of them."""
+        """in_features, out_features: the sizes of the whole layer. With `shard` this rank holds a part of them."""
         sizes = {"": ModelSize(out_features)}
         declared = LinearDeclaration(ModelSize(in_features), sizes, bias, dtype, device, shard=shard)
         super().__init__(declared, DenseLinear)
@@ -100,17 +100,17 @@ class Linear(FormatModule[LinearFormat]):
 
 
 class JointMatrix(NamedTuple):
-    """A matrix of other files of the same model that stores several of a layer's matrices head by head. Deltas
-    of the joint matrix also serve checkpoints that have the matrices apart."""
+    """A matrix that other files of the same model have instead of several of a layer's matrices, which it stores head
+    by head. LoRA adapters for the joint matrix also work with checkpoints that have separate matrices."""
 
     parts: tuple[str, ...]  # names of the layer's own matrices
     layout: HeadLayout
 
 
 class FusedLinear(Linear):
-    """Several linear layers of one input as one product. `stored`: name and output features of each, in order.
-    `layouts`: the order of features where the checkpoint stores them head by head. `joint`: the joint matrices of
-    other files, by name."""
+    """Several linear layers that read the same input, computed as one product. `stored`: name and output features of
+    each, in order. `layouts`: the order of features where the checkpoint stores them head by head. `joint`: the joint
+    matrices of other files, by name."""
 
     def __init__(
         self, in_features: int, stored: Mapping[str, int], *, bias: bool, dtype: torch.dtype, device: torch.device,

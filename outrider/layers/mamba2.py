@@ -62,7 +62,7 @@ class Mamba2Shape:
         return [PackedPart(self.inner_size), groups, groups]
 
     def of_rank(self, num_ranks: int) -> Mamba2Shape:
-        """The shape of one rank's part: ranks share the heads."""
+        """The shape of the part that one rank holds, if heads are divided among ranks."""
         return replace(self, num_heads=self.num_heads // num_ranks, num_groups=max(1, self.num_groups // num_ranks),
                        norm_groups=max(1, self.norm_groups // num_ranks))
 
@@ -129,7 +129,7 @@ class Mamba2(TokenMixer):
                 ShardSize(("n_groups", "mamba_n_groups"), shape.num_groups, may_copy=True))
 
     def shard(self, group: RankGroup) -> None:
-        """Keep some heads, separately in every segment of the first projection and of the convolution."""
+        """Keep this rank's heads in every segment of the first projection and of the convolution."""
         ranks, shape = Ranks.from_group(group), self.mixer.shape
         segments = [PackedPart(shape.inner_size), *shape.segments(group.count), PackedPart(shape.num_heads)]
         self.enter.declare_shard(OutputShard(ranks, packed={"": segments}))

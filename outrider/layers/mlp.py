@@ -47,13 +47,13 @@ class GatedMLP(FeedForward):
         return (ShardSize(INNER_KEYS, self.down.declared.in_features),)
 
     def shard(self, group: RankGroup) -> None:
-        """Keep some inner features."""
+        """Shard the inner features over the ranks."""
         packed = {PACKED: [PackedPart(self.down.declared.in_features)] * 2}
         self.gate_up.declare_shard(OutputShard(Ranks.from_group(group), packed=packed))
         self.down.declare_shard(InputShard.from_group(group))
 
     def prepare(self) -> None:
-        """Prepare the products; called when the formats are prepared."""
+        """Let the first product round its result as the second one needs it. Called when the formats are prepared."""
         self.gate_up.format.round_activated_for(self.down.format)
 
     def readers(self) -> Sequence[LinearFormat]:

@@ -55,7 +55,7 @@ class TransposedSlot(WeightSlot):
 
     @classmethod
     def coded(cls, slot: WeightSlot) -> WeightSlot:
-        """A slot that transposes a checkpoint's numbers and then codes them."""
+        """Return a slot that transposes an unquantised tensor of the checkpoint and then quantises it."""
         assert slot.quantize is not None
         first, *others = slot.numbers_shape
         return replace(slot, quantize=TurnedNumbers(cls, slot.quantize), numbers_shape=(first, *reversed(others)))
@@ -63,7 +63,7 @@ class TransposedSlot(WeightSlot):
 
 @dataclass(frozen=True)
 class TurnedNumbers:
-    """Codes numbers that have inputs before outputs."""
+    """Quantises an unquantised tensor after transposing it, because the checkpoint stores inputs before outputs."""
 
     slot_class: type[TransposedSlot]
     quantize: Callable[[torch.Tensor], StoredWeight]
@@ -95,8 +95,8 @@ class Experts(FormatModule[ExpertsFormat]):
         shard: InputShard | None = None,
     ) -> None:
         """is_fused: the checkpoint has one tensor of all experts for each projection, instead of tensors by expert.
-        is_transposed: numbers in these tensors are stored input by output. names: gate, up and down in a checkpoint
-        with tensors by expert. shard: this rank holds a part of every expert's inner features."""
+        is_transposed: unquantised tensors are stored as [experts, inputs, outputs]. names: gate, up and down in a
+        checkpoint with tensors by expert. shard: this rank holds a part of every expert's inner features."""
         assert activations.is_known(activation)
         assert is_fused or not is_transposed
         self.num_experts = num_experts
@@ -110,7 +110,7 @@ class Experts(FormatModule[ExpertsFormat]):
         return (ShardSize(("moe_intermediate_size", "intermediate_size"), self.declared.expert_size),)
 
     def shard(self, group: RankGroup) -> None:
-        """Every rank holds a part of every expert's inner features."""
+        """Shard every expert's inner features over the ranks."""
         self.declare_shard(InputShard.from_group(group))
 
     def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
@@ -132,8 +132,8 @@ class Experts(FormatModule[ExpertsFormat]):
 
     @property
     def takes_deltas(self) -> bool:
-        """Whether row deltas may change the experts. Experts with biases have no form with deltas, and neither have
-        tensors with inputs before outputs, because their deltas have the factors in the other order."""
+        """Whether row deltas may change the experts. They may not if the experts have biases, or if their tensors have
+        inputs before outputs, because the factors of deltas are then in the other order."""
         return self.biases is None and not self._is_transposed
 
     @property
@@ -188,8 +188,9 @@ class MoE(FeedForward):
         return parts
 
     def shard(self, group: RankGroup) -> None:
-        """Shard the experts and the shared expert by inner features. Their results are summed over ranks at once: every
-        rank holds the whole projection behind the experts and applies it to its own part."""
+        """Shard the experts and the shared expert by inner features. The results of both are added first and summed
+        over ranks once. For this, every rank holds the whole projection behind the experts and applies it to its own
+        part."""
         unsummed = UnsummedRanks(group.rank, group.count)
         self._group = group
         self.experts.shard(unsummed)
@@ -199,7 +200,8 @@ class MoE(FeedForward):
             self.latent[1].declare_shard(replace(InputShard.from_group(unsummed), pieces=1))
 
     def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
-        """The formats that read the layer's input, without the router, which reads unrounded numbers."""
+        """The formats of the weights that read the layer's input, without the router's, which needs the input
+        unrounded."""
         shared = () if self.shared is None else self.shared.readers()
         return [*shared, self.experts.format if self.latent is None else self.latent[0].format]
 
@@ -238,7 +240,7 @@ class ScaledInputMoE(MoE):
     weighted sum of results because the activation lies between an expert's products."""
 
     def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
-        """The formats that read x itself, which are the shared expert's. The other experts read x multiplied by a
+        """The formats of the shared expert, which alone reads x itself. The other experts read x multiplied by a
         score."""
         return () if self.shared is None else self.shared.readers()
 

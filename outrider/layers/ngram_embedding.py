@@ -57,9 +57,9 @@ class NgramShape:
     @classmethod
     def make(cls, number: int, *, order: int, heads_per_order: int, least_rows: int, multiple: int, vocab_size: int,
              seed: int, end_id: int, vector_size: int) -> NgramShape:
-        """Choose the hashes of one layer. number: the layer's number among the layers with n-gram embeddings. Every
-        head of every layer has its own prime, in ascending order from `least_rows` on; the hashes' multipliers come
-        from the seed."""
+        """Choose the hash functions of one layer. number: the layer's number among the layers with n-gram embeddings.
+        Every head of every layer has its own prime, in ascending order from `least_rows` on; the hashes' multipliers
+        come from the seed."""
         heads = (order - 1) * heads_per_order
         found = _primes_from(least_rows)
         primes = [next(found) for _ in range((number + 1) * heads)][number * heads :]
@@ -86,7 +86,7 @@ def _primes_from(least: int) -> Iterator[int]:
 
 
 class NgramTable(Module):
-    """The table of vectors. Files split it by rows into several tensors. Ranks hold some numbers of every row."""
+    """The table of vectors. Files split it by rows into several tensors. A rank holds some columns of all rows."""
 
     def __init__(self, shape: NgramShape, num_shards: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.num_shards = shape, num_shards

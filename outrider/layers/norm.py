@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class Unnormed(NamedTuple):
-    """A layer's addition to the residual stream before its norm. The stream is multiplied by `factor`. The next layer's
-    norm does all of this in one operation."""
+    """A layer's addition to the residual stream that must still be normed. The next layer's norm does it: in one
+    operation it norms the addition, multiplies the stream by `factor` and adds both."""
 
     x: torch.Tensor
     scale: torch.Tensor  # scale of the norm, multiplied by `factor`
@@ -78,7 +78,7 @@ class RMSNorm(Module):
             self.scale = 1 + widened(self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [.., size]. Matrices are computed by kernels."""
+        """x: [.., size]. The result is rounded as `round_for` asks only if x is a matrix."""
         if x.dim() == 2:
             return ops.rms_norm(x, self.scale, self.eps, *self._hint)
         return ops.rms_norm(x.reshape(-1, self.size), self.scale, self.eps).view(x.shape)

@@ -24,7 +24,8 @@ from outrider.mixers import AttentionLayer, PagedLayer
 
 
 class WidthNorm(Module):
-    """The RMS norm over all q heads together, or over all k heads. Ranks that share the heads add up their squares."""
+    """The RMS norm over all q heads together, or over all k heads. Ranks that share the heads add up their sums of
+    squares."""
 
     def __init__(self, num_heads: int, head_dim: int, eps: float, *, dtype: torch.dtype, device: torch.device) -> None:
         self.num_heads, self.head_dim = num_heads, head_dim

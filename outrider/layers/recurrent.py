@@ -1,6 +1,6 @@
 """Parts that recurrent layers share: a mixer behind a causal convolution, and the gated norm after it.
 
-Subclasses say how convolved inputs become inputs of their recurrence. `context.attend` knows where states are kept.
+Subclasses define how convolved inputs become inputs of their recurrence. `context.attend` knows where states are kept.
 """
 
 from __future__ import annotations
@@ -66,11 +66,11 @@ class ConvMixer(Module, ABC):
 
     @abstractmethod
     def step_state(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Advance by one token of each row. Returns (y [rows, ..], new state [rows, ..])."""
+        """Advance the state of each row by one token. Return (y [rows, ..], new state [rows, ..])."""
 
     @abstractmethod
     def scan_state(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
-        """Advance by tokens of one request. Returns (y [tokens, ..], new state)."""
+        """Advance the state of one request by several tokens. Return (y [tokens, ..], new state)."""
 
     @abstractmethod
     def kernel_params(self) -> MixerParams | None:

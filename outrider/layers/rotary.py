@@ -107,7 +107,7 @@ class StillRotary(Rotary):
 
 
 class Unrotated(Rotary):
-    """A rope that turns nothing, for layers that take a rope but were trained without positions. Every position reads
+    """A rope that rotates nothing, for layers that take a rope but were trained without positions. Every position reads
     the one row of its table, with cos 1 and sin 0."""
 
     def __init__(self, rotary_dim: int, *, dtype: torch.dtype, device: torch.device) -> None:
@@ -197,7 +197,7 @@ def _longrope(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, flo
 
 
 def _yarn_dim(params: RopeParams, turns: float) -> float:
-    """The dimension, as a fraction, with a wave that makes `turns` full turns within the original length."""
+    """The index (not an integer) of the dimension whose wave makes `turns` full turns within the original length."""
     return (
         params.rotary_dim * math.log(params.original_len / (turns * 2 * math.pi)) / (2 * math.log(params.theta))
     )

@@ -1,4 +1,5 @@
-"""The router of a mixture of experts: one product, and a rule that chooses. Scores are in float32 (float64 stays).
+"""The router of a mixture of experts: one product makes scores, and a rule chooses experts by them. Scores are float32
+(float64 in a float64 model).
 
 A norm or a scale of the router's input belongs to the model's family.
 """
@@ -80,7 +81,7 @@ class Router(Module):
 
 
 class ExpertTally:
-    """An observer that sums up each layer's number of distinct experts over decode steps, that is steps of at most
+    """An observer that counts the distinct experts of each layer, summed over decode steps, that is steps of at most
     `most_tokens` token rows. Steps are counted on the host; the sums are read at the end."""
 
     def __init__(self, routers: Sequence[Router], most_tokens: int, *, device: torch.device) -> None:

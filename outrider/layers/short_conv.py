@@ -81,7 +81,7 @@ class ShortConv(TokenMixer):
         return (ShardSize(("hidden_size",), self.mixer.spec.conv_dim),)
 
     def shard(self, group: RankGroup) -> None:
-        """Keep some channels of B, C and x."""
+        """Keep this rank's channels of B, C and x."""
         ranks, size = Ranks.from_group(group), self.mixer.spec.conv_dim
         self.enter.declare_shard(OutputShard(ranks, packed={"": [PackedPart(size)] * 3}))
         self.out.declare_shard(InputShard.from_group(group))

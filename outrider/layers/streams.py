@@ -29,7 +29,7 @@ class Injection(NamedTuple):
     weights: torch.Tensor  # [tokens, num_streams]
 
     def for_rows(self, token_rows: torch.Tensor) -> Injection:
-        """The addition to some token rows."""
+        """The addition for some of the token rows."""
         return Injection(self.x[token_rows], self.weights[token_rows])
 
     def added_to(self, streams: torch.Tensor) -> torch.Tensor:
@@ -114,7 +114,7 @@ class StreamLayer(DecoderLayer):
         return Injection(self.mlp(x, context), weights), streams
 
     def for_rows(self, rows: WantedRows, *args: Any) -> tuple[Injection | None, torch.Tensor]:
-        """Call the layer and compute the feed-forward only for `rows`."""
+        """Call the layer, but compute the feed-forward only for `rows`."""
         delta, streams, angles, context, *inputs = args
         x, weights = self._begin(delta, streams, context, inputs)
         mixed = Injection(self.mixer.for_rows(x, angles, context, rows), weights[rows.token_rows])

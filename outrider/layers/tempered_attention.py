@@ -1,4 +1,4 @@
-"""Attention with queries that grow with their position, so that attention stays as sharp over long texts.
+"""Attention that scales queries up with their position, so that attention stays as sharp over long texts.
 
 A query is multiplied by 1 + strength * log(1 + run), where `run` counts the complete intervals of `interval` positions
 before it.
