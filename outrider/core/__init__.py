@@ -1,4 +1,5 @@
-"""Plain data that crosses boundaries: limits, lengths, batches, step results, parameters, outputs. No torch."""
+"""Plain data that fronts, scheduler and workers exchange: limits, batches, step results, parameters, outputs. No torch.
+"""
 
 from typing import TYPE_CHECKING
 

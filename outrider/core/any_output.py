@@ -1,4 +1,4 @@
-"""Output: of a request for text, or for hidden states. No torch."""
+"""Output: the output of a request for text, or of a request for hidden states. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BackgroundWork: what a feature does beside the steps of a worker, with the weights of its model. No torch."""
+"""BackgroundWork: work that a feature does in a worker beside its steps, with the model's weights. No torch."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 
 class BackgroundWork:
-    """Methods do nothing unless a feature defines them. The worker calls them, in order with its steps."""
+    """Base class. By default a method does nothing; a feature overrides those that it needs. The worker calls them, in
+    order with its steps."""
 
     def start(self) -> None:
-        """The worker is ready to serve."""
+        """Called when the worker is ready to serve."""
 
     def pause(self) -> None:
         """Wait for the current piece of work, and begin no more work. After this call weights may be freed or
@@ -27,7 +28,7 @@ class BackgroundWork:
 
 
 class AllBackgroundWork(BackgroundWork):
-    """The work of several features, as one."""
+    """The background work of several features. Each method calls the method of every feature."""
 
     def __init__(self, each: Sequence[BackgroundWork] = ()) -> None:
         self._each = each

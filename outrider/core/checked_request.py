@@ -1,7 +1,7 @@
-"""CheckedRequest: what one request asks of the engine, in one value from the fronts to the admission. No torch.
+"""CheckedRequest: a request that the engine has checked: prompt, parameters and what it asks of features. No torch.
 
-`engine/request_checks.py` makes every one of them, so holding one means that the engine can serve it. Whatever a
-request is made of is a field here: the files between the fronts and the worker pass the value on as it is.
+`engine/request_checks.py` makes these values, and only for requests that the engine can serve. Everything that belongs
+to a request is a field here, so that the code between the fronts and the worker passes on one value.
 """
 
 from __future__ import annotations
@@ -65,14 +65,15 @@ class CheckedRequest:
 
     @property
     def input_parts(self) -> InputParts:
-        """What the prompt says in addition to its token ids."""
+        """Inputs of the prompt in addition to its token ids, such as embeddings."""
         if not self.parts:
             return NO_INPUTS
         return InputParts(part for part in self.parts if isinstance(part, InputPart))
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """A request for prompt logprobs, or for hidden states of all tokens, computes its whole prompt."""
+        """Whether the request may take prefix hits. One for prompt logprobs, or for hidden states of all tokens, may
+        not, because it has to compute its whole prompt."""
         if self.hidden.covers_prompt:
             return False
         return self.sampling.prompt_logprobs is None and not self.sampling.skip_reading_prefix_cache

@@ -1,5 +1,5 @@
-"""Measured costs of steps, as plain data: the worker measures them at start-up, the scheduler decides by them how many
-drafts and how many tokens of prompts a step has."""
+"""Measured times of steps, as plain data. The worker measures them at start-up. The scheduler uses them to choose how
+many drafts and how many prompt tokens a step has."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ class SamplerLoad(enum.IntEnum):
 
 @dataclass(frozen=True)
 class SizedCosts:
-    """Seconds of a step by its number of tokens, beside the requests that decode in it.
+    """Seconds of a step by its number of tokens, and further seconds for the contexts and states of its requests.
 
-    These are sorted points; values between two points are interpolated linearly."""
+    `tokens` and `seconds` are sorted points; values between two points are interpolated linearly."""
 
     tokens: tuple[int, ...]
     seconds: tuple[float, ...]
@@ -66,7 +66,7 @@ class SizedCosts:
 
 @dataclass(frozen=True)
 class StepCosts(SizedCosts):
-    """Costs of steps in which requests decode with drafts, and of the drafter by its number of requests."""
+    """Costs of decode steps with drafts, and of the drafter by the number of requests that it drafts for."""
 
     drafting: tuple[DraftCost, ...] = ()  # empty if a proposal costs nothing worth counting
     logit_row_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # sampling by load, added to `seconds`
@@ -92,7 +92,7 @@ class StepCosts(SizedCosts):
 @dataclass(frozen=True)
 class MixedStepCosts(SizedCosts):
     """Costs of steps that compute prompts beside requests that decode: seconds by the size of the captured step,
-    attention not included."""
+    without the attention of the prompts."""
 
     attending: tuple[ReadCost, ...] = ()  # for each pair of a prompt's token and a key that the token sees
 

@@ -1,6 +1,6 @@
-"""Token rows of captured decode steps: the sizes that the worker captures are the sizes that the scheduler fills.
+"""Sizes of decode steps, in token rows: those that the worker captures as graphs and the scheduler pads batches to.
 
-A graph has a fixed number of requests and of token rows. How the rows are shared out among the requests is data.
+A graph has a fixed number of requests and of token rows. How many rows each request has is an input of the graph.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ FEW = 8  # requests up to which token rows cost nothing: all requests have equal
 
 def unequal_sizes(requests: int, max_drafts: int) -> range:
     """Sizes, ascending, of steps whose requests have different numbers of drafts, up to `max_drafts` each. All are
-    smaller than the step in which every request has the most. Up to ROW_STEP requests a size is a multiple of them."""
+    smaller than the step in which every request has the most drafts. They are multiples of `requests`, or of ROW_STEP
+    if there are more requests than that."""
     step = requests if requests <= ROW_STEP else ROW_STEP
     return range(0) if requests <= FEW else range((requests // step + 1) * step, requests * (1 + max_drafts), step)
 

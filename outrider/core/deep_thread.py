@@ -1,10 +1,10 @@
-"""Runs a function in a thread with a deep stack, for at most so many seconds.
+"""Runs a function in a thread with a deep stack and waits for it up to a time limit.
 
 Code that follows thousands of nested rules overflows an ordinary stack, which would end the process. A thread cannot be
-ended: one that takes too long is left to itself, and only a few may run at a time.
+stopped: one that exceeds the limit goes on running, and only a few may run at a time.
 
-At its end the interpreter stops threads in the middle of a library, and one in Rust then ends the process by a signal.
-So a command that ends its process calls `end_process`; other programs wait at their ends for a while.
+An interpreter that exits stops its threads wherever they are, and a thread inside a Rust library then crashes the
+process. So a command calls `end_process` to exit, and other programs wait up to EXIT_SECONDS when they exit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""DraftedRequest: what speculation reads of a request."""
+"""DraftedRequest: the attributes of a request that speculation reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class DraftedRequest(Protocol):
 
     @property
     def end_len(self) -> int:
-        """Known tokens at which the request ends."""
+        """Number of known tokens at which the request ends."""
 
     @property
     def settled(self) -> Settled: ...
@@ -52,11 +52,11 @@ class DraftedRequest(Protocol):
 
     @property
     def max_drafts(self) -> int | None:
-        """The caller's ceiling; None leaves it to the engine."""
+        """Most drafts in a step that the caller allows; None leaves the number to the engine."""
 
     @property
     def num_proposed(self) -> int:
-        """Drafts that wait on the device, as the last result said."""
+        """Number of drafts that wait on the device to be checked, as the last result said."""
 
     @property
     def levels(self) -> int:

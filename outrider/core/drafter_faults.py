@@ -64,7 +64,8 @@ def words_of(error: BaseException) -> str:
 
 
 class FaultRecord:
-    """May be used by several threads: on CUDA one thread queues steps and another reads their results."""
+    """The faults of one drafter. May be used by several threads: on CUDA one thread queues steps and another reads
+    their results."""
 
     def __init__(self, drafter: str) -> None:
         self.drafter = drafter

@@ -1,7 +1,7 @@
 """Parts that features add to the core's data: parts of a request, of a batch, of results and of the limits. No torch.
 
-A part is plain data, lies with its feature, and can be pickled. Its owner has at most one part of each type, and none
-of a feature that it has nothing to do with.
+A part is plain data that can be pickled; its class is defined in the feature's folder. A request, batch or result has
+at most one part of each type, and only parts of features that concern it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 
 class BatchPart:
-    """A message with one step, from a feature's part in the engine to its part on the device."""
+    """A message that travels with one step, from a feature's half in the engine to its half on the device."""
 
     __slots__ = ()
 
@@ -26,7 +26,8 @@ class RequestPart:
 
     @property
     def cache_key(self) -> str | None:
-        """A word that must be equal for requests to share pages. None: the feature changes no keys and no values."""
+        """A text that must be equal for requests to share pages. None: the feature does not change the keys and values
+        in the cache."""
         return None
 
 

@@ -1,8 +1,8 @@
-"""Checks of values that come from outside, declared beside the field they belong to.
+"""Checks of values that come from callers. Each check is declared as part of a field's type.
 
-A dataclass declares a field as `top_k: Annotated[int, Range(0, 100)] = 0`; `check_fields` holds a whole instance to
-its declarations and raises a ValueError that names the field, what is allowed and what was given. A bool is no
-integer, and NaN, infinities and numbers that no device could hold are not numbers. No torch.
+A dataclass declares a field as `top_k: Annotated[int, Range(0, 100)] = 0`. `check_fields` checks all fields of an
+instance and raises a ValueError that names the field, the allowed values and the given value. A bool does not count as
+an integer; NaN, infinities and numbers too large for a float32 do not count as numbers. No torch.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def _either(first: Check, second: Check) -> Check:
 
 
 def _is_text(value: Any) -> bool:
-    """A text that can be written as UTF-8: a lone half of a pair has no bytes to encode or to hash."""
+    """Whether a value is a text that can be encoded as UTF-8. A text with a lone surrogate cannot."""
     return isinstance(value, str) and (value.isascii() or not re.search("[\ud800-\udfff]", value))
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 
 def canonical(value: Any) -> bytes:
-    """The one form of a JSON value: sorted keys, no spaces, ASCII, and 1.0 as 1, as some writers of JSON have it.
-    Raises ValueError or TypeError for a value that JSON does not have."""
+    """The canonical bytes of a JSON value: sorted keys, no spaces, ASCII, and 1.0 written as 1, as some JSON writers
+    do. Raises ValueError or TypeError for a value that JSON does not have."""
     return json.dumps(_whole(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 

@@ -1,5 +1,5 @@
-"""Text of others in logs and on terminals: names of files and models, messages of exceptions, headers. What would
-change a terminal, or look like a line of its own, is written out as an escape. No torch."""
+"""Makes text from outside safe for logs and terminals: names of files and models, messages of exceptions, headers.
+Characters that would control a terminal, or begin a line that looks like another record, are escaped. No torch."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from outrider.core.params import SamplingParams
 
 
 class HiddenReport(enum.Enum):
-    """Hidden states of a prompt that the results of its steps carry. A request with any ends with its prompt."""
+    """Which hidden states of a prompt the results of its steps carry. A request for any ends when its prompt is
+    computed."""
 
     NONE = "none: the request generates tokens"
     LAST = "the last token's"
@@ -34,7 +35,7 @@ class HiddenParams:
         raise NotImplementedError
 
     def checked(self, hidden_size: int, classes: ClassHead | None) -> Self:
-        """A copy that the model can serve. Raises ValueError if there is none."""
+        """Return a copy, checked against the model. Raises ValueError if the model cannot serve it."""
         raise NotImplementedError
 
 

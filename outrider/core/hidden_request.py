@@ -1,8 +1,8 @@
 """Requests for hidden states of their prompts, instead of text. No torch.
 
 They are the states after the model's final norm, from which the head would compute logits. The core reports them with
-the results of steps. A feature decides what becomes of them: its parameters are a HiddenTask, its outputs
-HiddenOutputs, and a HiddenGatherer makes one of the other.
+the results of steps. A feature decides how they are used: a HiddenTask has the parameters of a request, a
+HiddenGatherer collects its vectors over the steps, and a HiddenOutput is its output.
 """
 
 from __future__ import annotations

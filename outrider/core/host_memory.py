@@ -14,8 +14,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of malloc.h
 
 
 def available_bytes() -> int:
-    """Bytes that a process may take, including memory that caches copies of files: the system frees it at once, and
-    after a model was read it may be most of the memory. Without /proc only free memory counts."""
+    """Bytes that a process may take, including the system's file cache, which is freed on demand and may be most of the
+    memory after a model was read. On systems without /proc only free memory counts."""
     try:
         found = re.search(r"^MemAvailable:\s*(\d+) kB", MEMINFO.read_text(encoding="utf-8"), re.M)
     except OSError:  # another system
@@ -24,8 +24,8 @@ def available_bytes() -> int:
 
 
 def give_large_blocks_back() -> None:
-    """Have large blocks of memory go back to the system as soon as they are freed, where the C library is glibc.
-    Otherwise a server keeps what it took for a few large bodies, as much as 600 MB, until it ends."""
+    """Make glibc return large blocks of memory to the system as soon as they are freed; other C libraries are left as
+    they are. Otherwise a server keeps the memory of a few large request bodies, up to 600 MB, until it ends."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for option, value in ((M_MMAP_THRESHOLD, LARGE_BLOCK), (M_TRIM_THRESHOLD, LARGE_BLOCK),

@@ -1,4 +1,4 @@
-"""InputPart: what a prompt says in addition to its token ids, for ranges of its tokens. No torch.
+"""InputPart: inputs of a prompt in addition to its token ids, for ranges of its tokens. No torch.
 
 A part may give vectors in place of the embeddings of tokens, let the tokens of a range see each other in both
 directions, or both. A feature makes the parts of a request from its prompt (`engine/input_reader.py`). The scheduler,
@@ -25,14 +25,14 @@ class InputVectors(NamedTuple):
 
 
 class InputPart(RequestPart):
-    """The part of a request that says more of its inputs. A subclass overrides the methods that it needs. It is sent
-    to the worker with the request."""
+    """The part of a request that has inputs in addition to its token ids. A subclass overrides the methods that it
+    needs. The part is sent to the worker with the request."""
 
     __slots__ = ()
 
     def page_content(self, start: int, end: int, token_ids: Sequence[int]) -> Sequence[int]:
-        """Whatever the keys and values of tokens [start, end) depend on beside the tokens up to `end`, as integers: it
-        is part of the hash of a page with these tokens. token_ids: the whole prompt, at least."""
+        """Integers for everything that the keys and values of tokens [start, end) depend on, except the token ids up to
+        `end`. They enter the hash of a page with these tokens. token_ids: at least the whole prompt."""
         return ()
 
     def last_cut(self, position: int) -> int:
@@ -71,8 +71,8 @@ class InputParts(tuple[InputPart, ...]):
         return _moved(position, [part.next_cut for part in self])
 
     def chunk(self, start: int, length: int, most: int) -> int:
-        """The number of tokens of the chunk from `start` on that is nearest to `length` and ends where it may: rather a
-        longer one, if that has at most `most` tokens. 0 if there is none."""
+        """The number of tokens of a chunk from `start` that ends at an allowed position: the next one from `length`
+        tokens on or, if that is more than `most` tokens, the last one before. 0 if there is none."""
         longer = self.next_cut(start + length) - start
         return longer if longer <= most or longer == length else self.last_cut(start + length) - start
 

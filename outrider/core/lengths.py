@@ -1,4 +1,5 @@
-"""The two lengths the host keeps of a request, as types that cannot be used as exact values."""
+"""The two lengths that the host keeps of a request: bounds of its computed tokens, as types that cannot be mistaken for
+the exact number."""
 
 from __future__ import annotations
 
@@ -7,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Settled:
-    """Computed tokens confirmed by a result. A lower bound of the truth, which lives on the device."""
+    """Number of computed tokens that results have confirmed. A lower bound: only the device knows the exact number."""
 
     at_least: int = 0
 
 
 @dataclass(slots=True)
 class Bound:
-    """Computed tokens if every step in flight accepts all it was given. An upper bound of the truth."""
+    """Number of computed tokens if every step in flight accepts all its drafts. An upper bound of the exact number."""
 
     at_most: int = 0

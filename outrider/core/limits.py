@@ -1,4 +1,5 @@
-"""The sizes that every buffer, table and capacity is derived from, and the axes that buffers are declared by."""
+"""Limits: the sizes from which every buffer, table and capacity is derived. Axis: the axes by which buffers are
+declared."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ class Limits:
         }[axis]
 
     def part(self, kind: type[Part]) -> Part | None:
-        """The feature's part of the limits that has this type: sizes of the feature's buffers."""
+        """The part of the limits with this type: sizes of one feature's buffers. None if there is none."""
         return find_part(self.parts, kind)
 
     @property

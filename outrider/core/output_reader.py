@@ -1,4 +1,4 @@
-"""OutputReader: what one reader of a growing output gets, by the request's `output_kind`. No torch."""
+"""OutputReader: gives one reader of a growing output the part that the request's `output_kind` asks for. No torch."""
 
 from __future__ import annotations
 

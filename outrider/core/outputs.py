@@ -1,4 +1,5 @@
-"""Outputs of requests, and the increments they grow by. Names follow vLLM's where they mean the same. No torch."""
+"""Outputs of requests, and the increments that steps add to them. Names follow vLLM's where they mean the same. No
+torch."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ CompletionOutput.logprobs = property(  # type: ignore[assignment]
 
 
 def name_logprobs(entry: TokenLogprobs) -> dict[int, Logprob]:
-    """The chosen token with its rank, then the likeliest by rank."""
+    """Turn the entry of one position into a dict by token id: the chosen token and the likeliest ones, by rank."""
     token_ids, values, rank, texts = entry
     shown = (None,) * len(token_ids) if texts is None else texts
     named = dict(zip(token_ids[1:], map(Logprob, values[1:], count(1), shown[1:]), strict=True))
@@ -219,7 +220,7 @@ class RequestOutput:
         return known
 
     def fail(self, error: str) -> None:
-        """Samples that have not finished end with an error."""
+        """End the samples that have not finished, with this error."""
         for sample in self.outputs:
             if sample.finish_reason is None:
                 sample.finish_reason, sample.error = "error", error

@@ -179,13 +179,14 @@ class SamplingParams(metaclass=_SamplingParamsType):
 
     @property
     def is_endless(self) -> bool:
-        """Whether the text goes on after the model's end ids. A text that has all of its form ends all the same."""
+        """Whether the text goes on after the model's end ids. With structured outputs it never does: a text ends when
+        its form is complete."""
         return self.ignore_eos and self.structured_outputs is None
 
     @property
     def edits_early_stops(self) -> bool:
-        """Whether the sampler forbids stop ids for min_tokens. A grammar's masks do that themselves: a text that has
-        all of its form ends, however short it is."""
+        """Whether the sampler forbids stop ids for min_tokens. Not with structured outputs, whose masks decide: a text
+        ends when its form is complete, however short it is."""
         return self.min_tokens > 0 and self.structured_outputs is None
 
     @cached_property
@@ -232,8 +233,8 @@ class SamplingParams(metaclass=_SamplingParamsType):
 
 
 def request_seed(engine_seed: int, num_accepted: int) -> int:
-    """The seed of a request that brings none, made of the engine's seed and the number of requests accepted before it.
-    It has 53 bits, because every JSON reader keeps such an integer exactly."""
+    """The seed of a request without a seed, made from the engine's seed and the number of requests accepted before it.
+    It has 53 bits, so that every JSON reader keeps it exactly."""
     digest = hashlib.blake2b(f"{engine_seed} {num_accepted}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 11
 

@@ -1,4 +1,4 @@
-"""Ranks that hold one model together: the sizes that they share, and the failure of what they do together."""
+"""Tensor parallelism: the sizes that are divided among the ranks, and the error of a lost rank."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 
 class RankLost(RuntimeError):
-    """A rank could not reach the others, or waited for them too long. Ranks run the same sums in the same order, and
-    after this failure their orders may differ: no further step may run, and all ranks start again."""
+    """Raised if a rank could not reach the others, or waited for them too long. Ranks run the same collective sums in
+    the same order. After this error the orders may differ: no further step may run, and all ranks start again."""
 
 
 @dataclass(frozen=True)
 class ShardSize:
-    """A size of a block that ranks share."""
+    """A size of a layer that is divided among the ranks."""
 
     keys: tuple[str, ...]  # under which configs have it
     size: int

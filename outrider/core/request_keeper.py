@@ -1,4 +1,4 @@
-"""RequestKeeper: what a feature keeps for requests as long as they live. The engine calls every keeper. No torch."""
+"""RequestKeeper: keeps a feature's data of requests until they end. The engine calls every keeper. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RequestKeeper:
         for any of them."""
 
     def leave(self, asked: CheckedRequest) -> None:
-        """A request has ended."""
+        """Called when a request has ended."""
 
     def forget_requests(self) -> None:
         """Forget all requests, as the engine has done after an interrupt, which may have left this keeper in any state.
@@ -59,7 +59,7 @@ class RequestKeepers:
         return requests
 
     def enter(self, requests: Sequence[CheckedRequest]) -> None:
-        """Enter all requests everywhere, or, with a ValueError, nowhere."""
+        """Enter all requests in all keepers. If a keeper raises ValueError, no keeper keeps any of them."""
         entered: list[RequestKeeper] = []
         try:
             for keeper in self._all:

@@ -1,4 +1,4 @@
-"""RowEnd: a row has lost its request. No torch."""
+"""RowEnd: the message that a request has left its row. No torch."""
 
 from __future__ import annotations
 

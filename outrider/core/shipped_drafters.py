@@ -1,5 +1,5 @@
 """Drafters that come with the package, by the model that each is for. An engine uses its model's drafter if its
-`speculative_config` is "auto". That is no default as long as a drafter does not pay for every kind of text."""
+`speculative_config` is "auto". This is not the default, because a drafter does not make every kind of text faster."""
 
 from __future__ import annotations
 

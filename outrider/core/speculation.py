@@ -24,14 +24,15 @@ class DraftedBatch(Protocol):
 
     @property
     def only_decodes(self) -> bool:
-        """Whether every request has one known token and samples."""
+        """Whether every request of the batch computes one known token and samples the next one."""
 
 
 RequestUpdate: TypeAlias = tuple[DraftedRequest, RequestResult]  # a request and its part of a settled step
 
 
 class Speculation(ABC):
-    """Decides how many drafts each request gets in each step. A step is planned once, then its orders are taken."""
+    """Decides how many drafts each request gets in each step. For each step, the scheduler calls `plan` once and then
+    `take_orders`."""
 
     @property
     @abstractmethod
@@ -40,18 +41,19 @@ class Speculation(ABC):
 
     @abstractmethod
     def plan(self, requests: Sequence[DraftedRequest], *, is_exact: bool, has_prompts: bool) -> Sequence[int]:
-        """The most drafts of each running request in the next step. is_exact: whether the number of drafts that wait on
-        the device is known, because nothing is in flight. has_prompts: waiting requests may start in the step."""
+        """Return the most drafts of each running request in the next step. is_exact: whether the number of drafts that
+        wait on the device is known, because no step is in flight. has_prompts: whether waiting requests may start."""
 
     @abstractmethod
     def take_orders(self, batch: DraftedBatch, started: Sequence[DraftedRequest]) -> DraftOrders:
-        """Take the orders about drafts for the planned step. started: the requests that start in the step."""
+        """Return the orders about drafts that go to the worker with the planned step. started: requests that start in
+        it."""
 
     @abstractmethod
     def observe(self, batch: ScheduledBatch, result: StepResult, updates: Sequence[RequestUpdate],
                 seconds: float | None) -> None:
-        """Learn from a step whose result has been applied to the requests. seconds: from the end of the step before,
-        if nobody waited between."""
+        """Learn from a step whose result has been applied to the requests. seconds: time since the end of the step
+        before; None if the engine had no requests in between."""
 
     @abstractmethod
     def leave_row(self, request: DraftedRequest) -> None:

@@ -1,5 +1,5 @@
-"""Lines on standard error: permanent ones, and on a terminal one that says what a long wait is for and vanishes when it
-ends. No torch."""
+"""Lines on standard error: permanent lines, and on a terminal a status line, which says what a long wait is for and is
+erased when the wait ends. No torch."""
 
 from __future__ import annotations
 

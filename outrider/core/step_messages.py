@@ -1,7 +1,7 @@
-"""The two messages between the scheduler and a runner: `ScheduledBatch` and `StepResult`.
+"""The two messages between the scheduler and a runner, which runs its steps: `ScheduledBatch` and `StepResult`.
 
-Both are picklable and nothing else passes between the two sides, so a runner may live in another thread, process or
-machine.
+Both can be pickled, and nothing else passes between the two sides of a step. So a runner may be in another thread,
+process or machine.
 """
 
 from __future__ import annotations
@@ -80,16 +80,16 @@ class PageWrite:
 
 @dataclass(slots=True)
 class PageChanges:
-    """Changes of pages that the device makes before a step. The cache manager fills it, and the device pool and the
-    page tables of the rows read it; everything between carries it whole."""
+    """Changes of pages that the device makes before a step. The cache manager writes it, and the device's page pool and
+    page tables read it; code between them passes it on."""
 
     table_writes: list[PageWrite] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)  # pages that change group: zeroed before use
 
 
 class DeltaReach(enum.Flag):
-    """The kinds of products that row deltas change. Steps are captured for the kinds that may change in them, so that
-    deltas of linear layers alone do not pay for those of experts, embeddings or latents."""
+    """The kinds of matrix products that row deltas (LoRA) change. A captured step only has the delta kernels of certain
+    kinds, so that adapters of linear layers do not pay for those of experts, embeddings or latents."""
 
     NOTHING = 0
     LINEARS = enum.auto()
@@ -100,7 +100,8 @@ class DeltaReach(enum.Flag):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWrite:
-    """Pages for a row's recurrent state after exactly `boundary` tokens. A step writes them if it gets that far."""
+    """Pages for a row's recurrent state after exactly `boundary` tokens. A step writes them if the row gets that far
+    in it."""
 
     id: int  # reported in `StepResult.checkpoints` by the step that wrote the pages
     row: int
@@ -138,7 +139,7 @@ class StepMode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheOrders:
-    """Changes of pages and of recurrent states in one step."""
+    """Orders of one step about the cache: changes of pages, and writes of recurrent states."""
 
     pages: PageChanges = field(default_factory=PageChanges)
     checkpoints: list[CheckpointWrite] = field(default_factory=list)  # for rows of the batch
@@ -236,7 +237,7 @@ class StepTimes:
 
 
 class DraftingReport(NamedTuple):
-    """News of the drafters on the device, since the last result."""
+    """Faults and reports of the drafters on the device since the last result."""
 
     faults: tuple[DrafterFault, ...]
     is_over: bool  # all of them are switched off

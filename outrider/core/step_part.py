@@ -1,4 +1,5 @@
-"""StepPart: what a feature keeps of the device's rows. The steps of a worker call every part, in order. No torch."""
+"""StepPart: what a feature does for the rows in each step of a worker. Each step calls every part, in order. No torch.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +12,20 @@ if TYPE_CHECKING:
 
 class StepPart:
     """The base class of parts of a step. Methods do nothing by default. The first three methods are called before each
-    step, in this order; their work on the device is done after earlier steps."""
+    step, in this order; their work on the device runs after that of earlier steps."""
 
     def begin(self, batch: ScheduledBatch) -> None:
-        """The rows still belong to the requests of the steps before."""
+        """Called first, while the rows still belong to the requests of earlier steps."""
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """These requests have taken their rows, which hold their tokens and parameters, but no page tables yet."""
+        """Called when these requests have taken their rows: the rows have tokens and parameters, but no page tables
+        yet."""
 
     def prepare(self, batch: ScheduledBatch) -> None:
-        """All rows are complete. Next is the forward pass."""
+        """Called when all rows are complete, before the forward pass."""
 
     def reset(self) -> None:
         """Forget all rows: a step has failed, so the content of the device is unknown."""
 
     def close(self) -> None:
-        """Free what the part holds: the worker ends."""
+        """Free the resources of the part. Called when the worker ends."""

@@ -1,7 +1,7 @@
 """StructuredOutputsParams: the form that a request's text must have. Names follow vLLM.
 
-Only what can be said without a grammar library is checked here; `features/grammars/` compiles the rest before a request
-is taken.
+This file only makes the checks that need no grammar library; `features/grammars/` compiles the form before a request is
+accepted.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class StructuredOutputsParams:
 
     @property
     def where(self) -> str:
-        """The form's name in messages."""
+        """The name of the form's field in error messages."""
         return f"structured_outputs.{self.form}"
 
     @property

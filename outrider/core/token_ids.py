@@ -13,8 +13,8 @@ KEY = re.compile("[0-9]{1,10}")
 
 
 def bias_from_json(bias: Mapping[str, float]) -> dict[int, float]:
-    """The `logit_bias` of a JSON object, whose keys are texts. int() would also take ' 5_0 ' and digits of other
-    scripts."""
+    """Convert a `logit_bias` from JSON, where token ids are texts. Only decimal digits are accepted: int() would also
+    take ' 5_0 ' and digits of other scripts."""
     found: dict[int, float] = {}
     for key, value in bias.items():
         if not KEY.fullmatch(key):

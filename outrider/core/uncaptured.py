@@ -1,4 +1,4 @@
-"""Uncaptured: the reasons for which steps run uncaptured. No torch."""
+"""Uncaptured: the reasons why a step does not run as a captured graph. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Uncaptured(enum.Enum):
-    """Why a step ran without replaying a captured one."""
+    """Why a step ran without replaying a captured graph."""
 
     NO_GRAPHS = "no graphs on this device, or eager by setting"
     NO_CAPTURED_KERNELS = "layers whose kernels have no captured form"

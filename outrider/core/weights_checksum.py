@@ -1,7 +1,7 @@
 """Checksums of weights, which a trainer compares with those of the weights that it gave. No torch.
 
-A tensor's checksum is the SHA-256 of its bytes in the order of the checkpoint and in the dtype in which the engine
-holds the tensor. So it does not depend on how the tensor came: in a file, alone or among others.
+A tensor's checksum is the SHA-256 of its bytes, with the elements in the order of the checkpoint and in the dtype of
+the engine. So it does not depend on how the tensor came: in a file, alone or among others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WeightsChecksum:
         return [name for name, tensor in self.tensors.items() if tensor.kind is not None]
 
     def differences(self, other: Mapping[str, str]) -> list[str]:
-        """Names of tensors whose checksum is another one than in `other` (checksums by name), or that only one side
+        """Names of tensors whose checksum differs from the one in `other` (checksums by name), or that only one side
         has."""
         own = {name: tensor.sha256 for name, tensor in self.tensors.items()}
         return sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
