@@ -1,12 +1,13 @@
 """Candidates of top-k: the few tokens of a logit row that can be among its k likeliest, listed and drawn from.
 
-    1. the bound         a distance that k groups of tokens, or a few more, have a token within
+    1. the bound         a distance within which k groups of tokens, or a few more, have a token
     2. the candidates    all tokens within it, in any order: what is found among them does not depend on the order
-    3. two searches      the distance that top-k keeps, then the one that top-p keeps of those, by bisection
+    3. two searches      the distance up to which top-k keeps tokens, then the one for top-p among those, by bisection
     4. the draw          from the candidates that are kept
 
-Device functions; `filtered_draw.py` has the kernels. `masses.py` says what a distance and a mass are. Distances are
-searched for by how many candidates lie strictly within one, so that equal ones stay together.
+These are device functions; `filtered_draw.py` has the kernels. `masses.py` says what a distance and a mass are. The
+searches count the candidates strictly within a distance, so that tokens at equal distances are kept or dropped
+together.
 """
 
 from __future__ import annotations
@@ -23,14 +24,15 @@ _TOP_K, _TOP_P = tl.constexpr(flags.TOP_K), tl.constexpr(flags.TOP_P)
 
 @triton.jit
 def has_candidates(flag, top_k, num_groups):
-    """Whether candidates are listed for a row: its k is at most the number of groups."""
+    """Whether candidates are listed for a row: it has a top-k, and k is at most the number of groups."""
     return ((flag & _TOP_K) != 0) & (top_k <= num_groups)
 
 
 @triton.jit
 def bound_of(group_greatest, num_groups, top_k, shift, temperature, GROUPS: tl.constexpr):
-    """A distance within which at least k groups have a token, and not many more. Where nearly all groups have one, most
-    have several, so fewer groups are asked for: otherwise there would be too many candidates."""
+    """Return a distance within which at least k groups of tokens have a token, and not many more groups. If nearly all
+    groups have one, most have several, so fewer extra groups are allowed: otherwise there would be too many
+    candidates."""
     group = tl.arange(0, GROUPS)
     greatest = tl.load(group_greatest + group, mask=group < num_groups, other=float("-inf"))
     distance = tl.where(group < num_groups, distance_of(tl.div_rn(greatest - shift, temperature)), UNKNOWN)
@@ -51,7 +53,7 @@ def list_candidates(
     own, first, last, vocab, bound, shift, temperature, floor, group_greatest, count, values, ids,
     ROOM: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
 ):
-    """Add the candidates of tiles [first, last) to the row's list, as long as it has room. Counts all of them, so that
+    """Add the candidates of tiles [first, last) to the row's list while it has room. All of them are counted, so that
     an overflow is noticed."""
     for tile in range(first, last):
         greatest = tl.load(group_greatest + tile * (SIZE // GROUP) + tl.arange(0, SIZE // GROUP))
@@ -68,7 +70,8 @@ def list_candidates(
 
 @triton.jit
 def _weigh(distance, nearest, mass, values, found, SIZE: tl.constexpr):
-    """(number, mass) of the candidates strictly within a distance. The first of them are in registers."""
+    """Return (number, mass) of the candidates strictly within a distance. The first SIZE candidates are in
+    registers."""
     is_in = nearest < distance
     count = is_in.to(tl.int32)
     weight = tl.where(is_in, mass, 0)
@@ -83,7 +86,7 @@ def _weigh(distance, nearest, mass, values, found, SIZE: tl.constexpr):
 
 @triton.jit
 def _furthest(nearest, values, found, SIZE: tl.constexpr):
-    """The greatest distance of a candidate. The first of them are in registers."""
+    """Return the greatest distance of a candidate. The first SIZE candidates are in registers."""
     furthest = tl.where(tl.arange(0, SIZE) < found, nearest, 0)
     for first in range(SIZE, found, SIZE):
         index = first + tl.arange(0, SIZE)
@@ -94,7 +97,8 @@ def _furthest(nearest, values, found, SIZE: tl.constexpr):
 
 @triton.jit
 def furthest_candidate(flag, top_k, top_p, values, found, SIZE: tl.constexpr):
-    """A distance within which all candidates are kept that top-k keeps and top-p of what top-k leaves, and no other."""
+    """Return a distance that separates the candidates: within it are exactly those that top-k keeps and, of these,
+    top-p keeps."""
     index = tl.arange(0, SIZE)
     scaled = tl.load(values + index, mask=index < found, other=float("-inf"))
     nearest, mass = distance_of(scaled), probability_mass(scaled)
@@ -122,7 +126,7 @@ def furthest_candidate(flag, top_k, top_p, values, found, SIZE: tl.constexpr):
 
 @triton.jit
 def draw_candidate(furthest, values, ids, found, key, word1, word2, SIZE: tl.constexpr):
-    """The candidate with the best score among candidates within the distance."""
+    """Return the candidate with the best score within the distance."""
     zero = tl.zeros([SIZE], dtype=tl.uint32)
     best_score = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     best_token = tl.full([SIZE], NO_ID, dtype=tl.int32)

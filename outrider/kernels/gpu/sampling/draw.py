@@ -1,8 +1,8 @@
-"""Choosing tokens from logits: greedy, or Gumbel-max with counter-based noise, over the whole vocabulary.
+"""Draws tokens from logits over the whole vocabulary: greedily, or by Gumbel-max with counter-based noise.
 
-A logit row's token depends on its logits and its key alone. Ties go to the lowest id; a NaN is
-chosen before all else, so that the caller sees it.
-Knows nothing of penalties, which change the logits before they come here, nor of top-k and top-p (`filtered_draw.py`).
+A logit row's token depends only on its logits and its sampling key. Ties go to the lowest id. A NaN is chosen before
+everything else, so that the caller sees it. This file knows nothing of penalties, which change the logits beforehand,
+nor of top-k and top-p (`filtered_draw.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ _TOP_LEVEL = tl.constexpr(TOP_LEVEL)
 
 
 class Spans(NamedTuple):
-    """How each logit row is cut into spans of tiles, one for each program, and the greatest logit of every span."""
+    """The division of each logit row into spans of tiles, one span for each program, and the greatest logit of every
+    span."""
 
     grid: tuple[int, int]  # (spans, logit rows)
     num_tiles: int  # of a logit row
@@ -62,14 +63,14 @@ class Spans(NamedTuple):
 
     @property
     def most(self) -> int:
-        """An upper bound of the number of spans, the same for all lengths of a span, so that one kernel serves
-        these."""
+        """An upper bound of the number of spans, which is the same for all span lengths, so that one compiled kernel
+        serves them."""
         return next_power_of_two(self.num_tiles)
 
 
 class DraftLevels(NamedTuple):
-    """The place where confidence levels of drafts are written: a tensor [logit rows] int64, and the position of these
-    drafts in their chains."""
+    """Where to write the confidence levels of drafts: a tensor [logit rows] int64, and the index of these drafts in
+    their chains."""
 
     packed: torch.Tensor
     place: int
@@ -87,7 +88,7 @@ SLICES = ["row", "position", "ids", "temperature", "seed", "sample_index"]
 def _greatest_kernel(
     logits, row, temperature, span_greatest, logit_stride, vocab, num_tiles, span, SIZE: tl.constexpr, PDL: tl.constexpr
 ):
-    """The greatest logit of each span, in logit rows that are not greedy."""
+    """Find the greatest logit of each span, in logit rows that are not greedy."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(1).to(tl.int64)
@@ -108,14 +109,14 @@ def greatest_of_spans(span_greatest, num_spans, SPANS: tl.constexpr):
 
 @triton.jit
 def shift_of(span_greatest, num_spans, SPANS: tl.constexpr):
-    """The number taken from every logit of a row: the greatest, if it is finite."""
+    """Return what is subtracted from every logit of a row: the greatest logit, if it is finite."""
     greatest = greatest_of_spans(span_greatest, num_spans, SPANS)
     return tl.where(tl.abs(greatest) < float("inf"), greatest, 0.0)
 
 
 @triton.jit
 def own_logits(logits, edited, at, logit_stride, edited_stride, flag):
-    """Address from which a logit row is read: the edited copy, if its row asks for edits."""
+    """Return the address of a logit row: that of the edited copy if the row asks for edits."""
     return tl.where((flag & _EDITED) != 0, edited + at * edited_stride, logits + at * logit_stride)
 
 
@@ -165,7 +166,7 @@ def _score_kernel(
 
 @triton.jit
 def _level_of(logit, span_greatest, span_mass, num_spans, SPANS: tl.constexpr):
-    """The level of a chosen token (`core/draft_confidence.py`); 1 where the logits are not finite."""
+    """Return the confidence level of a chosen token (`core/draft_confidence.py`); 1 if the logits are not finite."""
     span = tl.arange(0, SPANS)
     valid = span < num_spans
     greatest = tl.load(span_greatest + span, mask=valid, other=float("-inf"))
@@ -240,7 +241,7 @@ def _launch(
     ids: torch.Tensor | None, scale: tl.constexpr, tokens: torch.Tensor, bad: torch.Tensor | None, pdl: bool | None,
     levels: DraftLevels | None = None,
 ) -> None:
-    """Score each span of a logit row in a separate program, then take the token of the best span."""
+    """Score each span of a logit row in a program of its own, then take the best token of all spans."""
     num_logit_rows, vocab = logits.shape
     if num_logit_rows == 0:
         return
@@ -272,8 +273,8 @@ def _launch(
 
 
 def _tiles_per_span(num_tiles: int, sms: int) -> int:
-    """How many tiles a program takes. If there are few tiles, each has a program; if there are many, a program takes
-    several, because its start costs as much as a tile."""
+    """Return how many tiles a program takes. With few tiles it is one; with many it is several, because starting a
+    program takes as long as a tile."""
     return min(max(1, num_tiles // (8 * sms)), _LONGEST_SPAN)
 
 
@@ -282,11 +283,13 @@ def sample_logits(
     position: torch.Tensor, *, ids: torch.Tensor | None = None, out: torch.Tensor | None = None,
     levels: DraftLevels | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """logits [logit rows, vocabulary] -> tokens [logit rows] int64: the greatest of logit / temperature + noise.
+    """Sample tokens [logit rows] int64 from logits [logit rows, vocabulary]: the greatest of logit / temperature +
+    noise.
 
-    Greedy where temperature (float32) is 0. Noise of token id t is lane t % 4 of Philox 4x32-10 with counter
-    (t // 4, position, sample_index, 0) and the 64-bit seed as key. With `ids` [vocabulary] a column stands for that
-    id, by which its noise goes and which is returned; ties go to the first column. levels: gets those of the tokens.
+    A row is greedy if its temperature (float32) is 0. The noise of token id t is lane t % 4 of Philox 4x32-10 with
+    counter (t // 4, position, sample_index, 0) and the 64-bit seed as key. With `ids` [vocabulary], a column stands for
+    the token id there, which decides its noise and is returned; ties go to the first column. levels: receives the
+    tokens' confidence levels.
     """
     name, device, keys = "sample_logits", logits.device, SamplingKeys(temperature, seed, sample_index)
     _check(name, logits, keys, position, None)
@@ -307,10 +310,11 @@ def draw_tokens(
     logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: SamplingKeys, any_sampled: bool, *,
     pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole sampler of logit rows that ask for no more than a temperature: (tokens, which are bad) [logit rows].
+    """Sample logit rows that need nothing but a temperature: returns (tokens, which rows are bad), both [logit rows].
 
-    `keys` are those of all rows. The score is (logit - greatest) / temperature + noise, rounded as the sampler's own
-    steps round it. Bad are rows whose choice is not finite; their token is 0. With `any_sampled` false all are greedy.
+    `keys` are the sampling keys of all rows. The score is (logit - greatest) / temperature + noise, with the same
+    roundings as the sampler's separate steps. A row is bad if its choice is not finite; its token is then 0. If
+    `any_sampled` is false, all rows are greedy.
     """
     _check("draw_tokens", logits, keys, position, row)
     tokens = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
@@ -323,8 +327,8 @@ def choose_scaled(
     scaled: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: SamplingKeys, any_sampled: bool = True, *,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Tokens [logit rows] from logits that have been divided by their temperatures: the greatest after noise. Whether
-    any is sampled makes no difference here: one kernel serves both."""
+    """Sample tokens [logit rows] from logits that are already divided by their temperatures. `any_sampled` is ignored
+    here: one kernel serves greedy and sampled rows."""
     _check("choose_scaled", scaled, keys, position, row)
     tokens = torch.empty(scaled.shape[0], dtype=torch.int64, device=scaled.device)
     _launch(scaled, keys, position, row, None, AS_IS, tokens, None, pdl)

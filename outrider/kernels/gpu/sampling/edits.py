@@ -1,8 +1,8 @@
-"""Edits of logits: allowed tokens, logit bias, bad words, min_tokens, penalties and masks, with each row's greatest
-logit.
+"""Edits of logits: allowed tokens, logit bias, bad words, min_tokens, penalties and masks. Also finds each row's
+greatest logit.
 
-A row that asks for no edit is not copied: later kernels read its logits where they are. Every product, sum and
-quotient is rounded by itself (fusion is off), so that edited logits equal those of `sample/edits.py` bit for bit.
+A row without edits is not copied: later kernels read the model's logits. Every product, sum and quotient is rounded by
+itself (fusion is off), so that edited logits equal those of `sample/edits.py` bit for bit.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _REGISTERS = 64  # of a thread, so that twice as many programs are there to wait
 
 
 class EditRows(NamedTuple):
-    """Fields of every row that edits read: [rows] int64, but for float32 where it says so."""
+    """The parameters of all rows that edits read: [rows] int64, except where a comment says otherwise."""
 
     flags: torch.Tensor
     temperature: torch.Tensor  # float32
@@ -67,7 +67,7 @@ class Text(NamedTuple):
 
 @triton.jit
 def _token_at(place, of, text, token_stride, draft_stride, num_columns):
-    """The token at a position of a row, -1 before its first."""
+    """Return the token at a position of a row; -1 before its first token."""
     known = tl.load(text.known + of)
     old = tl.load(text.tokens + of * token_stride + place, mask=(place >= 0) & (place < known), other=-1)
     index = place - known
@@ -77,14 +77,14 @@ def _token_at(place, of, text, token_stride, draft_stride, num_columns):
 
 @triton.jit
 def _is_in(mask, token, valid):
-    """Whether the bit of a token is set."""
+    """Whether a token's bit is set in a mask."""
     word = tl.load(mask + token // 32, mask=valid, other=0)
     return ((word >> (token % 32)) & 1) != 0
 
 
 @triton.jit
 def _penalise(logit, token, valid, of, num_before, rows, text, counts, draft_stride, count_stride):
-    """Apply penalties to logits. They count the row's outputs and the drafts before this logit row."""
+    """Apply penalties to logits. Penalties count the row's outputs and the drafts before this logit row."""
     packed = tl.load(counts + of * count_stride + token, mask=valid, other=0)
     outputs = packed & _OUTPUTS
     for index in range(0, num_before):
@@ -115,8 +115,8 @@ def _add_bias(
     own, edited, lowest, end, flag, of, num_before, rows, text, counts, mask_words, num_columns, draft_stride,
     count_stride, LIST: tl.constexpr,
 ):
-    """Add a bias to some tokens' logits. These are edited again from the model's own, because the bias comes before the
-    penalties."""
+    """Add the logit bias to the tokens that have one. Their logits are edited again from the model's, because the bias
+    comes before the penalties."""
     ids, size = rows.arena + tl.load(rows.bias_start + of), tl.load(rows.bias_len + of).to(tl.int32)
     for first in range(0, size, LIST):
         entry = first + tl.arange(0, LIST)
@@ -161,7 +161,7 @@ def _forbid_stops(edited, lowest, end, of, place, rows, stop_stride, LIST: tl.co
 
 @triton.jit
 def _keep_groups(group_greatest, tile, logit, SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """Store the greatest logit of every group of a tile: top-k searches its bound among these."""
+    """Store the greatest logit of every group of a tile: the search for the bound of top-k reads these."""
     GROUPS: tl.constexpr = SIZE // GROUP
     greatest = tl.max(tl.reshape(logit, [GROUPS, GROUP]), axis=1)
     tl.store(group_greatest + tile * GROUPS + tl.arange(0, GROUPS), greatest)
@@ -169,7 +169,7 @@ def _keep_groups(group_greatest, tile, logit, SIZE: tl.constexpr, GROUP: tl.cons
 
 @triton.jit
 def _greatest_of(logits, first, last, vocab, group_greatest, flag, SIZE: tl.constexpr, GROUP: tl.constexpr):
-    """The greatest logit of some tiles. Where top-k asks for it, each group's greatest is stored too."""
+    """Return the greatest logit of some tiles. If the row has a top-k, also store the greatest logit of each group."""
     greatest = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     for tile in range(first, last):
         token = tile * SIZE + tl.arange(0, SIZE)
@@ -185,8 +185,8 @@ def _edit_tiles(
     own, new, first, last, vocab, flag, of, num_before, rows, text, counts, mask_words, num_columns, draft_stride,
     count_stride, group_greatest, SIZE: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """Apply all edits to some tiles, except the edits that lists name. Returns (greatest edited logits, greatest of the
-    model's own) [SIZE]."""
+    """Apply all edits to some tiles, except the edits that name tokens in lists. Returns (greatest edited logits,
+    greatest logits of the model) [SIZE]."""
     greatest = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     raw = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     for tile in range(first, last):
@@ -209,7 +209,7 @@ def _edit_by_lists(
     own, new, lowest, end, place, flag, of, num_before, rows, text, counts, mask_words, stop_stride, token_stride,
     num_columns, draft_stride, count_stride, LIST: tl.constexpr,
 ):
-    """Edits tokens [lowest, end) that the row's lists name: bias, bad words, stop ids."""
+    """Edit those of the tokens [lowest, end) that the row's lists name: logit bias, bad words, stop ids."""
     tl.debug_barrier()  # a bias is written over what another thread has written, a ban over a bias
     if (flag & _BIAS) != 0:
         _add_bias(own, new, lowest, end, flag, of, num_before, rows, text, counts, mask_words, num_columns,
@@ -228,7 +228,7 @@ def _edit_kernel(
     edited_stride, mask_words, stop_stride, token_stride, draft_stride, count_stride, num_columns, vocab, num_tiles,
     span, SIZE: tl.constexpr, GROUP: tl.constexpr, LIST: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program edits one span of one logit row, lists included: no other program writes there."""
+    """Each program edits one span of one logit row, including what lists name; no other program writes there."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(1).to(tl.int64)
@@ -267,13 +267,12 @@ def edit_logits(
     logits: torch.Tensor, row: torch.Tensor, draft_index: torch.Tensor, position: torch.Tensor, rows: EditRows,
     text: Text, spans: Spans, *, any_edits: bool = True, num_counts: int | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """The edited logits [logit rows, vocabulary], written only in logit rows that ask for an edit; all other logit rows
-    are to be read from `logits`. Fills `spans.greatest` for logit rows that are edited or have a temperature: the
-    greatest logit of a span (and of each group, in logit rows with a top-k), +inf where the model's own hold a NaN or
-    +inf.
+    """Return the edited logits [logit rows, vocabulary]. Only logit rows with an edit are written; read all others from
+    `logits`. Fills `spans.greatest` for logit rows that are edited or have a temperature: the greatest logit of each
+    span (and of each group, if the row has a top-k), or +inf if the model's logits there hold a NaN or +inf.
 
-    Without `any_edits` no request has one, and `logits` itself is returned. `num_counts`: counts of a row, if not one
-    for each column.
+    If `any_edits` is false, no request has an edit and `logits` itself is returned. `num_counts`: token counts of a
+    row, if their number differs from the number of columns.
     """
     name, device, vocab = "edit_logits", logits.device, logits.shape[1]
     require_tensor(name, "logits", logits, (None, None), device, (torch.float32,))

@@ -1,16 +1,16 @@
-"""Drawing from edited logits with min-p, top-k and top-p, without a sort. `sample/filters.py` is the specification.
+"""Draws from edited logits with min-p, top-k and top-p, without a sort. `sample/filters.py` is the specification.
 
-A token is drawn by the greatest score, a scaled logit with its noise:
+The token with the greatest score is drawn; a score is a scaled logit plus its noise.
 
-    1. score     every span's best token; candidates in rows with a top-k (`candidates.py`)
-    2. pick      the best of all spans, or the token of a row with candidates; rows that ask for top-p get pivots: the
-                 distances of the best, of the best of those nearer than it, and so on
-    3. weigh     the weights within the pivots, which say whether the pivots are kept; nearly, if there are many rows
-    4. settle    where the best is not kept, spans are scored again without the tokens that are as far as it, until one
-                 is found that is kept (`rejection.py`)
+    1. score     every span's best token; in rows with a top-k, candidates (`candidates.py`)
+    2. pick      the best token of all spans, or the token of a row with candidates. Rows with a top-p get pivots:
+                 the distances of the best token, of the best one among those nearer than it, and so on
+    3. weigh     sum the weights within the pivots, which decide whether the pivots are kept; with many rows, nearly
+    4. settle    if the best token is not kept, score spans again without the tokens that are as far as it, until a
+                 token is found that is kept (`rejection.py`)
 
-A top-p of 0.9 rejects one token in ten, whatever the shape of the row. Rows that need a pivot which was not weighed, or
-one whose weight lies too near the limit, go through 3 and 4 again, exactly. What is left then is read again by one
+A top-p of 0.9 rejects one token in ten, whatever the shape of the row. A row that needs a pivot whose weight is
+missing, or too near the limit, goes through 3 and 4 again, exactly. What is still undecided then is read again by one
 program for each row, and so are rows with more candidates than there is room for (many equal logits).
 """
 
@@ -64,7 +64,7 @@ _SUMS = 1 + PIVOTS
 
 
 class FilterRows(NamedTuple):
-    """Fields of every row that filters read, [rows]."""
+    """The parameters of all rows that filters read; [rows]."""
 
     flags: torch.Tensor  # int64
     temperature: torch.Tensor  # float32
@@ -102,7 +102,7 @@ def _bound_kernel(
     row, rows, span_greatest, group_greatest, scratch, num_groups, num_spans, SPANS: tl.constexpr, GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Finds the bound of a logit row's candidates, for all programs that list them."""
+    """Find the bound of a logit row's candidates, once for all programs that list them."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(0).to(tl.int64)
@@ -121,7 +121,7 @@ def _score_filtered_kernel(
     num_tiles, num_groups, span, BOUNDED: tl.constexpr, ROOM: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr,
     GROUPS: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Finds one span's best token, or lists its candidates."""
+    """Find one span's best token, or list its candidates."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at, num_spans = tl.program_id(1).to(tl.int64), tl.num_programs(0)
@@ -159,7 +159,7 @@ def _score_filtered_kernel(
 
 @triton.jit
 def _is_listed(scratch, at, flag, top_k, num_groups, ROOM: tl.constexpr):
-    """Whether a row is drawn from candidates: there is a list, and all of them found room."""
+    """Whether a row is drawn from candidates: it has a list, and all candidates found room in it."""
     has_list = has_candidates(flag, top_k, num_groups)
     return has_list & (tl.load(scratch.num_candidates + at, mask=has_list, other=0) <= ROOM)
 
@@ -170,8 +170,8 @@ def _pick_filtered_kernel(
     vocab, num_tiles, num_groups, num_spans, ROOM: tl.constexpr, LISTED: tl.constexpr, PIVOTS: tl.constexpr,
     SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Draws the token of a row with candidates. For other rows it takes the best token of all spans, and leaves pivots
-    if the row is to be weighed."""
+    """Draw the token of a row with candidates. For other rows, take the best token of all spans, and store pivots if
+    the row has to be weighed."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(0).to(tl.int64)
@@ -220,7 +220,7 @@ def _weigh_kernel(
     FIRST: tl.constexpr, ABOUT: tl.constexpr, PIVOTS: tl.constexpr, SIZE: tl.constexpr, SPANS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Adds up one span's weight, and its weights within the pivots. ABOUT: with a small error, which a later round may
+    """Add up one span's weight, in total and within each pivot. ABOUT: with a small error, which a later round may
     correct."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -253,8 +253,8 @@ def _settle_kernel(
     vocab, num_tiles, num_groups, num_spans, span, FIRST: tl.constexpr, LAST: tl.constexpr, THRESHOLDS: tl.constexpr,
     ROOM: tl.constexpr, PIVOTS: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program draws the token of one logit row with top-k or top-p that was not drawn from candidates, or leaves it
-    to the LAST round."""
+    """Each program draws the token of one logit row with top-k or top-p that was not drawn from candidates, or leaves
+    it to the LAST round."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(0).to(tl.int64)
@@ -292,11 +292,11 @@ def draw_filtered(
     logits: torch.Tensor, edited: torch.Tensor, row: torch.Tensor, position: torch.Tensor, rows: FilterRows,
     spans: Spans, *, any_searched: bool = True, thresholds: bool = False, pdl: bool | None = None,
 ) -> Drawn:
-    """Tokens of logit rows [logit rows, vocabulary] after `edit_logits`, whose `edited` and `spans` these are.
+    """Draw the tokens of logit rows [logit rows, vocabulary] after `edit_logits`, which returned `edited` and filled
+    `spans`.
 
-    A logit row whose row asks for edits is read from `edited`, and one that asks for filters draws from what they keep.
-    All others are drawn as `draw_tokens` draws them, bit for bit. Without `any_searched` no request asks for top-k or
-    top-p.
+    A logit row is read from `edited` if its row has edits. If it has filters, it draws from the tokens that they keep;
+    otherwise it draws as `draw_tokens` does, bit for bit. If `any_searched` is false, no request has a top-k or top-p.
     """
     name, device, (num, vocab) = "draw_filtered", logits.device, logits.shape
     _check(name, logits, edited, row, position, rows)
@@ -345,8 +345,9 @@ def draw_filtered(
 
 
 def _rounds(num_logit_rows: int, thresholds: bool) -> list[tuple[bool, bool]]:
-    """Whether a round of weighing and settling is the first, and the last. Among many logit rows one mostly needs a
-    second round, which all programs share; of few rows hardly any does, and its program does it alone."""
+    """Return the rounds of weighing and settling: (whether it is the first, whether it is the last) of each. With many
+    logit rows one of them mostly needs a second round, which all programs share. With few rows a second round is rare,
+    and the row's own program does its work."""
     return [(True, True)] if thresholds or num_logit_rows < _MANY_ROWS else [(True, False), (False, True)]
 
 

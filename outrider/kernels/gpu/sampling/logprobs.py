@@ -1,14 +1,13 @@
-"""Log-probabilities of chosen tokens and of the most likely ones, in logit rows that ask for them.
+"""Log-probabilities of chosen tokens and of the most likely tokens, for logit rows whose requests ask for them.
 
-    1. every tile's greatest logit and sum of exponentials, and the greatest logit of every group of tokens
-    2. ranks are counted; tokens that reach the n-th greatest group are collected: the n most likely are among them
-    3. the n most likely are taken from those, one after the other
+    1. find every tile's greatest logit and sum of exponentials, and the greatest logit of every group of tokens
+    2. count ranks; collect the tokens that reach the n-th greatest group: the n most likely are among them
+    3. take the n most likely from those, one after the other
 
-This is the only place where a GPU adds the exponentials of float32 logits, for sampled tokens and for those of prompts.
-Tiles are cut by the vocabulary alone, and exponentials are added as integers: the compiler chooses how a tile lies in
-registers, by where the logits begin in memory among others, and sums of integers do not depend on it. Ties go to the
-lowest id. Where more tokens are collected than there is room for (many equal logits), the last kernel reads the whole
-row instead.
+On a GPU only this file adds exponentials of float32 logits, for sampled tokens and for prompt tokens. Tiles depend on
+the vocabulary alone, and exponentials are added as integers: where a row begins in memory changes how the compiler lays
+out a tile in registers, and sums of integers do not depend on that. Ties go to the lowest id. If more tokens are
+collected than there is room for (many equal logits), the last kernel reads the whole row instead.
 """
 
 from __future__ import annotations
@@ -44,8 +43,8 @@ _ROW_UNIT = tl.constexpr(2.0**40)  # of a logit row's
 
 
 class LogprobLogits(NamedTuple):
-    """The logits whose log-probabilities are reported: the model's own, or, if processed, the logits that tokens were
-    drawn from."""
+    """The logits whose log-probabilities are reported: the model's, or, if `processed`, those that tokens were drawn
+    from."""
 
     logits: torch.Tensor  # [logit rows, vocabulary] float32
     edited: torch.Tensor  # the same shape; the logits themselves if raw
@@ -68,7 +67,8 @@ class _Scratch(NamedTuple):
 
 @triton.jit
 def _shape_of(inputs, at, of, logit_stride, edited_stride, num_spans, PROCESSED: tl.constexpr, SPANS: tl.constexpr):
-    """(where the logit row is read, what is taken from each logit, what divides it, what it must reach)"""
+    """Return (the address of the logit row, what is subtracted from each logit, its divisor, and the least value it
+    must reach)."""
     if PROCESSED:
         flag = tl.load(inputs.flags + of)
         own = own_logits(inputs.logits, inputs.edited, at, logit_stride, edited_stride, flag)
@@ -121,8 +121,8 @@ def _tiles_kernel(
 
 @triton.jit
 def nth_greatest(values, count, size, GROUPS: tl.constexpr):
-    """The count-th greatest of values [size], of which there must be as many; +inf for a count of 0. Found by bisection
-    among integers that grow with the values."""
+    """Return the count-th greatest of values [size], which must have that many; +inf for a count of 0. It is found by
+    bisection over integers that are in the same order as the values."""
     group = tl.arange(0, GROUPS)
     bits = tl.load(values + group, mask=group < size, other=float("-inf")).to(tl.int32, bitcast=True)
     order = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -170,7 +170,7 @@ def _count_kernel(
 
 @triton.jit
 def _next_of(logit, token, is_in, last, last_token):
-    """The likeliest token after (last, last_token), as (logit, token); ties by id."""
+    """Return (logit, token) of the likeliest token after (last, last_token); ties by id."""
     is_in = is_in & ((logit < last) | ((logit == last) & (token > last_token)))
     best = tl.max(tl.where(is_in, logit, float("-inf")), axis=0)
     return best, tl.min(tl.where(is_in & (logit == best), token, _NO_ID), axis=0)
@@ -179,7 +179,7 @@ def _next_of(logit, token, is_in, last, last_token):
 @triton.jit
 def _next_in_row(own, last, last_token, shift, temperature, threshold, vocab, SIZE: tl.constexpr,
                  PROCESSED: tl.constexpr):
-    """The likeliest token of a whole logit row after (last, last_token), as (logit, token); ties by id."""
+    """Return (logit, token) of the likeliest token of a whole logit row after (last, last_token); ties by id."""
     best = tl.full([], float("-inf"), dtype=tl.float32)
     best_token = tl.full([], 2147483647, dtype=tl.int32)
     for first in range(0, vocab, SIZE):
@@ -247,8 +247,8 @@ def _report_kernel(
 def token_logprobs(
     inputs: LogprobLogits, tokens: torch.Tensor, spans: Spans, most: int, *, processed: bool, pdl: bool | None = None
 ) -> ReportedLogprobs:
-    """Log-probabilities of `tokens` [logit rows], their ranks, and the likeliest tokens beside: as many as the row asks
-    for, `most` at the most. Written in logit rows that ask; the numbers are those of the logits less their shift."""
+    """Report the log-probabilities and ranks of `tokens` [logit rows], and the likeliest tokens: as many as the row
+    asks for, at most `most`. Only logit rows that ask are written."""
     name, device, (num, vocab) = "token_logprobs", inputs.logits.device, inputs.logits.shape
     _check(name, inputs, tokens)
     width = min(most, vocab)
@@ -290,7 +290,8 @@ def token_logprobs(
 
 
 def report_tokens(logits: torch.Tensor, tokens: torch.Tensor, num: int) -> ReportedLogprobs:
-    """Log-probabilities of given tokens, by the same kernels as for sampled tokens. See sample/logprobs.py."""
+    """Return the log-probabilities of given tokens, from the same kernels as for sampled tokens. See
+    sample/logprobs.py."""
     device, spans = logits.device, plan_spans(logits)
     row = torch.zeros(len(logits), dtype=torch.int64, device=device)
     asked = torch.full((1,), num, dtype=torch.int64, device=device)

@@ -1,8 +1,9 @@
-"""Probability masses of scaled logits, and their sums over a logit row: those of `sample/filters.py`, to the bit.
+"""Probability masses of scaled logits, and their sums over a logit row; bit for bit those of `sample/filters.py`.
 
-A scaled logit is at most 0. Its *distance* from the greatest is the bits of its absolute value, an integer that grows
-with it: kernels compare distances, search among them and weigh the tokens within one. A *weight* is a mass for top-p
-and 1 for top-k; weights are integers, so their sums do not depend on the order of addition.
+A scaled logit is at most 0. Its *distance* from the greatest one is the bit pattern of its absolute value, an integer
+that grows with it. Kernels compare distances, search among them, and sum the weights of the tokens within a distance. A
+*weight* is a mass for top-p and 1 for top-k. Weights are integers, so their sums do not depend on the order of
+addition.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ def distance_of(scaled):
 
 @triton.jit
 def scaled_at(distance):
-    """The scaled logit that lies at this distance from the greatest scaled logit."""
+    """Return the scaled logit at this distance from the greatest one."""
     return -(distance.to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def scaled_logits(own, token, valid, shift, temperature, floor):
-    """Scaled logits, -inf where min-p leaves none."""
+    """Return scaled logits; -inf for tokens that min-p drops."""
     logit = tl.load(own + token, mask=valid, other=float("-inf"))
     scaled = tl.div_rn(logit - shift, temperature)
     return tl.where(scaled >= floor, scaled, float("-inf"))
@@ -57,11 +58,12 @@ def weights_within(
     own, first, last, vocab, shift, temperature, floor, is_mass, pivot0, pivot1, pivot2, pivot3, SIZE: tl.constexpr,
     ABOUT: tl.constexpr = False,
 ):
-    """(weight of all tokens, weights of those strictly nearer than each pivot) of tiles [first, last).
+    """Return (weight of all tokens, weights of those strictly nearer than each pivot), for tiles [first, last).
 
-    ABOUT: in half of the time, as bits that `weight_of_bits` takes back: sums in float32 of exponentials that are not
-    written out. A mass is off by less than 5e-6 of itself or 2^-40, a row's sum by less than 2e-5 of all masses;
-    numbers of tokens are exact."""
+    ABOUT: takes half of the time, and returns bits for `weight_of_bits`: float32 sums of exponentials without their own
+    implementation. A mass is off by less than 5e-6 of itself or 2^-40, a row's sum by less than 2e-5 of all masses;
+    counts of tokens are exact.
+    """
     total = tl.zeros([SIZE], dtype=tl.float32 if ABOUT else tl.int64)
     sum0, sum1, sum2, sum3 = total, total, total, total
     for tile in range(first, last):
@@ -80,7 +82,7 @@ def weights_within(
 
 @triton.jit
 def _sum(weight, ABOUT: tl.constexpr):
-    """The sum of weights as it is stored: the bits of a float64, or an integer."""
+    """Return a sum of weights as it is stored: the bits of a float64, or an integer."""
     if ABOUT:
         return tl.sum(weight, axis=0).to(tl.float64).to(tl.int64, bitcast=True)
     else:
@@ -94,8 +96,9 @@ def weight_of_bits(bits):
 
 @triton.jit
 def narrowed(inside, outside, pivot, weight, limit, slack):
-    """(greatest distance known to be kept, least known not to be), after one more pivot has been weighed: a token is
-    kept if the tokens nearer than it weigh less than the limit. Within the slack of it nothing is known."""
+    """Narrow the search after one more pivot was weighed: returns (greatest distance known to be kept, least known not
+    to be). A token is kept if the tokens nearer than it weigh less than the limit. Within the slack of the limit
+    nothing is decided."""
     weight = weight.to(tl.float64)
     return (tl.where(weight < limit - slack, tl.maximum(inside, pivot), inside),
             tl.where(weight >= limit + slack, tl.minimum(outside, pivot), outside))
@@ -104,7 +107,8 @@ def narrowed(inside, outside, pivot, weight, limit, slack):
 @triton.jit
 def furthest_kept(own, num_tiles, vocab, shift, temperature, floor, is_mass, limit, inside, outside,
                   SIZE: tl.constexpr):
-    """The greatest distance that is kept, between one that is and one that is not. Reads the row some ten times."""
+    """Return the greatest distance that is kept, between one that is kept and one that is not. Reads the row about ten
+    times."""
     while outside - inside > 1:
         step = tl.maximum((outside - inside) // 5, 1)
         pivot0, pivot1 = inside + step, tl.minimum(inside + 2 * step, outside)

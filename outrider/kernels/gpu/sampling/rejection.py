@@ -1,10 +1,10 @@
-"""Drawing from the tokens that top-p keeps, by rejection, so that no threshold has to be found.
+"""Draws from the tokens that top-p keeps, by rejection, so that no threshold has to be searched for.
 
-The best-scored of all tokens is the best of those that are kept, if it is one of them. Whether a token is kept takes
-the weight of all tokens that are nearer to the greatest logit than it (`masses.py`): one sum over the row. A token that
-is not kept rules out all that are as far, and the best of the others is next.
+If the token with the best score of all is one that top-p keeps, it is the one to draw. Whether a token is kept depends
+on the weight of all tokens nearer to the greatest logit than it (`masses.py`), which is one sum over the row. If it is
+not kept, neither are those that are as far or further, and the best of the remaining tokens is tried next.
 
-Device functions; `filtered_draw.py` has the kernels.
+These are device functions; `filtered_draw.py` has the kernels.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ _TOP_K, _TOP_P, _SEARCHED = tl.constexpr(flags.TOP_K), tl.constexpr(flags.TOP_P)
 
 @triton.jit
 def is_weighed(flag, top_k, num_groups):
-    """Whether the weight of likelier tokens decides: top-p alone, or a top-k without candidates alone."""
+    """Whether a row is decided by the weight of likelier tokens: it has a top-p or top-k, and no candidates."""
     searched = flag & _SEARCHED
     return (searched == _TOP_P) | ((searched == _TOP_K) & (top_k > num_groups))
 
 
 @triton.jit
 def best_nearer(score, distance, before):
-    """The distance of the best-scored token that is nearer than `before`; 0 where there is none."""
+    """Return the distance of the token with the best score that is nearer than `before`; 0 if there is none."""
     is_in = distance < before
     top = tl.max(tl.where(is_in, score, float("-inf")), axis=0)
     return tl.max(tl.where(is_in & (score == top), distance, 0), axis=0)
@@ -47,7 +47,7 @@ def best_nearer(score, distance, before):
 
 @triton.jit
 def token_distances(own, token, shift, temperature, vocab):
-    """The distances of spans' best tokens; a value for unknown where a span has none."""
+    """Return the distances of spans' best tokens, or a value for "unknown" if a span has none."""
     is_token = token < vocab
     logit = tl.load(own + token, mask=is_token, other=float("-inf"))
     return tl.where(is_token, distance_of(tl.div_rn(logit - shift, temperature)), UNKNOWN)
@@ -55,13 +55,13 @@ def token_distances(own, token, shift, temperature, vocab):
 
 @triton.jit
 def _limit_of(flag, top_k, top_p, total):
-    """The limit that decides about a token: it is kept if all likelier tokens together weigh less."""
+    """Return the limit: a token is kept if all likelier tokens together weigh less."""
     return tl.where((flag & _TOP_P) != 0, total.to(tl.float64) * top_p.to(tl.float64), top_k.to(tl.float64))
 
 
 @triton.jit
 def _sum_of(weights, valid, ABOUT: tl.constexpr):
-    """The sum of spans' weights: an integer, or with ABOUT nearly, as in `weights_within`."""
+    """Sum the weights of spans: an integer, or with ABOUT an approximate weight as in `weights_within`."""
     weight = tl.load(weights, mask=valid, other=0)
     if ABOUT:
         return tl.sum(weight_of_bits(weight), axis=0)
@@ -74,8 +74,8 @@ def _weighed_pivots(
     scratch, at, flag, top_k, top_p, num_spans, FIRST: tl.constexpr, ABOUT: tl.constexpr, PIVOTS: tl.constexpr,
     SPANS: tl.constexpr,
 ):
-    """(limit, greatest distance known to be kept, least known not to be) after the pivots were weighed. ABOUT: nearly,
-    so that nothing is known where a weight is close to the limit."""
+    """Return (limit, greatest distance known to be kept, least known not to be) after the pivots were weighed. ABOUT:
+    weights are approximate, so a pivot whose weight is close to the limit decides nothing."""
     span = tl.arange(0, SPANS)
     sums = scratch.sums + (at * num_spans + span) * (PIVOTS + 1)
     total = _sum_of(sums, span < num_spans, ABOUT)
@@ -96,7 +96,7 @@ def _weighed_pivots(
 
 @triton.jit
 def _search_top_k(own, flag, top_k, top_p, shift, temperature, floor, vocab, num_tiles, SIZE: tl.constexpr):
-    """(limit, least distance known not to be kept) of a row whose top-k is not by candidates."""
+    """Return (limit, least distance known not to be kept) of a row whose top-k has no candidates."""
     limit, outside = top_k.to(tl.float64), tl.full([], INFINITE, dtype=tl.int32)
     if (flag & _TOP_P) != 0:  # of what top-k leaves
         inside = tl.full([], 0, dtype=tl.int32)
@@ -111,8 +111,8 @@ def _search_top_k(own, flag, top_k, top_p, shift, temperature, floor, vocab, num
 
 @triton.jit
 def _best_of_spans(scratch, at, has_scores, num_spans, SPANS: tl.constexpr):
-    """(scores, tokens) [SPANS]: the best token of each span. Without scores every span counts as the best, so that each
-    has its turn."""
+    """Return (scores, tokens) [SPANS]: the best token of each span. Without scores every span is treated as the best,
+    so that each one is scored."""
     index = tl.arange(0, SPANS)
     is_span = index < num_spans
     if has_scores:
@@ -126,8 +126,8 @@ def _best_of_spans(scratch, at, has_scores, num_spans, SPANS: tl.constexpr):
 
 @triton.jit
 def _narrowed_by_four(inside, outside, pivot0, pivot1, pivot2, pivot3, sum0, sum1, sum2, sum3, limit):
-    """Narrow the bracket by four pivots with their exact weights, as `narrowed` does by one. Pivot 0 always counts;
-    pivots 1 to 3 count if they are above 0."""
+    """Narrow the bracket by four pivots with exact weights, as `narrowed` does by one. Pivot 0 always counts; pivots 1
+    to 3 count if they are positive."""
     inside, outside = narrowed(inside, outside, pivot0, sum0, limit, 0.0)
     if pivot1 > 0:
         inside, outside = narrowed(inside, outside, pivot1, sum1, limit, 0.0)
@@ -140,7 +140,7 @@ def _narrowed_by_four(inside, outside, pivot0, pivot1, pivot2, pivot3, sum0, sum
 
 @triton.jit
 def _leave_pivots(scratch, at, pivot0, pivot1, pivot2, pivot3, inside, outside, PIVOTS: tl.constexpr):
-    """Leaves a row's pivots to be weighed before the next round."""
+    """Store a row's pivots, to be weighed before the next round."""
     pivots = scratch.pivots + at * PIVOTS
     tl.store(pivots, pivot0)
     tl.store(pivots + 1, pivot1)
@@ -157,9 +157,9 @@ def draw_by_rejection(
     num_spans, span,
     FIRST: tl.constexpr, LAST: tl.constexpr, PIVOTS: tl.constexpr, QUADS: tl.constexpr, SPANS: tl.constexpr,
 ):
-    """(token, limit, greatest distance known to be kept, least known not to be) of a row that is weighed, or has too
-    many candidates. A row that needs a pivot which was not weighed reads itself again in the LAST round; before that it
-    leaves its pivots to be weighed, and a mark in `scratch.is_pending`."""
+    """Draw for a row that is weighed or has too many candidates: returns (token, limit, greatest distance known to be
+    kept, least known not to be). If the row needs a pivot that was not weighed, it reads its logits again in the LAST
+    round; in an earlier round it stores its pivots to be weighed, and sets a mark in `scratch.is_pending`."""
     SIZE: tl.constexpr = 4 * QUADS
     top_k, top_p, is_mass = tl.load(rows.top_k + of), tl.load(rows.top_p + of), (flag & _TOP_P) != 0
     index = tl.arange(0, SPANS)

@@ -1,5 +1,5 @@
-"""Best-scored tokens of some tiles of a logit row: greedily, or with Gumbel noise by a token's key. Device functions;
-`draw.py` and `filtered_draw.py` have the kernels.
+"""Finds the best-scored token of some tiles of a logit row: greedily, or with Gumbel noise from a sampling key. These
+are device functions; `draw.py` and `filtered_draw.py` have the kernels.
 
 Noise is lane t % 4 of Philox 4x32-10 for token id t, so a tile is read in quads of token ids.
 """
@@ -16,7 +16,8 @@ GREEDY, AS_IS, DIVIDE, SHIFT = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def gumbel(bits):
-    """Standard Gumbel noise from 32 random bits; log1p is spelled out, as log(1 - v) loses small v."""
+    """Make standard Gumbel noise from 32 random bits. log1p is computed explicitly, because log(1 - v) loses small
+    v."""
     v = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
     u = 1.0 - v
     log1p = tl.where(u == 1.0, -v, tl.log(u) * (v / tl.where(u == 1.0, 1.0, 1.0 - u)))
@@ -31,7 +32,7 @@ def better(score, token, best_score, best_token):
 
 @triton.jit
 def best_of(score, token):
-    """(highest score, lowest token that has it) of a tile."""
+    """Return (highest score, lowest token that has it) of a tile."""
     top = tl.max(score, axis=0)
     return top, tl.min(tl.where(score == top, token, NO_ID), axis=0)
 
@@ -45,7 +46,7 @@ def load_logits(logits, token, valid):
 
 @triton.jit
 def load_quads(logits, quad, vocab, QUADS: tl.constexpr):
-    """The four logits of each quad, as `load_logits` gives them, read together."""
+    """Load the four logits of each quad together, with NaN treated as in `load_logits`."""
     token = quad[:, None] * 4 + tl.arange(0, 4)[None, :]
     even, odd = tl.split(tl.reshape(load_logits(logits, token, token < vocab), [QUADS, 2, 2]))
     first, third = tl.split(even)
@@ -55,7 +56,7 @@ def load_quads(logits, quad, vocab, QUADS: tl.constexpr):
 
 @triton.jit
 def word_of(ids, token, valid, key, word1, word2, zero):
-    """32 random bits for a token, made from the token's id."""
+    """Return 32 random bits for each token, made from its id."""
     target = tl.load(ids + token, mask=valid, other=0)
     words = tl.philox(key, (target // 4).to(tl.uint32), zero + word1, zero + word2, zero)
     lane = target % 4
@@ -68,12 +69,15 @@ def scan(
     logits, first, last, vocab, temperature, shift, threshold, key, word1, word2, FULL: tl.constexpr,
     QUADS: tl.constexpr
 ):
-    """The best (score, token) of tiles [first, last), as `scan_all` finds it with SHIFT, mostly without its logarithms.
+    """Return the best (score, token) of tiles [first, last): the result of `scan_all` with SHIFT, mostly without its
+    logarithms.
 
-    With noise -log(e), e exponentially distributed, the best score belongs to the least e / exp(scaled). A key, v /
-    exp(scaled), is less work: v, the uniform number that e is made of, is never greater than e and hardly less where it
-    is small. So a token's score is computed only if its key is the least of its place in all tiles. That is enough if
-    no other key of a place is as small as one that could belong to the best score; else all is done again, in full."""
+    With noise -log(e), e exponentially distributed, the best score belongs to the least e / exp(scaled). The key v /
+    exp(scaled) is cheaper: v, the uniform number from which e is made, is never greater than e, and hardly less where
+    it is small. A token's score is computed only if its key is the least at its place in all tiles. That is enough if
+    no other key at a place is as small as one that could belong to the best score; otherwise everything is computed
+    again in full.
+    """
     zero = tl.zeros([QUADS], dtype=tl.uint32)
     least = tl.full([QUADS], float("inf"), dtype=tl.float32)
     second = tl.full([QUADS], float("inf"), dtype=tl.float32)
@@ -120,7 +124,7 @@ def scan_all(
     logits, ids, first, last, vocab, temperature, shift, threshold, key, word1, word2,
     SCALE: tl.constexpr, MAPPED: tl.constexpr, FULL: tl.constexpr, QUADS: tl.constexpr,
 ):
-    """The best (score, token) of tiles [first, last), each of them four token ids of each quad, with their noise."""
+    """Return the best (score, token) of tiles [first, last), with noise for all four token ids of each quad."""
     zero = tl.zeros([QUADS], dtype=tl.uint32)
     best_score = tl.full([QUADS], float("-inf"), dtype=tl.float32)
     best_token = tl.full([QUADS], NO_ID, dtype=tl.int32)
@@ -149,7 +153,7 @@ def scan_all(
 
 @triton.jit
 def scan_mass(logits, first, last, vocab, SIZE: tl.constexpr):
-    """(greatest logit, sum of exp(logit - greatest)) of tiles [first, last)."""
+    """Return (greatest logit, sum of exp(logit - greatest)) of tiles [first, last)."""
     greatest = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     for tile in range(first, last):
         token = tile * SIZE + tl.arange(0, SIZE)
@@ -164,7 +168,7 @@ def scan_mass(logits, first, last, vocab, SIZE: tl.constexpr):
 
 @triton.jit
 def scan_greedy(logits, first, last, vocab, SIZE: tl.constexpr):
-    """The best (logit, token) of tiles [first, last), without noise; tokens are read in order."""
+    """Return the best (logit, token) of tiles [first, last), without noise; tokens are read in order."""
     best_score = tl.full([SIZE], float("-inf"), dtype=tl.float32)
     best_token = tl.full([SIZE], NO_ID, dtype=tl.int32)
     for tile in range(first, last):

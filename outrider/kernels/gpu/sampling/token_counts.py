@@ -1,4 +1,4 @@
-"""Token counts of rows with penalties, moved on by the tokens that a step accepted."""
+"""Updates the token counts of rows with penalties by the tokens that a step accepted."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from outrider.kernels.sampling_keys import CountTable
 
 @triton.jit
 def find_counts(address):
-    """The pointer to the counts, by the address that is stored there now. The counts must exist when they are read."""
+    """Return the pointer to the counts, from the address that is stored at present. The counts must be allocated by
+    then."""
     return tl.multiple_of(tl.multiple_of(tl.load(address), 16).to(tl.pointer_type(tl.int32)), 16)
 
 
