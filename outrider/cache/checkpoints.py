@@ -1,8 +1,8 @@
-"""Checkpoints: pages that steps may write recurrent states to, from the grant until the state is known or given up.
+"""Checkpoints: pages to which steps write recurrent states, from their allocation until they are published or dropped.
 
-A boundary gets pages before a step that may reach it. The pages are published only after a step has reported that it
-wrote them, never because of a length. Requests that need pages to run take them from checkpoints. This file does not
-know tokens or tensors.
+A boundary is a number of tokens after which a state may be kept. It gets pages before a step that may reach it. They
+are published only after a step has reported that it wrote them. Requests that need pages to run take them from
+checkpoints. This file does not know tokens or tensors.
 
     handed out --reported--> latest --the request ends--> published
         |--reported, and kept for good------------------> published
@@ -45,8 +45,8 @@ _MOVES = {
 
 @dataclass(frozen=True, slots=True)
 class StateProgress:
-    """How many tokens a row's stored state has seen, as far as the host can know. Accepted drafts that wait to be
-    folded do not count."""
+    """How many tokens the stored recurrent state of a row covers, as far as the host knows. Accepted drafts that are
+    not yet folded into the state do not count."""
 
     settled: int  # tokens confirmed by results
     before: int  # least tokens when the step begins
@@ -124,7 +124,7 @@ class Checkpoints:
     # States asked for: prompts that begin alike part at any boundary, and a state is worth keeping there
 
     def is_awaited(self, digest: bytes) -> bool:
-        """Whether a running request that has yet to pass the boundary after these tokens keeps its state there."""
+        """Whether a running request was asked to keep its state after these tokens and has not passed them yet."""
         return digest in self._awaited
 
     def ask(self, request_id: int, boundary: int, digest: bytes) -> bool:
@@ -140,8 +140,8 @@ class Checkpoints:
     # Before a step
 
     def grant(self, step: int, request_id: int, progress: StateProgress) -> list[CheckpointWrite]:
-        """Returns checkpoints with pages for the boundaries that the request may reach in the step, as far as the pool
-        has pages."""
+        """Return checkpoints with pages for the boundaries that the request may reach in the step, as long as the pool
+        has free pages."""
         own = self._requests[request_id]
         for checkpoint in own.in_state(HANDED_OUT) if own.by_boundary else ():
             if checkpoint.boundary <= progress.settled:  # passed by a step that did not write it
@@ -157,8 +157,8 @@ class Checkpoints:
         return writes
 
     def sure_to_be_kept(self, request_id: int, progress: StateProgress) -> list[Checkpoint]:
-        """The checkpoints that the step will certainly write and publish, whatever steps in flight yield. Called just
-        after the step's checkpoints were granted."""
+        """The checkpoints that the step will certainly write and publish, whatever the results of steps in flight are.
+        Called just after `grant` for the same step."""
         own = self._requests[request_id]
         least = min(progress.least, own.known)
         return [c for c in own.in_state(HANDED_OUT) if c.is_kept and progress.before < c.boundary <= least]
@@ -188,8 +188,9 @@ class Checkpoints:
 
     def settle(self, step: int, written: Sequence[int], digest_of: Callable[[int, int], bytes],
                failed: Collection[int] = ()) -> None:
-        """Take a step's report. `digest_of(request, boundary)`: digest of a running request's tokens before it.
-        `failed`: requests whose values are not finite, so that their states are dropped."""
+        """Publish, keep or drop checkpoints after a step has ended. `written`: ids of the checkpoints that the step
+        wrote. `digest_of(request, boundary)`: digest of a running request's tokens before the boundary. `failed`:
+        requests whose values are not finite, so that their states are dropped."""
         self._settled_step = step
         for checkpoint_id in written:
             checkpoint = self._open.get(checkpoint_id)
@@ -280,8 +281,8 @@ class Checkpoints:
         return [checkpoint for checkpoint in self._open.values() if checkpoint.state in states]
 
     def _wanted(self, own: RequestCheckpoints, progress: StateProgress) -> list[int]:
-        """The boundaries at which the step should write a checkpoint if it reaches them: boundaries that are kept for
-        good, and every boundary that may turn out to be the row's latest."""
+        """The boundaries at which the step should write a checkpoint if it reaches them: those whose checkpoint is
+        published at once, and every boundary that may turn out to be the row's latest."""
         size, interval = self.kind.page_tokens, self.kind.interval
         first = (progress.before // size + 1) * size
         latest = max(first, progress.least // size * size)
@@ -294,7 +295,7 @@ class Checkpoints:
         return self.kind.is_kept(boundary, own.known)
 
     def _forget_awaited(self, own: RequestCheckpoints, passed: int) -> None:
-        """Other requests need not wait any more for states up to `passed` tokens."""
+        """Forget the boundaries up to `passed` tokens at which this request was asked to keep its state."""
         for boundary in [boundary for boundary in own.awaited if boundary <= passed]:
             self._awaited.discard(own.awaited.pop(boundary))
 

@@ -1,7 +1,7 @@
-"""CacheEvents: a record of which pages and recurrent states became findable, and which no longer are.
+"""CacheEvents: a record of which pages and recurrent states were added to the prefix cache or removed from it.
 
-Others' routers keep an index of these (`engine/kv_event_wire.py`). The pool and the known states note what happens, if
-there is a record. Pages of a drafter alone are left out, because a prefix hit does not need them.
+Routers in front of several engines index these events (`engine/kv_event_wire.py`). `PagePool` and `KnownStates` write
+the record, if there is one. Pages that only a drafter uses are left out, because a prefix hit does not need them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Splits layers into groups. Layers of one group share a page table, and every group's page has the same bytes.
 
-Layers of equal spec are split into groups of equal layer counts and given a power-of-two page of tokens, so that
-pages of all groups are equal in bytes with as little padding as possible. Parts that are kept once for each page follow
-behind the layers, at the same place in the pages of every group. Recurrent layers own no group: their states lie in
-rows, and their checkpoints take as many pages as they need. A target of recurrent layers alone has one group without
-layers, whose pages mark its prefixes.
+Layers with equal specs are split into groups with equal numbers of layers. Each group gets a power-of-two number of
+tokens for a page, so that the pages of all groups have equal bytes with as little padding as possible. Tensors that are
+kept once for each page follow the layers, at the same place in the pages of every group. Recurrent layers have no
+group: each row has their states, and a checkpoint takes as many pages as it needs. A target model with recurrent layers
+alone has one group without layers, whose pages only mark its prefixes.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ CacheSpec = PagedSpec | RecurrentSpec
 
 @dataclass(frozen=True)
 class LayerCache:
-    """A layer's claim on the cache: pages that it writes, another layer's pages that it only reads, or a state in
-    every row. A layer with several kinds of cache has several of these claims, and their parts have different names."""
+    """One cache that a layer declares: pages that it writes, another layer's pages that it only reads, or a recurrent
+    state in every row. A layer may declare several, whose tensors must have different names."""
 
     layer: int
     spec: CacheSpec
@@ -54,13 +54,13 @@ class LayerCache:
         return isinstance(self.spec, RecurrentSpec)
 
     def stored_as(self, cache_type: CacheType) -> LayerCache:
-        """Return this claim with keys and values stored as this type. States of recurrent layers keep their type."""
+        """Return this declaration with keys and values stored as `cache_type`. Recurrent states keep their type."""
         return self if isinstance(self.spec, RecurrentSpec) else replace(self, spec=self.spec.stored_as(cache_type))
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share one page table. `layers[i]` is member i, and owns that share of the group's pages."""
+    """Layers that share one page table. `layers[i]` is member i, and has the i-th part of every page of the group."""
 
     index: int
     spec: PagedSpec
@@ -79,14 +79,14 @@ class Group:
 
 
 class Place(NamedTuple):
-    """The place of one claim of a layer in a group's pages."""
+    """The place of one cache of a layer: the group, and the member's part of the group's pages."""
 
     group: int
     member: int
 
 
 class PlacedPart(NamedTuple):
-    """A part that a layer keeps once for each page, whichever group the page belongs to."""
+    """A tensor that a layer keeps once for each page of every group, and its place in a page."""
 
     layer: int
     part: Part
@@ -95,7 +95,8 @@ class PlacedPart(NamedTuple):
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The groups of a model, and a place for each claim of each layer. A reading layer has its owner's places."""
+    """The groups of a model, and the place of each cache of each layer. A layer that reads another layer's cache has
+    the places of that layer."""
 
     groups: tuple[Group, ...]
     places: dict[int, tuple[Place, ...]]
@@ -118,7 +119,7 @@ class CacheLayout:
 
     @property
     def padding(self) -> float:
-        """The share of the pool's bytes that stays unused if all groups with layers hold equal contexts."""
+        """The share of the pool's bytes that stays unused if all groups with layers hold equally long contexts."""
         part_bytes = sum(placed.part.num_bytes for placed in self.page_parts)
         keeping = [group for group in self.groups if group.layers]
         used = sum((group.used_bytes + part_bytes) / group.page_tokens for group in keeping)
@@ -210,7 +211,7 @@ def _best_split(buckets: dict[PagedSpec, list[int]], sizes: list[int]) -> CacheL
 
 
 def _split(buckets: dict[PagedSpec, list[int]], count: int, tokens: tuple[int, ...]) -> CacheLayout:
-    """Groups of at most `count` layers; bucket i has pages of tokens[i] tokens."""
+    """Make a layout with groups of at most `count` layers. Groups of bucket i have pages of tokens[i] tokens."""
     groups: list[Group] = []
     places: dict[int, tuple[Place, ...]] = {}
     for (spec, layers), page_tokens in zip(buckets.items(), tokens, strict=True):

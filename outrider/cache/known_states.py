@@ -1,7 +1,7 @@
-"""KnownStates: recurrent states that requests can begin from, found by the digest of the tokens before them.
+"""KnownStates: recurrent states from which requests can begin, found by the digest of the tokens before them.
 
-A state's pages are cached in the pool like any others and may be evicted one by one; a state that lost a page is no
-longer known. Pages of a state that is being restored are held until the batch that restores it is made.
+The pages of a state are cached in the pool like any others and may be evicted one by one. A state that has lost a page
+cannot be found any more. When a request begins from a state, its pages are held until that batch is made.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class KnownStates:
         return entry[1] if all(self.pool.find(key) == page for key, page in zip(keys, entry[1], strict=True)) else None
 
     def publish(self, digest: bytes, checkpoint: int, pages: list[int]) -> None:
-        """Make a state known. The caller holds the pages and frees them afterwards."""
+        """Make a state findable by its digest. The caller holds the pages and frees them afterwards."""
         known = self.find(digest)
         if known is not None:  # freed anew, so that it is evicted no earlier than the attention pages that go with it
             self._hold(known)
@@ -49,8 +49,8 @@ class KnownStates:
     # Restoring
 
     def pages_to_restore(self, pages: list[int]) -> int:
-        """How many of these pages the restoration must hold, so that they are not allocated to others before its batch
-        is made. Pages that another request restores are held already and do not count."""
+        """How many of these pages must be held for a restore, so that they are not allocated to others before its batch
+        is made. Pages that are held for another request's restore do not count."""
         restoring = set(self.held())
         return sum(page not in restoring for page in pages)
 
@@ -75,7 +75,7 @@ class KnownStates:
         self._free(self._restoring.pop(request_id, []))
 
     def held(self) -> list[int]:
-        """All pages held, each as often as it has holders."""
+        """All pages that are held for restores. A page that is held for several requests occurs several times."""
         return [page for pages in self._restoring.values() for page in pages]
 
     def _hold(self, pages: list[int]) -> None:

@@ -1,7 +1,8 @@
 """PrefixLookup: finds how much of a request's beginning other requests have computed or are computing.
 
-Finds pages and recurrent states that are published, and those that steps before a *horizon* promised. It keeps the
-hashes of the requests' tokens, asks running requests to keep states, and changes nothing else.
+It finds published pages and recurrent states, and those that steps before a given step, the *horizon*, have promised
+(`promises.py`). It keeps the hashes of the requests' tokens, asks running requests to keep states, and changes nothing
+else.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ class PrefixLookup:
         return self._hashes[request_id][page_tokens].upto(token_ids, count)
 
     def content(self, request_id: int, group: Group, column: int, token_ids: Sequence[int]) -> PageContent | None:
-        """The content of a full page for the record of events; None if there is no record."""
+        """The content of a full page for the record of cache events; None if events are not recorded."""
         if self.pool.events is None:
             return None
         size = group.page_tokens
@@ -77,7 +78,7 @@ class PrefixLookup:
         return self.pool.find(key) if page is None else page
 
     def horizon(self, step: int | None) -> Horizon:
-        """The promises that a request of the batch of `step` may use; none if there is no step."""
+        """The horizon for a request in the batch of `step`: it may use promises of steps before. None: no promises."""
         return NO_PROMISES if step is None else step + self._shares_within_step
 
     def find_state(self, digest: bytes, horizon: Horizon) -> list[int] | None:
@@ -97,9 +98,9 @@ class PrefixLookup:
 
     def cached_last(self, request_id: int, token_ids: Sequence[int], group: Group, hit: int,
                     horizon: Horizon) -> dict[PageKey, int]:
-        """The pages at the end of a hit that a row needs, by key, in the order of columns. A drafter's group may miss
-        some, since it does not shorten a hit; the drafter cannot attend to pages before the last missing one, so these
-        are left out."""
+        """The last pages of a prefix hit, as far back as the group's layers still read them, by key, in the order of
+        columns. Pages of a drafter's group may be missing, because they do not shorten a hit. The drafter cannot use
+        pages before the last missing one, so these are left out."""
         count = hit // group.page_tokens
         digests = self.digests(request_id, group.page_tokens, token_ids, count)
         pages: list[tuple[PageKey, int]] = []
@@ -114,8 +115,8 @@ class PrefixLookup:
     # Prefixes
 
     def longest(self, request_id: int, token_ids: Sequence[int], inputs: InputParts, horizon: Horizon) -> int:
-        """The longest prefix that all the target's layers can serve. At least one token is always left to compute, so
-        that there are logits to sample from."""
+        """The number of tokens of the longest prefix that is cached for all layers of the target. At least one token
+        is always left to compute, so that there are logits to sample from."""
         digest_at, kind = self.digest_at(request_id, token_ids), self._kind
 
         def has_state(boundary: int) -> bool:
@@ -146,7 +147,7 @@ class PrefixLookup:
         return False, reach
 
     def _writer_of(self, request_id: int, token_ids: Sequence[int], end: int, step: int) -> int | None:
-        """The request whose part of `step` fills the page that ends after `end` of these tokens."""
+        """The request that fills, in `step`, the page that ends after `end` of these tokens. None if there is none."""
         group = self._target_groups[0]
         digests = self.digests(request_id, group.page_tokens, token_ids, end // group.page_tokens)
         return self.promises.writer_in(step, (group.index, digests[end // group.page_tokens - 1]))

@@ -1,7 +1,8 @@
 """CacheManager: which pages each running request holds, in every group.
 
-Pages are allocated by bound lengths, and dropped and published by settled ones: a step in flight may turn out
-shorter than its bound, and then still reads what a bound would have dropped. The manager never sees a tensor.
+Pages are allocated by the upper bound of a request's length, and dropped and published by its settled length: a step in
+flight may accept fewer drafts than its bound assumes, and then still reads pages that the bound would have dropped. The
+manager never sees a tensor.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ class CacheManager:
         self._dropping = [g for g in self.groups if g.kind.next_drop(0) <= limits.max_len]
 
     def mark_all_unclean(self) -> None:
-        """Let every page be cleared before its next use, because steps of an earlier cache may have written it."""
+        """Have every page cleared before its next use, because steps of an earlier cache may have written to it."""
         self.pool.mark_unclean(range(1, self.pool.num_pages))
 
     # Admission
@@ -171,15 +172,15 @@ class CacheManager:
         return min([len(columns[g.index]) * g.page_tokens for g in self.groups])
 
     def take_changes(self) -> PageChanges:
-        """Returns the changes of pages since the last call, for the next step."""
+        """Return the changes of pages since the last call, which the device makes before the next step."""
         changes = self.pool.take_changes()
         changes.table_writes, self._table_writes = self._table_writes, []
         self.states.end_restoring()
         return changes
 
     def grant_checkpoints(self, step: int, progress: dict[int, StateProgress]) -> list[CheckpointWrite]:
-        """Returns pages for the checkpoints that a step may write, in the order of its requests. Called last before
-        the batch is made, so that running requests have their pages and checkpoints get the rest."""
+        """Return the checkpoints that a step may write, with their pages, in the order of its requests. Called just
+        before the batch is made: checkpoints get pages that no running request needs."""
         grant = self.checkpoints.grant
         progress = {each: own for each, own in progress.items() if not self._requests[each].is_mixed}
         writes = [write for request_id, own in progress.items() for write in grant(step, request_id, own)]
@@ -191,8 +192,8 @@ class CacheManager:
         return writes
 
     def promise(self, step: int, request_id: int, token_ids: Sequence[int], end: int) -> None:
-        """Promise the pages that a batch's part of a request fills with known tokens, of which `end` are computed
-        then."""
+        """Promise the pages that a step fills with known tokens of a request. end: computed tokens of the request after
+        the step."""
         pages = self._requests[request_id]
         if pages.is_mixed:
             return
@@ -209,7 +210,8 @@ class CacheManager:
 
     @property
     def has_folds(self) -> bool:
-        """Whether rows that ended wait for a batch that folds their last drafts."""
+        """Whether rows of ended requests wait for a batch that folds their last accepted drafts into their recurrent
+        states."""
         return self.checkpoints.has_folds
 
     def take_folds(self, step: int) -> list[CheckpointWrite]:
@@ -229,14 +231,14 @@ class CacheManager:
         return self.next_event(settled)
 
     def next_event(self, settled: Settled) -> int:
-        """The settled length at which a page fills or leaves a window."""
+        """The next settled length at which a page becomes full or leaves an attention window."""
         fills = (settled.at_least // self._smallest_page + 1) * self._smallest_page
         return min([fills, *(group.kind.next_drop(settled.at_least) for group in self._dropping)])
 
     def settle_checkpoints(self, step: int, written: Sequence[int], tokens_of: Callable[[int], Sequence[int]],
                            failed: Collection[int] = ()) -> None:
-        """Take a step's report of written checkpoints. `tokens_of(request)`: its known tokens, as of that step or
-        later. `failed`: requests whose values are not finite."""
+        """Publish, keep or drop checkpoints after a step has reported which it wrote. `tokens_of(request)`: its known
+        tokens after that step or later. `failed`: requests whose values are not finite."""
         if self.takes_checkpoints:
             self.checkpoints.settle(step, written, lambda request_id, boundary: self.lookup.digest_at(
                 request_id, tokens_of(request_id))(boundary), failed)
@@ -255,15 +257,15 @@ class CacheManager:
         self.pool.lose_changes([*changes, self.take_changes()])
 
     def forget_all(self) -> None:
-        """Forget all pages and states, because their content is about to be lost. No request has a row, and no step
-        is in flight."""
+        """Forget all pages and states, because their content is about to be lost. Called when no request has a row and
+        no step is in flight."""
         self.forget_unsettled(())
         emptied = self.pool.forget_cached()
         assert emptied, "a page is known by its content, and nothing should hold one"
 
     def use_weights(self, version: int) -> None:
-        """Know pages by this version of the weights from now on, so that none of an older version can be found. No step
-        is in flight. Running requests go on with the pages that they hold, and publish none any more."""
+        """Begin a new version of the weights: pages of older versions can no longer be found. Called when no step is in
+        flight. Running requests go on with the pages that they hold, but publish none any more."""
         self.checkpoints.drop_open()
         self.pool.forget_all()
         for pages in self._requests.values():
@@ -346,9 +348,10 @@ class CacheManager:
         return self.pool.num_free + self.checkpoints.num_droppable
 
     def _pages_beside(self, request_id: int, token_ids: Sequence[int], hit: int, horizon: Horizon) -> int:
-        """Pages for all known tokens and one more, minus pages of the hit that other requests hold.
+        """The number of free pages needed for all known tokens and one more, without pages of the prefix hit that other
+        requests hold.
 
-        A hit page without a holder counts like a fresh page, because holding it takes it out of the free pages."""
+        A page of the hit that no request holds counts like a new page, because holding it makes one free page less."""
         needed = self.pages_to_start(len(token_ids) + 1)
         for group in self.groups:
             cached = self.lookup.cached_last(request_id, token_ids, group, hit, horizon)

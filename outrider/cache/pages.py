@@ -1,4 +1,4 @@
-"""PagePool: page numbers with their holders, the content each page is known by, and the order of reuse.
+"""PagePool: for each page number, how many requests hold it, the hash by which it is found, and when it is reused.
 
 Every page but the null page is, at any time, exactly one of: blank (no content), cached (content without a holder),
 owned (one or more holders). The pool does not know tokens, tensors or the meaning of groups.
@@ -61,8 +61,8 @@ class PagePool:
         return self._holders[page] > 0
 
     def allocate(self, group: int, *, is_overwritten: bool = False) -> int:
-        """Returns a page for one holder. If the page last belonged to another group, the device clears its bytes before
-        the next step, unless the holder overwrites all of them."""
+        """Return a page, with one holder. If the page last belonged to another group, the device clears its bytes
+        before the next step, unless the holder overwrites all of them."""
         if self._num_blank:
             page = self._take_blank(group)
         else:
@@ -125,12 +125,12 @@ class PagePool:
             self.forget_cached()
 
     def take_changes(self) -> PageChanges:
-        """Returns the changes of bytes since the last call, which the device makes before the next step."""
+        """Return the pages to clear since the last call. The device clears them before the next step."""
         changes, self._changes = self._changes, PageChanges()
         return changes
 
     def lose_changes(self, lost: Iterable[PageChanges]) -> None:
-        """Mark pages as unclean that a failed step had to clear, because it may not have cleared them."""
+        """Mark the pages that failed steps should have cleared as unclean, because they may not have been cleared."""
         self.mark_unclean([page for changes in lost for page in changes.cleared])
 
     def mark_unclean(self, pages: Sequence[int]) -> None:

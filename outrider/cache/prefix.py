@@ -1,7 +1,7 @@
-"""Chained hashes of full pages, and the longest prefix that all the target's groups can serve.
+"""Chained hashes of full pages, and the search for the longest prefix that all groups of the target have cached.
 
-A page is known by the hash of everything up to its end: tokens, salt and other keys. Two requests share a page only
-if all of that is equal.
+The hash of a page covers everything up to its end: tokens, salt and other keys. Two requests share a page only if all
+of these are equal.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def longest_hit(
     is_known: Callable[[PageKey], bool], groups: Sequence[Group], hashes: dict[int, PageHashes],
     token_ids: Sequence[int], most: int, serves_state: Callable[[int], int] = int,
 ) -> int:
-    """The longest prefix of at most `most` tokens that all groups can serve: a candidate is lowered until all agree.
+    """The length of the longest prefix of at most `most` tokens that all groups have cached. A candidate length is
+    lowered until all groups have it.
 
-    `is_known`: whether there is a page of a key. `serves_state` lowers a candidate to a length after which the state of
-    the recurrent layers is known."""
+    `is_known`: whether there is a page with this key. `serves_state` lowers a candidate to a length after which the
+    state of the recurrent layers is cached."""
     step = max(group.page_tokens for group in groups)
     candidate = most // step * step
     found: dict[PageKey, bool] = {}  # a page is asked for again whenever another group lowers the candidate

@@ -1,14 +1,14 @@
-"""Promises: pages and recurrent states that steps in flight are writing, and the requests that share them already.
+"""Promises: pages and recurrent states that steps in flight are writing, and the requests that already use them.
 
-Requests that arrive together often begin alike. Without promises each would compute the common beginning for itself,
-because pages are published only when their step has settled. A promise makes what a step will surely write findable
-under the same keys at once:
+Requests that arrive together often begin with the same tokens. Pages are published only when the result of their step
+has come, so without promises each of these requests would compute the common tokens itself. With a promise, pages and
+states that a step will certainly write can be found at once:
 
-    batch made     pages that the known tokens of a request fill, and the checkpoints kept within them, are promised
-    shared         a request that begins from them runs behind their writer, and is bound to the writer's fate
-    step settles   kept: the pages are published, whether or not their writer still runs
-                   broken (the writer's values are not finite, or a state was not written): sharers start again
-    step fails     all promises are erased, with all rows
+    batch made     pages that known tokens of a request fill, and checkpoints that are kept there, are promised
+    shared         other requests begin from them; their steps run after the step that writes the pages
+    result comes   the pages are published, whether or not their writer still runs; but if the writer's values are not
+                   finite, or a state was not written, the promise is broken and its sharers start again
+    step fails     all promises are erased, and all requests lose their rows
 
 A promise holds its pages until then. Only known tokens are promised, never drafts. This file does not know tokens.
 """
@@ -50,8 +50,8 @@ class Promises:
     # Making a batch
 
     def add_page(self, step: int, writer: int, key: PageKey, page: int, content: PageContent | None = None) -> None:
-        """Promise a page. A key that is known or promised already stays with the page that has it. `content`: for the
-        record of events, if there is one."""
+        """Promise a page, unless a page with this key is published or promised already. `content`: for the record of
+        cache events, if there is one."""
         if key in self._of_page or self.pool.find(key) is not None:
             return
         promise = self._open(step, writer)
@@ -62,7 +62,7 @@ class Promises:
         self._of_page[key] = promise
 
     def add_state(self, step: int, checkpoint: Checkpoint, digest: bytes) -> None:
-        """Promise a recurrent state, which the step surely writes to the checkpoint's pages."""
+        """Promise a recurrent state, which the step certainly writes to the checkpoint's pages."""
         known = self._of_state.get(digest)
         if known is not None and known.states[digest].is_open:
             return
@@ -78,14 +78,14 @@ class Promises:
         return promise.pages[key] if promise is not None and promise.step < before else None
 
     def find_state(self, digest: bytes, before: int) -> Checkpoint | None:
-        """The checkpoint that a step before `before` writes after these tokens."""
+        """The checkpoint that a step before `before` writes after the tokens of this digest; None if there is none."""
         promise = self._of_state.get(digest)
         if promise is None or promise.step >= before or not promise.states[digest].is_open:
             return None
         return promise.states[digest]
 
     def writer_in(self, step: int, key: PageKey) -> int | None:
-        """The request that fills the page of this key in this step."""
+        """The request that fills the page of this key in this step; None if there is none."""
         promise = self._of_page.get(key)
         return promise.writer if promise is not None and promise.step == step else None
 
@@ -115,8 +115,9 @@ class Promises:
     # Settling
 
     def settle(self, step: int, failed: Collection[int], written: Collection[int]) -> set[int]:
-        """Take a step's result. `failed`: requests whose values are not finite; `written`: ids of the checkpoints that
-        the step wrote. Returns the requests that began from values they must not use."""
+        """Publish or break the promises of a step whose result has come. `failed`: requests whose values are not
+        finite; `written`: ids of the checkpoints that the step wrote. Returns the requests that shared a broken
+        promise and must start again."""
         made = self._by_step.get(step)
         if made is None:
             return set()

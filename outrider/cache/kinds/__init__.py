@@ -1,5 +1,6 @@
-"""Kinds of cache, one file each. A kind has a spec, which layers declare, and answers how many pages a request may
-hold, which prefixes cached pages serve, and which pages a commit frees. `register_kind` adds a kind from outside."""
+"""Kinds of cache, one file each, such as full or sliding-window attention. Layers declare the spec of a kind. The kind
+says how many pages a request may hold, which prefixes can be reused, and which pages can be freed when tokens settle.
+`register_kind` adds a kind from outside."""
 
 from outrider.cache.kinds.chunked import ChunkedKind, ChunkedSpec
 from outrider.cache.kinds.full import FullKind, FullSpec

@@ -1,5 +1,5 @@
-"""Attention within chunks of a text: keys and values of the chunk that the next token lies in. Pages of earlier chunks
-are freed."""
+"""Attention within chunks of a text. The cache keeps keys and values of the chunk of the next token; pages of earlier
+chunks are freed."""
 
 from __future__ import annotations
 

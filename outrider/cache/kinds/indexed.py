@@ -1,6 +1,6 @@
-"""Attention to chosen blocks of a context: keys and values of every token, and the index keys that choose.
+"""Sparse attention to chosen blocks of a context: keys and values of every token, and index keys to choose blocks by.
 
-All parts lie in the same pages and are found by the same page table. Pages stay until the request ends.
+All of them are stored in the same pages, with one page table. Pages stay until the request ends.
 """
 
 from __future__ import annotations

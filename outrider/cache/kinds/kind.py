@@ -1,7 +1,7 @@
-"""Specs and kinds of paged caches: the declarations, the questions a kind answers, and the registry from spec to kind.
+"""PagedSpec, a layer's declaration of its paged cache; Kind, its page arithmetic; and the registry from spec to kind.
 
-A spec is a value: layers with equal specs may share a group. A kind is a spec bound to one group's page size. Planner,
-allocator, buffers, graphs and kernels all ask the kind; there is no second formula for any of these numbers.
+A spec is a value: layers with equal specs may share a group. A kind is a spec with the page size of one group. Planner,
+allocator, buffers, graphs and kernels all ask the kind, so that each formula exists only once.
 """
 
 from __future__ import annotations
@@ -76,14 +76,15 @@ class Kind(Protocol):
         """The settled length at which `first_needed` moves on."""
 
     def serves(self, is_cached: Callable[[int], bool], candidate: int) -> int:
-        """The longest prefix of at most `candidate` tokens (a multiple of the page) that cached columns serve."""
+        """The length of the longest prefix of at most `candidate` tokens (a multiple of the page size) for which all
+        needed pages are cached. `is_cached(column)`: whether the page of this column is."""
 
 
 _KINDS: dict[type[PagedSpec], Callable[[Any, int], Kind]] = {}
 
 
 def register_kind(spec: type[PagedSpec], kind: Callable[[Any, int], Kind]) -> None:
-    """Let `kind(spec, page_tokens)` answer for layers that declare this type of spec."""
+    """Use `kind(spec, page_tokens)` for layers that declare this type of spec."""
     _KINDS[spec] = kind
 
 

@@ -1,6 +1,6 @@
-"""Latent attention: one compressed vector of every token, shared by all heads, and perhaps an index key beside it.
+"""Latent attention (MLA): one compressed vector of every token, shared by all heads, and in some models an index key.
 
-Both parts lie in the same pages and are found by the same page table. Pages stay until the request ends.
+Both are stored in the same pages, with one page table. Pages stay until the request ends.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Pages that keep nothing of their tokens, for models whose layers are all recurrent.
+"""Pages that store nothing of their tokens, for models whose layers are all recurrent.
 
-States lie in rows, so no layer of these models needs pages. But prefixes are counted, shared and dropped in pages, and
+Recurrent states are stored by row, so no layer of these models needs pages. But prefix hits are counted in pages, and
 checkpoints of states are lists of pages.
 """
 
@@ -14,7 +14,7 @@ from outrider.cache.kinds.parts import Part
 
 @dataclass(frozen=True)
 class MarkerSpec(PagedSpec):
-    """Keeps no part of a token."""
+    """A spec that stores nothing of a token."""
 
     @property
     def parts(self) -> tuple[Part, ...]:

@@ -1,5 +1,5 @@
-"""Recurrent layers keep a state in every row, which each token overwrites. A running state is never a page; a
-checkpoint is a list of pages that hold the layers' states and tails one after the other."""
+"""Recurrent layers keep a state in every row, which each token overwrites. The state of a running request is not stored
+in pages. A checkpoint is a list of pages with the states and convolution tails of all layers, one after the other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ CHECKPOINT_INTERVAL = 1024  # tokens
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """The state, tail and draft window that one layer keeps in every row."""
+    """The sizes of what one layer keeps in every row: state, tail (last inputs of the convolution) and the inputs of
+    drafts."""
 
     conv_dim: int  # inputs of the causal convolution per token
     conv_width: int  # kernel width; the tail holds the last conv_width - 1 inputs, before the convolution
@@ -27,7 +28,8 @@ class RecurrentSpec:
 
     @property
     def state_itemsize(self) -> int:
-        """Bytes of one element. A narrower state would round where steps end, and text would depend on acceptance."""
+        """Bytes of one element of the state. A narrower state would be rounded at the end of each step, so that the
+        text would depend on how many drafts are accepted."""
         return max(4, self.itemsize)
 
     @property
@@ -40,7 +42,7 @@ class RecurrentSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of state and tail, which a checkpoint keeps of the layer."""
+        """Bytes of state and tail: what a checkpoint keeps of the layer."""
         return self.state_bytes + self.tail_bytes
 
     @property
@@ -89,8 +91,8 @@ class RecurrentKind:
         return {layer: start for (layer, _), start in zip(self.layers, accumulate(sizes, initial=0), strict=False)}
 
     def is_kept(self, boundary: int, prompt_len: int) -> bool:
-        """Whether a checkpoint is published for good: at every interval, and at the last boundary before the prompt's
-        end. Other checkpoints live only until the row's next one."""
+        """Whether a checkpoint is published as soon as it is written: at every interval, and at the last boundary
+        before the prompt's end. Other checkpoints live only until the row's next one."""
         return boundary % self.interval == 0 or boundary == self.last_boundary(prompt_len)
 
     def last_boundary(self, tokens: int) -> int:
@@ -98,7 +100,8 @@ class RecurrentKind:
         return max(0, tokens - 1) // self.page_tokens * self.page_tokens
 
     def serves(self, has_checkpoint: Callable[[int], bool], candidate: int) -> int:
-        """The longest prefix of at most `candidate` tokens whose state is known; `candidate` if there are no layers."""
+        """The length of the longest prefix of at most `candidate` tokens after which there is a checkpoint;
+        `candidate` if there are no layers."""
         if not self.layers:
             return candidate
         for boundary in range(candidate // self.page_tokens * self.page_tokens, 0, -self.page_tokens):

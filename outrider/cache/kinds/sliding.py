@@ -1,4 +1,4 @@
-"""Sliding-window attention: keys and values of the last tokens. Pages that left the window are freed."""
+"""Sliding-window attention: keys and values of the last tokens. Pages that have left the window are freed."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from outrider.cache.kinds.parts import Part
 
 @dataclass(frozen=True)
 class CacheType:
-    """Keys and values as the model computes them. Subclasses store them in other parts, of which "k" and "v" must be
-    two."""
+    """Keys and values stored in the model's dtype. Subclasses store them in other forms, in tensors of which two must
+    have the names "k" and "v"."""
 
     name: str  # value of the setting kv_cache_dtype
 
