@@ -35,7 +35,7 @@ class _Asked:
 
 
 class RankAnswers:
-    """Collects the answers of ranks. May be used by several threads."""
+    """Collects the answers of ranks to steps and commands. May be used by several threads."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -83,7 +83,8 @@ class RankAnswers:
         return None
 
     def overdue(self, seconds: float) -> WorkerDied | None:
-        """An error if a step or a command has failed on some ranks and the others have not answered for too long."""
+        """Return an error if a step or a command has failed on some ranks, and the others have not answered in so many
+        seconds since."""
         with self._lock:
             for number, asked in self._asked.items():
                 if asked.first_failure is not None and time.monotonic() - asked.first_failure > seconds:
@@ -116,8 +117,8 @@ def _is_lost(failures: dict[int, Failure]) -> bool:
 
 
 def _alone_of(number: int, failures: dict[int, Failure]) -> WorkerDied:
-    """The error that names the first rank that failed by itself. Ranks that failed only because they lost another rank
-    come last."""
+    """Make the error that names the first rank that failed by itself. A rank that failed only because it lost another
+    rank is named only if there is no such rank."""
     by_cause = sorted(failures.items(), key=lambda own: (issubclass(own[1].kind, RankLost), own[0]))
     return _alone(by_cause[0][0], number, by_cause[0][1])
 

@@ -1,8 +1,8 @@
-"""RankWatch: finds the rank that has died, hangs or was left behind, and names it. No torch.
+"""RankWatch: finds out that a rank has died, hangs or was left behind by the others, and names it. No torch.
 
-A process that is stopped shows no life. One that hangs shows life and makes no progress: then the ranks that wait for
-others in a sum are not to blame, and the rest are. Time counts only while the parent itself runs, so that ranks survive
-a machine, or a group of processes, that was suspended.
+A process that is stopped no longer counts up its beats. One that hangs still does, but makes no progress: then the
+ranks that wait for others in a sum are not to blame, and the rest are. Time counts only while the parent itself runs,
+so that ranks survive when the machine or the group of processes is suspended.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class RankWatch:
         self._dead: set[int] = set()  # ranks that had ended at the last look
 
     def look(self, seconds: float, *, has_steps: bool, has_any: bool) -> WorkerDied | None:
-        """Check the ranks. seconds: the time since the last check. has_steps, has_any: whether a step, or any message,
-        waits for an answer. Returns an error that names a rank if the ranks cannot go on."""
+        """Check the ranks. Returns an error that names a rank if the ranks cannot go on. seconds: the time since the
+        last check. has_steps, has_any: whether any step, or any message at all, waits for an answer."""
         seconds = min(seconds, 2 * LOOK_SECONDS)
         for index, own in enumerate(self._ranks):
             if own.process.exitcode is not None:
@@ -74,14 +74,15 @@ class RankWatch:
         return None if stuck <= limit else WorkerDied(f"nothing has moved for {stuck:.0f} s: {self.blamed()}")
 
     def blamed(self) -> str:
-        """A description of the ranks that hold up the rest: ranks that do not wait for another rank, or all ranks if
-        every rank waits."""
+        """Describe the ranks that hold up the rest: those that do not wait for another rank, or all ranks if every rank
+        waits."""
         busy = [own for own in self._ranks if not own.status.is_waiting]
         return ", ".join(own.words for own in busy or self._ranks)
 
 
 def death_of(own: RankProcess, num_ranks: int, when: str = "") -> WorkerDied:
-    """The error for a rank whose process has died. when: a description that replaces the last activity of the rank."""
+    """Make the error for a rank whose process has died. when: words for the time of its death, in place of the rank's
+    last activity."""
     code = own.process.exitcode
     if code == UNGUARDED:
         return WorkerDied(UNGUARDED_ADVICE)

@@ -1,8 +1,8 @@
-"""Streams: the readers' ends of requests, each in its reader's event loop.
+"""Streams: objects from which asyncio readers get the outputs of their requests, each in its reader's event loop.
 
-A stream is sent what each step added. It keeps one growing output, of which its reader gets a copy whenever it looks,
-or the increments that its reader has not seen: a slow reader costs no more memory than its output, and no request waits
-for it.
+A stream gets the increment of each step. It keeps either one growing output, of which its reader gets copies, or the
+increments that its reader has not seen. A slow reader therefore costs no more memory than its output, and no request
+waits for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outrider.core.outputs import OutputIncrement
 
 
 class RequestError(RuntimeError):
-    """One request failed while it ran, as its output's `error` says."""
+    """One request failed while it ran. The message is the `error` of its output."""
 
 
 class ParamsError(RequestError):
@@ -29,7 +29,7 @@ class ParamsError(RequestError):
 
 
 class Stream(ABC):
-    """The stream by which a reader receives one request's outputs. `put` and `fail` run in the reader's event loop."""
+    """Gives a reader the outputs of one request. `put` and `fail` run in the reader's event loop."""
 
     def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop) -> None:
         self.request_id = request_id
@@ -52,7 +52,8 @@ class Stream(ABC):
             self._waiter.set_result(None)
 
     async def _wait(self) -> None:
-        """Wait until something is ready. A new future for each wait costs half as much as an `asyncio.Event`."""
+        """Wait until there is something to read. A new future for each wait costs half as much as an
+        `asyncio.Event`."""
         if not self._is_ready:
             self._waiter = self.loop.create_future()
             await self._waiter
@@ -69,7 +70,7 @@ class Stream(ABC):
 
 
 class GrowingOutput(Stream):
-    """Keeps the whole output, of which the reader gets copies or parts."""
+    """A stream that keeps the whole output and gives its reader copies, or parts of it."""
 
     def __init__(self, output: Output, reader: OutputReader, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__(output.request_id, loop)
@@ -89,7 +90,8 @@ class GrowingOutput(Stream):
 
 
 class Increments(Stream):
-    """Keeps the increments that the reader has not seen: as much memory as the part of the output that they are."""
+    """A stream that keeps the increments that its reader has not seen. They take as much memory as that part of the
+    output."""
 
     def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop, num_samples: int) -> None:
         super().__init__(request_id, loop)

@@ -1,7 +1,8 @@
-"""RequestChecks: makes a CheckedRequest of what a caller gave, once, before the engine takes it.
+"""RequestChecks: checks a caller's prompt and parameters and makes a CheckedRequest of them, once, before the engine
+gets it.
 
-Everything that may be wrong with a request is found here. Reads the engine's limits and what it was started with;
-changes nothing, so any thread may ask.
+Everything that may be wrong with a request is found here. The checks only read the engine's limits and settings, so any
+thread may run them.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ class RequestChecks:
 
     def check_all(self, prompts: Sequence[Prompt], params: Sequence[RequestParams],
                   priorities: Sequence[int], caller: Caller | None = None) -> list[CheckedRequest]:
-        """Make one checked request for each prompt. A long text takes long to tokenize, and what a feature prepares for
-        parameters may take seconds. Requests often share parameters, which are checked once. `caller`: on whose behalf,
-        where features give tenants turns."""
+        """Make one checked request for each prompt. This may take seconds, for a long text or for what a feature
+        prepares. Parameters that several requests share are checked once. `caller`: the tenant on whose behalf the
+        requests are checked, for features that give tenants turns."""
         given = {id(own): own for own in params}
         checked = {key: self._check_params(own) for key, own in given.items()}
         makers = {key: self.features.part_makers(own, caller) for key, own in checked.items()}
@@ -50,8 +51,8 @@ class RequestChecks:
 
     def join_pairs(self, ones: list[Any], others: list[Any],
                    chat_template: str | None = None) -> list[list[int]]:
-        """One prompt for each pair of texts, for a head that scores pairs. Text i of `others` is paired with text i of
-        `ones`, or with the only text of `ones`."""
+        """Make the token ids of one prompt for each pair of texts, for a head that scores pairs. Text i of `others` is
+        paired with text i of `ones`, or with the only text of `ones`."""
         classes = self.model.classes
         assert classes is not None
         if classes.num_labels != 1:
@@ -95,7 +96,7 @@ class RequestChecks:
                               parts=(*inputs, *(make() for make in makers)))
 
     def _own_ids(self, prompt: dict[str, Any]) -> Sequence[int]:
-        """The token ids that a prompt gives, or those of its text."""
+        """Return the token ids that a prompt gives, or tokenize its text."""
         token_ids, text = prompt.get("prompt_token_ids"), prompt.get("prompt")
         if token_ids is None:
             assert isinstance(text, str), "a prompt has a text, token ids or inputs of a feature"
@@ -103,7 +104,7 @@ class RequestChecks:
         return token_ids
 
     def _check_params(self, given: RequestParams) -> RequestParams:
-        """A copy of the parameters that the engine can serve, with their words as tokens. Requests may share it."""
+        """Check parameters, and return a copy in which words are token ids. Several requests may share the copy."""
         if isinstance(given, HiddenParams):
             return given.checked(self.model.limits.hidden_size, self.model.classes)
         if self.model.classes is not None:

@@ -1,11 +1,12 @@
-"""RequestLoop: the one loop that drives an engine for callers in their own threads.
+"""RequestLoop: runs the steps of an engine for synchronous callers, in the callers' threads.
 
-Several callers may follow their requests in turn, or in several threads, which wait for each other. Each call steps the
-engine for all of them; what a step added to another caller's request is kept until that caller looks.
+There may be several callers, also in several threads, of which one at a time uses the engine. A step computes tokens
+for the requests of all callers; what it adds to another caller's request is kept until that caller asks.
 
-An interrupt may land on any line, also while another one is cleaned up after. So the engine is only ever touched while
-`_is_mid_change` is set; a caller that finds it set resets the engine and goes on from the outputs that callers have.
-A caller is known by a weak reference: the next call drops the requests of callers that are gone.
+An interrupt may land on any line, also during the clean-up after another interrupt. The engine is therefore changed
+only while `_is_mid_change` is set. A call that finds the mark already set resets the engine and goes on from the
+outputs that callers have. Callers are held by weak references: the next call drops the requests of callers that are
+gone.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ Made = TypeVar("Made")
 
 
 class Caller:
-    """One call of a user, which follows some requests until all have finished or the call ends."""
+    """One call of a user. It follows some requests until all have finished or the call ends."""
 
     def __init__(self, *, only_ends: bool = False) -> None:
-        """only_ends: the caller wants each output only when it has ended. This saves handing every output over at every
-        step."""
+        """only_ends: the caller wants an output only when it has finished, which saves handing over every output at
+        every step."""
         self.only_ends = only_ends
         self.left: set[str] = set()  # requests that have not finished
         self.readers: dict[str, OutputReader] = {}  # of requests whose outputs are not read whole, as they grow
 
     def read(self, output: Output) -> Output | None:
-        """The output as its reader gets it; None as long as there is nothing for the reader."""
+        """Return the output in the form that its reader wants; None if the reader is not due to get anything yet."""
         reader = self.readers.get(output.request_id)
         if reader is None:
             return output
@@ -50,7 +51,7 @@ class Caller:
 
 @dataclass
 class _Followed:
-    """A request that runs, or that has ended without its caller having seen it."""
+    """A request that runs, or that has ended while its caller has not seen the end."""
 
     queued: CheckedRequest
     output: Output
@@ -76,7 +77,8 @@ class RequestLoop:
         self._is_at_work = False  # in `_add` or `_next_of`, or one of them was interrupted
 
     def add(self, caller: Caller, requests: Sequence[CheckedRequest]) -> list[str]:
-        """Ids of the requests. One that the engine refuses raises ValueError before any is started."""
+        """Start the requests, and return their ids. If the engine refuses one, this raises ValueError and none is
+        started."""
         while self._engine.pause.is_coming:
             time.sleep(PAUSE_SECONDS)
         with self._lock:
@@ -103,16 +105,16 @@ class RequestLoop:
 
     def follow(self, caller: Caller,
                before_step: Callable[[], None] | None = None) -> Generator[Output, None, None]:
-        """The outputs of a caller's requests, whenever a step has changed one, until all are finished. They grow in
-        place. Requests that still run when the iterator is closed, or fails, are aborted, also before its first output
-        is asked for. `before_step` may raise, to end them."""
+        """Yield each output of the caller's requests whenever a step has changed it, until all are finished. The same
+        output object grows. If the iterator is closed or fails, requests that still run are aborted, even before the
+        first output was asked for. `before_step` may raise an error, to end them."""
         outputs = self._outputs_of(caller, before_step)
         next(outputs)  # a generator that is closed before it has begun would skip its `finally`
         return cast(Generator[Output, None, None], outputs)
 
     def _outputs_of(self, caller: Caller,
                     before_step: Callable[[], None] | None) -> Generator[Output | None, None, None]:
-        """The generator behind `follow`. It yields one None before the outputs, so that `follow` can start it."""
+        """The generator behind `follow`. It yields None once before the outputs, so that `follow` can start it."""
         is_interrupted = False
         try:
             yield None
@@ -138,7 +140,7 @@ class RequestLoop:
                     self._is_at_work = False
 
     def step(self, caller: Caller) -> list[Output]:
-        """The outputs of a caller's requests that have changed; if there is none, after one step."""
+        """Return the outputs of the caller's requests that have changed. If none has changed, run one step first."""
         if self._must_wait(caller):
             time.sleep(PAUSE_SECONDS)
             return []
@@ -152,7 +154,8 @@ class RequestLoop:
         return changed
 
     def step_until(self, is_done: Callable[[], bool]) -> None:
-        """Make steps, whose outputs are kept for their callers. Between two steps others may use the engine."""
+        """Run steps until `is_done` returns True. Outputs are kept for their callers, and other threads may use the
+        engine between two steps."""
         while True:
             with self._lock:
                 self._is_at_work = True
@@ -164,8 +167,8 @@ class RequestLoop:
                 return
 
     def run(self, action: Callable[[], Made]) -> Made:
-        """Do something with the engine between two steps. It may raise an error, but must leave the engine in a state
-        to go on from. Only an interrupt may leave it in another state."""
+        """Call `action` between two steps of the engine, and return its result. The action may raise an error, but must
+        leave the engine in a state from which steps can go on."""
         with self._lock:
             self._is_at_work = True
             self._tidy()
@@ -179,7 +182,8 @@ class RequestLoop:
         return made
 
     def _must_wait(self, caller: Caller) -> bool:
-        """Whether the engine is paused and has nothing for the caller: another thread must let it go on."""
+        """Whether the engine is paused and has nothing for the caller, so that the caller must wait until another
+        thread ends the pause."""
         reason = self._engine.pause.reason
         if not reason or self._engine.has_ended or self._engine.has_work or self._is_mid_change:
             return False
@@ -191,8 +195,8 @@ class RequestLoop:
         return True
 
     def _next_of(self, caller: Caller) -> Output | None:
-        """An output of the caller that has changed. If there is none, makes a step; None if the step changed none
-        either."""
+        """Return an output of the caller that has changed. If there is none, run a step first; None if that step
+        changed none either."""
         request_id = self._first_changed(caller)
         if request_id is None:
             self._step()
@@ -206,7 +210,7 @@ class RequestLoop:
         return None
 
     def _take(self, caller: Caller, request_id: str) -> Output:
-        """An output that has changed, which the caller gets now."""
+        """Return a changed output to its caller, and note that the caller has seen the change."""
         output = self._followed[request_id].output
         del self._changed[request_id]
         if output.finished:
@@ -232,14 +236,16 @@ class RequestLoop:
                     self._changed[request_id] = None
 
     def _finish_steps(self) -> None:
-        """Once no request is left, wait for the steps in flight: they hold pages, and perhaps nobody calls again."""
+        """Wait for the steps in flight if no request is left: they hold pages, and there may be no later call to do
+        it."""
         while self._engine.has_work and not self._engine.has_requests:
             self._step_engine()
 
     # After interrupts, and after callers that have left
 
     def _tidy(self) -> None:
-        """Bring engine and outputs into one consistent state, from any state. May be interrupted and begun again."""
+        """Drop the requests of callers that are gone, and reset the engine if an interrupt has cut off a change. If
+        this is interrupted, it can be run again."""
         unwanted = [request_id for request_id, own in self._followed.items() if not own.is_wanted]
         if (unwanted or self._is_mid_change) and not self._engine.has_ended:
             if self._is_mid_change:
@@ -259,7 +265,7 @@ class RequestLoop:
         self._finish_steps()
 
     def _rebuild(self) -> None:
-        """Reset the engine. Requests with readers begin again after the tokens of their outputs."""
+        """Reset the engine, and add the requests with readers again, each with the tokens of its output so far."""
         self._engine.reset()
         for request_id, followed in self._followed.items():
             if not followed.is_wanted:

@@ -1,4 +1,6 @@
-"""Whether this process is one of an engine and imports the script of the caller (`spawned.py`). No torch."""
+"""Tells whether this process is a child of an engine that is just importing the caller's script (`spawned.py`). No
+torch.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ UNGUARDED_ADVICE = ("each process of the engine imports the script, and the scri
 
 
 class ScriptImport:
-    """Whether this process is importing the caller's script. The state is the process's, because no engine exists
+    """Whether this process is importing the caller's script. The flag belongs to the process, because no engine exists
     yet."""
 
     is_running = False

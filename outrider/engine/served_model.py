@@ -1,4 +1,5 @@
-"""ServedModel: the model as an engine and its callers see it: its sizes, its text, and its name in messages."""
+"""ServedModel: what an engine and its callers know of the model: its sizes, its tokenizer, and its name for
+messages."""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ from outrider.feature_list import request_half
 
 
 class Receipts(Protocol):
-    """The feature that writes receipts, as the engine sees it."""
+    """The interface of the feature that writes receipts for answers."""
 
     def check(self, params: SamplingParams) -> None:
-        """Raise ValueError for parameters that no receipt can tell."""
+        """Raise ValueError for parameters that a receipt cannot record."""
 
     def make_output(self, key: SampleKey, asked: CheckedRequest, keepers: RequestKeepers) -> SampleOutput:
-        """Make what turns a sample's runs into an output that ends with a receipt."""
+        """Make the object that turns a sample's runs into an output, at the end of which stands a receipt."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,11 @@ class ServedModel:
 
     @property
     def longest_range(self) -> int:
-        """The most tokens of a range that a step computes whole. In the worst case every other request computes one
-        token and its drafts beside it."""
+        """The most tokens of a prompt that a step can always compute together. In the worst case every other request
+        computes one token and its drafts in the same step."""
         return self.limits.max_batched_tokens - self.limits.max_requests * (1 + self.limits.max_drafts)
 
     def longest(self, prompt_len: int, max_tokens: int | None) -> int:
-        """The most tokens that a request may have, its prompt included."""
+        """Return the most tokens that a request may have, including its prompt."""
         most = self.limits.max_len
         return most if max_tokens is None else min(most, prompt_len + max_tokens)

@@ -1,8 +1,8 @@
-"""Spawned processes of an engine, and the script of the caller, which each of them imports first. No torch.
+"""Starts the processes of an engine. Each of them first imports the script of the caller. No torch.
 
-A process imports the script because classes of it may be among the settings, and because it may have registered
-families or formats. `multiprocessing` would do so too, but it takes standard input for a file, knows nothing of the
-name `vllm` (`outrider.compat`), and lets a script that makes an engine while it is imported fail in each process.
+A process imports the script because settings may contain classes from it, and because it may register families or
+formats. `multiprocessing` imports it too, but it takes standard input for a file, does not know the name `vllm`
+(`outrider.compat`), and shows one error for each process if the script makes an engine while it is imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _hiding = threading.Lock()
 
 @dataclass(frozen=True)
 class CallersScript:
-    """The module `__main__` of the caller. A process that unpickles this object has imported it."""
+    """The caller's module `__main__`. Unpickling this object imports the module."""
 
     place: tuple[tuple[str, str], ...]  # as multiprocessing describes it; empty where there is no file to import
     is_vllm_aliased: bool
@@ -46,7 +46,7 @@ class CallersScript:
         return cls(tuple(place.items()), alias is not None and alias.is_installed())
 
     def check(self, *sent: object) -> None:
-        """Raise ValueError if another process could not unpickle the object, because its class is defined in no
+        """Raise ValueError if another process could not unpickle the objects, because a class was not defined in a
         file."""
         if not self.place and (name := _name_in_main(sent)) is not None:
             raise ValueError(f"{name} was defined in a shell, a notebook or on standard input, where the processes of "
@@ -87,7 +87,7 @@ def _import_script(place: tuple[tuple[str, str], ...], is_vllm_aliased: bool) ->
 
 @contextmanager
 def _without_script() -> Generator[None, None, None]:
-    """Let multiprocessing find no script to import while a process starts."""
+    """A context in which multiprocessing finds no script that a new process should import."""
     main = sys.modules["__main__"]
     with _hiding:
         spec, file = main.__spec__, main.__dict__.pop("__file__", None)
@@ -101,7 +101,7 @@ def _without_script() -> Generator[None, None, None]:
 
 
 class _MainNames(pickle.Unpickler):
-    """An unpickler that notes the first name of `__main__` that it is asked for."""
+    """An unpickler that notes the first name of `__main__` that the data refers to."""
 
     name: str | None = None
 

@@ -1,5 +1,6 @@
-"""From a config to a running engine: finds the model, starts a worker with the device and makes an engine around it.
-No torch."""
+"""Starts an engine from a config: finds the model, starts a worker, which holds the device, and makes an engine around
+it. No torch.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +36,8 @@ T = TypeVar("T")
 
 
 def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
-    """Start an engine. `in_process`: whether the worker gets its own process or runs in this one. With several ranks
-    each rank always has a process."""
+    """Start an engine. `in_process`: whether the worker runs in this process instead of in one of its own. With several
+    ranks each rank always has its own process."""
     end_if_importing_script()
     sockets = None if config.kv_events is None else kv_events.EventSockets(config.kv_events)
     try:
@@ -68,7 +69,7 @@ def _start_around(config: EngineConfig, sockets: kv_events.EventSockets | None, 
 
 
 def _in_thread(work: Callable[[], T]) -> T:
-    """Run the work in a new thread, because this process may have been forked. A thread that ran products before the
-    fork would wait for ever for its OpenMP threads, which a fork does not copy."""
+    """Run the work in a new thread, because this process may have been forked. A thread that computed matrix products
+    before the fork would wait for ever for its OpenMP threads, which a fork does not copy."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()

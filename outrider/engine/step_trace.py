@@ -1,7 +1,8 @@
-"""StepTrace: follows a few steps of an engine from their schedule to their result, for a tracer.
+"""StepTrace: records the times of a few of an engine's steps, from their scheduling to their result, for a tracer.
 
-The engine asks it for batches in place of the scheduler. It marks at most so many steps a second as traced, and all
-others pass through. An engine without a tracer has UntracedSteps in its place. Knows no OpenTelemetry.
+The engine asks it for batches, and it asks the scheduler. It marks at most `steps_per_second` steps as traced and
+passes the others through. An engine without a tracer has UntracedSteps in its place. It does not depend on
+OpenTelemetry.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ MAX_PENDING = 16  # traced steps whose results are not there yet; there are fewe
 
 @dataclass(frozen=True)
 class TracedStep:
-    """One step. Times are seconds since the epoch."""
+    """A step that was traced. Times are seconds since the epoch."""
 
     batch: ScheduledBatch
     result: StepResult
@@ -31,8 +32,8 @@ class TracedStep:
 
 
 class StepTrace(UntracedSteps):
-    """Chooses the steps to be traced, and follows them. It belongs to the engine's thread, in which `take` is
-    called."""
+    """Chooses the steps to trace and records their times. It is used on the engine's thread, which also calls `take`
+    with each traced step."""
 
     def __init__(self, take: Callable[[TracedStep], None], steps_per_second: float,
                  clock: Callable[[], float] = time.monotonic) -> None:

@@ -1,5 +1,6 @@
-"""StepWatcher follows an engine from step to step: a log of its counts, for one, or events of its cache. UntracedSteps
-stands where a tracer of steps may stand."""
+"""StepWatcher is called after every step of an engine, for example to log its counts or to publish events of its cache.
+UntracedSteps takes the place of a tracer in an engine without one.
+"""
 
 from __future__ import annotations
 
@@ -11,18 +12,19 @@ if TYPE_CHECKING:
 
 
 class StepWatcher:
-    """Methods do nothing unless a watcher defines them. They are called where `Engine.step` is."""
+    """The interface of watchers. A method does nothing unless a watcher defines it. All are called on the thread that
+    calls `Engine.step`."""
 
     def follow(self, scheduler: Scheduler) -> None:
-        """Follow a new scheduler, which replaces the engine's old one. Its cache is empty, and everything in the old
-        cache is gone."""
+        """Watch a new scheduler from now on. It replaces the engine's old one; its cache is empty, and the pages of the
+        old cache are gone."""
 
     def flush(self) -> None:
-        """Report what has happened since the last call. Called when a step is over or when the cache has changed
-        between steps."""
+        """Report what has happened since the last call. Called after a step, and when the cache has changed between
+        steps."""
 
     def close(self) -> None:
-        """The engine ends. Called once."""
+        """End the watcher, because the engine ends. Called once."""
 
 
 class UntracedSteps:
@@ -32,4 +34,4 @@ class UntracedSteps:
         return scheduler.schedule()
 
     def finish(self, result: StepResult) -> None:
-        """A step's result was read."""
+        """Note that a step's result was read."""

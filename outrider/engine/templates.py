@@ -1,7 +1,7 @@
-"""Chat templates: Jinja that comes with a model or from a caller, so it runs in a sandbox and within limits.
+"""Renders chat templates. They are Jinja code from a model or a caller, so they run in a sandbox and within limits.
 
-The time of a template, its loop rounds, its calls and the length of its texts are bounded. Whatever goes wrong in
-one is a ChatTemplateError. Rendering takes as long as the limit says: keep it out of an event loop.
+A template's time, loop rounds, calls and lengths of texts are bounded. Every error in a template is raised as a
+ChatTemplateError. Rendering may take seconds, so it must not run in an event loop.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_BITS = 10_000  # most bits of an integer
 
 
 class ChatTemplate:
-    """A template, compiled. May be rendered in several threads at once."""
+    """A compiled template. Several threads may render it at once."""
 
     def __init__(self, text: str) -> None:
         self._env = _Sandbox()
@@ -53,7 +53,8 @@ class ChatTemplate:
             raise ChatTemplateError(f"{name} is not supported: {why}")
 
     def unused(self, names: Iterable[str]) -> dict[str, str]:
-        """The variables that the template does not use, each with these words and the name that may be meant."""
+        """Return the variables that the template does not use, each with a message that says so and names a similar one
+        that may be meant."""
         return {name: f"the model's chat template does not use it{did_you_mean(name, self._variables)}"
                 for name in names if name not in self._variables}
 
@@ -75,7 +76,8 @@ def compiled_template(text: str) -> ChatTemplate:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Counts what a template does and measures what it makes, by threads."""
+    """Runs templates within limits: counts the loop rounds and calls of each thread's template, and measures what it
+    makes."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -97,8 +99,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self._measure(super().call(*args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Carry out an operation, unless its result is estimated to be too long: an operation on two long operands may
-        never end."""
+        """Carry out an operation of two operands, unless its result is estimated to be too large, since it might never
+        end."""
         bits = [v.bit_length() if isinstance(v, int) else 0 for v in (left, right)]
         lengths = [len(v) if isinstance(v, Sized) else 0 for v in (left, right)]
         match operator:
@@ -168,8 +170,8 @@ class _Guards(NodeTransformer):
 
 
 class _Counted:
-    """Items that a template loops over. Every round of the loop is counted. The length is known if the items have one;
-    `loop.length` and `loop.last` ask for it."""
+    """The items of a template's loop, with every round of the loop counted. `loop.length` and `loop.last` need its
+    length, which is known if the items have one."""
 
     def __init__(self, items: Any, tick: Callable[[], None]) -> None:
         self._items, self._tick = items, tick
@@ -187,7 +189,8 @@ class _Counted:
 
 
 class _GenerationTag(Extension):
-    """{% generation %} marks the assistant's words for training; here it only renders what it encloses."""
+    """The tag {% generation %}, which marks the assistant's words for training. Here it only renders what it
+    encloses."""
 
     tags = {"generation"}
 
@@ -220,5 +223,5 @@ def _too_much(what: str) -> ChatTemplateError:
 
 
 def _told(error: Exception) -> str:
-    """The words for an error. The type is left out for an error that a template raised on purpose."""
+    """Return the message for an error. It names the type, except for an error that the template raised on purpose."""
     return str(error) if type(error) is jinja2.TemplateError else f"{type(error).__name__}: {error}"

@@ -1,7 +1,7 @@
-"""Text to tokens and back, and chats to text.
+"""Tokenizer: converts text to tokens and back, and renders chats as text.
 
-A tokenizer comes from a folder's tokenizer.json or from the metadata of a GGUF file. Text is what the tokenizer
-gives: no clean-up of spaces, so that text in pieces and text as a whole are the same. Knows nothing of models.
+A tokenizer comes from a folder's tokenizer.json or from the metadata of a GGUF file. Spaces are not cleaned up after
+decoding, so that text decoded in pieces equals text decoded as a whole. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEFAULT_TEMPLATE, TOOL_TEMPLATE = "default", "tool_use"
 
 
 class TokenTexts(dict[int, str]):
-    """Texts of single tokens, each decoded when it is first asked for."""
+    """The texts of single tokens by id, each decoded when it is first asked for."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -40,7 +40,8 @@ class TokenTexts(dict[int, str]):
 
 
 class Encoded(dict[str, Any]):
-    """The ids of a text, or of each of several, by name and by attribute, as transformers gives them."""
+    """The token ids of one or several texts, as a dict that also has attributes, like what tokenizers of transformers
+    return."""
 
     @property
     def input_ids(self) -> list[Any]:
@@ -48,7 +49,7 @@ class Encoded(dict[str, Any]):
 
 
 class Tokenizer:
-    """A `tokenizers` tokenizer with the special tokens and chat templates that its model gives it."""
+    """A tokenizer of the library `tokenizers`, with the special tokens and chat templates of a model."""
 
     def __init__(
         self,
@@ -105,8 +106,9 @@ class Tokenizer:
         return self.encoding(text, add_special_tokens).ids
 
     def encoding(self, text: str | tuple[str, str], add_special_tokens: bool = True) -> tokenizers.Encoding:
-        """The library's encoding of a text or a pair of texts, without the tokens' places in the text. The library's
-        method for one text lets no other thread run until it is done, which is a second for a megabyte."""
+        """Encode a text or a pair of texts, and return the library's object, without the tokens' positions in the text.
+        The library's method for a batch is used, because the one for a single text blocks all other threads, for a
+        second per megabyte."""
         return self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
 
     def __call__(self, text: str | Sequence[str], add_special_tokens: bool = True) -> Encoded:
@@ -133,13 +135,13 @@ class Tokenizer:
 
     @cached_property
     def token_texts(self) -> TokenTexts:
-        """The text of each token by itself, special tokens included."""
+        """The text of each token when it is decoded alone, including special tokens."""
         return TokenTexts(self)
 
     @cached_property
     def vocab_size(self) -> int:
-        """The number of tokens, including added tokens. The vocabulary of the model may be larger, because of
-        padding."""
+        """The number of tokens, including added ones. The model's vocabulary may be larger, because it may be
+        padded."""
         return self.backend.get_vocab_size(with_added_tokens=True)
 
     @cached_property
@@ -151,7 +153,7 @@ class Tokenizer:
         return self.backend.get_vocab(with_added_tokens=True)
 
     def convert_ids_to_tokens(self, ids: int | Sequence[int]) -> str | None | list[str | None]:
-        """The token of an id, or the tokens of several ids, as the tokenizer's file writes them."""
+        """Return the token of an id, or the tokens of several ids, as the tokenizer's file writes them."""
         return self.id_to_token(ids) if isinstance(ids, int) else [self.id_to_token(token_id) for token_id in ids]
 
     def convert_tokens_to_ids(self, tokens: str | Sequence[str]) -> int | None | list[int | None]:
@@ -198,11 +200,11 @@ class Tokenizer:
         hints: Mapping[str, Any] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt of a chat. It ends where an answer begins (`add_generation_prompt`, the default), or within the
-        last message (`continue_final_message`). `chat_template`: the name of one of the model's templates, or a
-        template. Further `variables` must be some that the template uses. Those of `chat_template_kwargs`, which
-        scripts send to every model, may be ignored, and the log names each once; `hints` may be ignored unsaid.
-        May take seconds (see engine.templates), so an event loop calls it in a thread."""
+        """Render the prompt of a chat. The prompt ends where an answer begins (`add_generation_prompt`, the default),
+        or within the last message (`continue_final_message`). `chat_template`: a template, or the name of one of the
+        model's. The template must use every further variable in `variables`. Variables in `chat_template_kwargs`, which
+        scripts send to every model, may be unused, and the log names each of these once; unused `hints` are not logged.
+        This may take seconds (see engine.templates), so an event loop calls it in a thread."""
         from outrider.engine.templates import compiled_template  # with Jinja, whose import a plain prompt must not pay
 
         messages = list(messages) if isinstance(messages, Iterable) else messages
@@ -231,7 +233,7 @@ class Tokenizer:
         return up_to_the_end_of(messages, template.render(messages, False, values))
 
     def _explain(self, unused: Mapping[str, str]) -> None:
-        """Log, once for each variable, that it makes no difference."""
+        """Log once for each of these variables that it has no effect."""
         for name, why in unused.items():
             if name not in self._explained and len(self._explained) < MOST_EXPLAINED:
                 self._explained.add(name)
@@ -245,7 +247,8 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def encode_chat(self, messages: Iterable[Message], **options: Any) -> list[int]:
-        """The token ids of a chat. The template writes the special tokens itself; none are added."""
+        """Render a chat and return its token ids. No special tokens are added, because the template writes them
+        itself."""
         return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
     def _template_text(self, wanted: str | None, has_tools: bool) -> str:
@@ -289,7 +292,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _token_texts(config: Mapping[str, Any]) -> dict[str, str]:
-    """Special tokens by name; a file writes one as a string or as an object with `content`."""
+    """Return the special tokens by name. A file writes each as a string or as an object with `content`."""
     found = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -299,7 +302,7 @@ def _token_texts(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """All chat templates of a folder by name; separate files win over tokenizer_config.json."""
+    """Return all chat templates of a folder by name. Separate files win over tokenizer_config.json."""
     templates: dict[str, str] = {}
     for written in (config.get("chat_template"), _read_json(folder / "chat_template.json").get("chat_template")):
         if isinstance(written, str):

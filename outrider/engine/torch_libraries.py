@@ -11,11 +11,11 @@ from pathlib import Path
 
 
 def load_torch_libraries_ahead() -> None:
-    """Load torch's largest library in a thread of its own, while others are read: linking it takes 0.3 s without
-    Python.
+    """Load torch's largest library in a thread of its own, while other modules are imported: linking it takes 0.3 s, in
+    which Python code can run.
 
-    Only for a torch that is built for CPUs alone: one for CUDA finds its libraries in several places, by code that runs
-    when it is imported. Whatever fails here, the import does itself, and tells."""
+    Only for a torch that is built for CPUs: one for CUDA finds its libraries in several places, by code that runs when
+    it is imported. If this fails, the import of torch loads the library itself and reports the error."""
     if sys.platform != "linux" or "torch" in sys.modules:
         return
     spec = find_spec("torch")

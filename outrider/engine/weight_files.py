@@ -1,7 +1,8 @@
-"""Weights in files that a trainer wrote, as named arrays: safetensors files, and the bytes of tensors in a row.
+"""Reads weights from files that a trainer wrote, as named arrays: safetensors files, and files of tensors' bytes, one
+tensor after the other.
 
-A file in /dev/shm is shared memory. Everything that a file says about itself is checked before the first tensor is
-given, so that a file that was cut off gives none. No torch.
+A file in /dev/shm is shared memory. A file's header and length are checked before the first tensor is returned, so that
+a file that was cut off yields none. No torch.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ SIZES = {"float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bflo
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor of a file, and where its bytes lie."""
+    """A tensor of a file, with the place of its bytes."""
 
     name: str
     dtype: str
@@ -41,7 +42,7 @@ class Stored:
 
 
 def read_safetensors(path: Path) -> Iterator[NamedArray]:
-    """The tensors of a safetensors file. Raises ValueError if the file is not whole."""
+    """Read the tensors of a safetensors file. Raises ValueError if the file is damaged or was cut off."""
     data = _mapped(path)
     begin = LENGTH_BYTES + int.from_bytes(data[:LENGTH_BYTES].tobytes(), "little")
     if not LENGTH_BYTES < begin <= min(len(data), MAX_HEADER_BYTES):
@@ -56,7 +57,7 @@ def read_safetensors(path: Path) -> Iterator[NamedArray]:
 
 def read_packed(path: Path, names: Sequence[str], dtypes: Sequence[str],
                 shapes: Sequence[Sequence[int]]) -> Iterator[NamedArray]:
-    """The tensors of a file that has nothing but their bytes, one behind the other."""
+    """Read the tensors of a file that has nothing but their bytes, one tensor after the other."""
     if not len(names) == len(dtypes) == len(shapes):
         raise ValueError(f"update_weights: {len(names)} names, {len(dtypes)} dtype_names and {len(shapes)} shapes")
     tensors, start = list[Stored](), 0

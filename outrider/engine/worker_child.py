@@ -1,9 +1,9 @@
 """The child's half of a worker process: loads the worker, runs the batches and commands that its parent sends, and
 answers. Imports no torch before it is started.
 
-The child ends when its parent does, also while it loads a model. Signals that reach the whole group of processes are
-the parent's: it lets running requests end before it ends the child. Of several ranks every one gets the same messages
-in the same order; rank 0 answers all of them, the others only commands and failures.
+The child ends when its parent does, also while it loads a model. It ignores signals that reach the whole group of
+processes: the parent lets running requests end before it ends the child. With several ranks each gets the same messages
+in the same order. Rank 0 answers all of them, the others only commands and failures.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ log = logging.getLogger("outrider")
 
 @dataclass(frozen=True)
 class RankPlace:
-    """A child's place among the ranks of a worker."""
+    """What a child is told about its place among the ranks of a worker."""
 
     link: RankLink
     numbers: Any  # shared memory of its RankStatus
@@ -133,8 +133,8 @@ def _run(pipe: Connection, to_parent: _ToParent, worker: RunningWorker, place: R
 
 
 def _leave_to_parent(*_: object) -> None:
-    """Ignore Ctrl-C, and the SIGTERM of `timeout` or of a service manager: both reach the whole group of processes, and
-    the parent acts on them."""
+    """Ignore a signal. Ctrl-C, and the SIGTERM of `timeout` or of a service manager, reach the whole group of
+    processes, and the parent acts on them."""
 
 
 def _end_with_parent(place: RankPlace) -> None:
@@ -177,8 +177,7 @@ class _ToParent(logging.Handler):
 
 
 class Flight:
-    """The steps and commands of the child that are in flight: one thread has queued them, and another has not answered
-    them yet."""
+    """Counts the steps and commands of the child that are in flight, which one thread queues and another answers."""
 
     def __init__(self, status: RankStatus) -> None:
         self.num_queued = self.num_answered = 0
@@ -192,14 +191,14 @@ class Flight:
             self._status.begin(Doing.NOTHING)
 
     def idle(self, worker: RunningWorker, quiet_seconds: float) -> float | None:
-        """See `Runner.idle`. The reader of the pipe calls this, with the seconds that no message came."""
+        """See `Runner.idle`. Called by the thread that reads the pipe, with the seconds since the last message."""
         if self.num_answered < self.num_queued:
             return IN_FLIGHT_SECONDS
         return worker.idle(min(quiet_seconds, time.perf_counter() - self._last_answer))
 
 
 def _begin(worker: RunningWorker, number: int, pickled: bytes, to_parent: _ToParent) -> None:
-    """Begin an errand, and answer when it is done."""
+    """Begin an errand, and send an answer when it is done."""
     def answer(done: Future[Any]) -> None:
         error = done.exception()
         with suppress(OSError):  # the parent is gone
@@ -209,12 +208,13 @@ def _begin(worker: RunningWorker, number: int, pickled: bytes, to_parent: _ToPar
 
 
 def _carry_out(worker: RunningWorker, pickled: bytes) -> Future[Any]:
-    """Carry out a command."""
+    """Let the worker carry out a command, and return a future of its answer."""
     return _read_and_do(worker.command, pickled)
 
 
 def _read_and_do(do: Callable[[Any], Future[Any]], pickled: bytes) -> Future[Any]:
-    """Hand an object to `do`. The future has the result, or the error if it fails or the object cannot be read."""
+    """Unpickle an object and call `do` with it. The future gets the result, or the error if the object cannot be read
+    or `do` fails."""
     try:
         return do(ForkingPickler.loads(pickled))
     except BaseException as error:
@@ -225,7 +225,8 @@ def _read_and_do(do: Callable[[Any], Future[Any]], pickled: bytes) -> Future[Any
 
 def _answer(asked: queue.SimpleQueue[QueuedWork | None], to_parent: _ToParent, flight: Flight,
             answers_all: bool) -> None:
-    """Wait for steps and commands in their order and answer them, while the next one is already being queued."""
+    """Wait for steps and commands in their order and send their answers. Meanwhile another thread queues the next
+    ones."""
     while (one := asked.get()) is not None:
         number, future, is_command = one
         try:

@@ -1,6 +1,7 @@
-"""WorkerLine: the engine's line to its worker: the steps in flight, commands between them, and the line's end.
+"""WorkerLine: the engine's connection to its worker. It holds the steps in flight, sends commands between them, and
+knows why no step can run any more.
 
-A runner may live in this process or in another: the line knows it by its futures only.
+The runner may live in this process or in another: the line uses nothing of it but its futures.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class EngineError(RuntimeError):
 
 
 class WorkerLine:
-    """Single-threaded, as its engine is."""
+    """The engine's connection to its worker. Single-threaded, like its engine."""
 
     def __init__(self, runner: Runner) -> None:
         """runner: the `Worker` or `WorkerProcess`. (The attribute `runner` of a Worker is only its part that runs
@@ -50,12 +51,11 @@ class WorkerLine:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is the copy of a line in a forked process. The worker and all threads stayed in the other
-        process."""
+        """Whether this is a copy in a forked process. The worker and all threads have stayed in the parent process."""
         return os.getpid() != self._process_id
 
     def check(self) -> None:
-        """Raise why the line has ended, if it has."""
+        """Raise the error that ended the line, if it has ended."""
         if self._error is not None:
             raise type(self._error)(*self._error.args)
         if self.is_forked:
@@ -74,7 +74,8 @@ class WorkerLine:
         self._in_flight.append(future)
 
     def take_result(self) -> StepResult:
-        """Wait for the oldest step. If it has failed, it stays in flight until `drain`."""
+        """Wait for the oldest step in flight and return its result. A step that has failed stays in flight until
+        `drain`."""
         try:
             result = self._in_flight[0].result()
         except WorkerDied as error:
@@ -97,12 +98,12 @@ class WorkerLine:
         self._is_step_missing = False
 
     def forget(self) -> None:
-        """Forget the steps in flight, whatever state an interrupt has left them in."""
+        """Forget the steps in flight, after an interrupt that may have left them in any state."""
         self._in_flight, self._last_end, self._is_step_missing = deque(), None, False
 
     def seconds_since_last(self, *, has_requests: bool) -> float | None:
-        """The time since the step before, called when a step has ended. None if there were no requests in between.
-        has_requests: whether there are any now."""
+        """Return the seconds since the step before, when a step has ended; None if the engine had no requests in
+        between. has_requests: whether it has any now."""
         now, last = time.perf_counter(), self._last_end
         self._last_end = now if has_requests else None
         return None if last is None else now - last
@@ -110,7 +111,7 @@ class WorkerLine:
     # Commands
 
     def order(self, command: Command[Answer]) -> Future[Answer]:
-        """Have the worker carry out a command; steps go on meanwhile."""
+        """Have the worker carry out a command, and return a future of the answer; steps go on meanwhile."""
         self.check()
         return self.runner.command(command)
 
@@ -126,7 +127,7 @@ class WorkerLine:
     # The end
 
     def end(self, error: EngineError) -> None:
-        """Run no more steps. The first reason is kept."""
+        """Run no more steps, for the reason that the error gives. If there is an earlier reason, it is kept."""
         self._error = self._error or error
 
     def _end_with(self, death: WorkerDied) -> None:

@@ -13,15 +13,15 @@ TORCH_FREE = ("builtins", "outrider.core", "outrider.runner.interface", "outride
 
 @dataclass(frozen=True)
 class OfCommand:
-    """A mark before a command, and before its answer. Both are pickled by themselves: a command may be of any class,
-    and if one side cannot read an object of the other, only that command fails."""
+    """A message that announces a command or its answer, which follows in a message of its own. A command may be of any
+    class, so if one side cannot unpickle it, only that command fails."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class OfErrand:
-    """A mark before an errand, which is pickled by itself, as a command is."""
+    """A message that announces an errand, which follows in a message of its own, like a command."""
 
     number: int
 
@@ -36,7 +36,8 @@ class ErrandDone:
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception that crosses the pipe: pickling it whole would call its constructor with other arguments."""
+    """The data of an exception that crosses the pipe. Unpickling the exception itself would call its constructor with
+    other arguments."""
 
     kind: type[BaseException]
     message: str

@@ -1,9 +1,9 @@
 """A worker in processes of its own, one for each rank: batches, commands and answers go through pipes, pickled.
 
-The children are spawned, so they share nothing with their parent but what a rank shows of itself. What goes wrong at
-their start is raised here as the same type with the same message. If a child dies, hangs or fails alone, all are ended,
-and every step in flight and every later one fails with WorkerDied; so it is when an interrupt cuts off a batch on its
-way to the children. This file imports no torch; the children do.
+The children are spawned and share no memory with their parent except their `RankStatus`. An error at their start is
+raised here with the same type and message. If a child dies, hangs or fails alone, all children are ended, and every
+step in flight and every later step fails with WorkerDied. The same happens if an interrupt cuts off a batch on its way
+to the children. This file imports no torch; the children do.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class WorkerProcess:
         return self._ask(number, Future[Answer](), command, OfCommand(number), command)
 
     def _ask(self, number: int, future: Future[Given], command: Command[Any] | None, *messages: Any) -> Future[Given]:
-        """Send messages under one number. The returned future gets the answer with that number."""
+        """Send messages under one number. Returns a future of the answer with that number."""
         self._answers.add(number, future, command)
         try:
             self._send(*messages)
@@ -123,7 +123,7 @@ class WorkerProcess:
 
     @property
     def process_ids(self) -> list[int | None]:
-        """The processes of the ranks."""
+        """The process ids of the ranks."""
         return [own.process.pid for own in self._ranks]
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class WorkerProcess:
         self._end(death_of(own, len(self._ranks), "" if self._is_ready else "while it started"))
 
     def _look(self) -> None:
-        """Watch the ranks until they have ended."""
+        """Watch the ranks until they have ended, and end all if one hangs or was left behind."""
         last = time.monotonic()
         while self._died is None:
             time.sleep(rank_watch.LOOK_SECONDS)
@@ -199,7 +199,7 @@ class WorkerProcess:
                 self._end(error)
 
     def _end(self, error: WorkerDied) -> None:
-        """End all children. Every step then fails with the first error that was given."""
+        """End all children. Every step then fails with the first error that was given to this method."""
         with self._change:
             if self._died is None:
                 self._died = WorkerDied("the worker was closed") if self._is_closing else error
@@ -235,7 +235,7 @@ class WorkerProcess:
         return {rank: own for rank, own in self._started.items() if isinstance(own, Failure)}
 
     def _explained(self) -> BaseException:
-        """The error to raise for a failed start: the error of the rank that failed by itself."""
+        """Return the error to raise for a failed start: that of the first rank that did not fail because of another."""
         failures = self._failures
         causes = {rank: own for rank, own in failures.items() if not issubclass(own.kind, RankLost)}
         if not causes and self._died is not None:
@@ -250,7 +250,7 @@ class WorkerProcess:
 
 def _start(config: EngineConfig, source: ModelSource,
            num_ranks: int) -> tuple[list[RankProcess], list[Connection]]:
-    """Start a process for each rank. Returns them with their pipes, in the order of ranks."""
+    """Start a process for each rank. Returns the processes and the pipes to them, in the order of ranks."""
     check_sent(config, source)
     context = multiprocessing.get_context("spawn")
     links = [context.Pipe() for _ in range(num_ranks - 1)]  # between rank 0 and each other rank
