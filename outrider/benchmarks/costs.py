@@ -1,7 +1,7 @@
 """`outrider bench costs`: measures how long steps of an engine take on this machine, for `outrider simulate`.
 
-The engine runs as a server's does: its worker has a process of its own, and steps with prompts are bounded. Steps are
-timed where the engine sees them, so that everything between two results is part of them.
+The engine runs as it does in a server: its worker is a separate process, and steps with prompts are bounded. Steps are
+timed in the engine, so that a step's time includes everything between two results.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NO_HOST = HostCosts(0.0, 0.0)
 
 
 class CostBench:
-    """Measures one worker."""
+    """Measures the step times of one worker, and makes a cost table of them."""
 
     def __init__(self, engine: Engine, config: EngineConfig, say: Callable[[str], None]) -> None:
         self._worker, self._config, self._say = engine.runner, config, say
@@ -89,7 +89,7 @@ class CostBench:
                          enable_prefix_caching=self._config.enable_prefix_caching)
 
     def _decoding(self, timed: TimedEngine, drafts: int) -> dict[int, Pace]:
-        """Paces by the number of requests, ascending."""
+        """Measure decode steps with `drafts` drafts. Returns their pace by the number of requests, ascending."""
         most = self._limits.max_requests
         counts = sorted({*(n for n in (CUDA_REQUESTS if self._is_cuda else CPU_REQUESTS) if n < most), most})
         all_contexts = {count: self._contexts(count) for count in counts}
@@ -117,20 +117,22 @@ class CostBench:
         return [max(1, min(round(mean * share), self._limits.max_len // 2)) for share in shares]
 
     def _reading_seconds(self, reading: tuple[ReadCost, ...], num_requests: int) -> float:
-        """Seconds of a measured step of `num_requests` requests that reading their contexts takes."""
+        """The part of a measured decode step of `num_requests` requests that is spent on reading their contexts, in
+        seconds."""
         return sum(cost.seconds * min(context, cost.window or context)
                    for context in self._contexts(num_requests) for cost in reading)
 
     def _device(self, pace: Pace, host: HostCosts = NO_HOST) -> float:
-        """Seconds of the device. With one step in flight, the host's seconds follow those of the device. With two, the
-        device waits for the host only if two steps are done sooner than the host has answered the first."""
+        """The device's part of a step, in seconds. With one step in flight, the host's seconds follow those of the
+        device. With two, the device waits for the host only if two steps are done sooner than the host has answered the
+        first."""
         if self._limits.steps_in_flight == 1:
             return max(0.0, pace.interval - pace.host)
         answer = host.latency + pace.host
         return pace.interval if pace.interval >= answer else max(0.0, 2 * pace.interval - answer)
 
     def _host(self, timed: TimedEngine, paces: dict[int, Pace], prompts: PromptSteps) -> HostCosts:
-        """Seconds of the host. The seconds for a step and for each request of a step are found from the smallest and
+        """Seconds that the host needs. Those for a step and for each request of a step are found from the smallest and
         the largest step. The other two are the seconds from a request's arrival to its first step, and how much longer
         a step takes if no other step is in flight."""
         few, many = min(paces), max(paces)
@@ -142,7 +144,8 @@ class CostBench:
         return HostCosts(max(0.0, paces[few].host - few * each), each, start, latency)
 
     def _reading(self, timed: TimedEngine) -> tuple[ReadCost, ...]:
-        """Seconds for each token of context, by the bytes that layers keep of it."""
+        """Measure the cost of reading a token of context, which is divided among the layers by the bytes that they keep
+        of a token."""
         count, context = LONG_CONTEXTS["cuda" if self._is_cuda else "cpu"]
         count = min(count, self._limits.max_requests)
         context = min(context, self._limits.max_len - 128, (self._info.num_pages - 1) // 2 * 16 // count)
@@ -154,7 +157,7 @@ class CostBench:
         short_seconds = device_seconds(SHORT_CONTEXT)
 
         def measured(length: int) -> tuple[float, float]:
-            """(seconds, bytes) that a context of this length adds to a step, for one request."""
+            """Return the (seconds, bytes) that a context of this length adds to a step, per request."""
             more = max(0.0, device_seconds(length) - short_seconds)
             self._say(f"{count} requests behind {length} tokens: {more * 1e3:.2f} ms more than behind few")
             return more / count, sum(size * (min(length, window or length) - min(SHORT_CONTEXT, window or length))
@@ -168,8 +171,8 @@ class CostBench:
         return tuple(ReadCost(window, size * (seconds / moved)) for window, size in by_window.items())
 
     def _attending(self, timed: TimedEngine) -> tuple[ReadCost, ...]:
-        """Attention's seconds for each pair of a prompt token and a key. Measured as the difference between a long
-        prompt and short prompts with the same number of tokens in all."""
+        """Measure attention's seconds for each pair of a prompt token and a key. They follow from the difference
+        between one long prompt and short prompts with the same number of tokens in all."""
         most = CUDA_TOKENS[-1] if self._is_cuda else CPU_TOKENS[-1]
         tokens = min(most, self._limits.max_batched_tokens, self._limits.max_len - 1)
         short = self._short(tokens)
@@ -208,14 +211,14 @@ class CostBench:
 
     @property
     def _padded_requests(self) -> list[int]:
-        """Numbers of requests that captured steps with prompts are padded to, ascending. Without captures steps are not
-        padded, and take the time of their tokens."""
+        """The numbers of requests to which captured steps with prompts are padded, ascending. Without captures steps
+        are not padded, so their time depends on their tokens alone."""
         most = self._limits.max_requests
         sizes = GraphSizes.from_limits(self._limits).prompt_requests if self._captured_sizes else []
         return [size for size in sizes if size >= FEW_REQUESTS] or [most]
 
     def _prompt_sizes(self) -> list[int]:
-        """Tokens of the steps with prompts that are measured, ascending."""
+        """The numbers of tokens for which steps with prompts are measured, ascending."""
         sizes = {*(CUDA_TOKENS if self._is_cuda else CPU_TOKENS), *self._captured_sizes}
         return sorted(size for size in sizes if size <= self._most_prompt_tokens)
 
@@ -225,16 +228,16 @@ class CostBench:
 
     @property
     def _captured_sizes(self) -> tuple[int, ...]:
-        """The padded sizes of steps with prompts by which the scheduler chooses steps. Each is measured, because the
-        times of a GPU's products do not lie on a line through a few sizes."""
+        """The padded sizes of steps with prompts among which the scheduler chooses. Each is measured, because the times
+        of a GPU's products cannot be interpolated from a few sizes."""
         prompt_steps = self._info.prompt_steps
         if not (self._is_cuda and isinstance(prompt_steps, BoundedSteps)):
             return ()
         return tuple(size for size in prompt_steps.costs.tokens if size <= min(MOST_CHOSEN, self._most_prompt_tokens))
 
     def _prompt_seconds(self, timed: TimedEngine, length: int, tokens: int, num_decoding: int = 1) -> float:
-        """Seconds of a step of `tokens` tokens: requests that decode, and new prompts of `length` tokens. The first run
-        only prepares: afterwards the missing graph is captured."""
+        """Measure a step of `tokens` tokens: requests that decode, and new prompts of `length` tokens. The first run is
+        not counted: after it the missing graph is captured."""
         if self._limits.max_requests == 1:
             return median([timed.lone_seconds(tokens) for _ in range(1 + REPEATS)][1:])
         whole, rest = divmod(max(1, tokens - num_decoding * (1 + timed.num_drafts)), length)
@@ -245,26 +248,27 @@ class CostBench:
         return median(self._device(timed.prompt_seconds(lengths, contexts)) for _ in range(REPEATS))
 
     def _capture_met_sizes(self) -> None:
-        """Let the worker capture the sizes that steps had no graph for, as it does while a server is idle. Otherwise
-        the times of wider graphs, which run instead, would be measured."""
+        """Let the worker capture the batch sizes for which it had no graph, as it does while a server is idle.
+        Otherwise the next larger graphs would run, and their times would be measured."""
         while self._worker.command(PrepareIdle(IDLE_SECONDS)).result() is not None:
             pass
 
     def _short(self, tokens: int, most_requests: int | None = None) -> int:
-        """The length of each short prompt if all short prompts together have so many tokens. It is longer if few
-        requests may run."""
+        """The length of each short prompt, if all of them together have `tokens` tokens. It is longer if few requests
+        may run at once."""
         fewest = -(-tokens // max(1, most_requests or self._limits.max_requests - 1))
         return min(max(SHORT_PROMPT, fewest), tokens, self._limits.max_len - 1)
 
 
 def rising(seconds: Sequence[float]) -> tuple[float, ...]:
-    """The seconds, made to rise with the tokens: a step that took longer than a larger one was disturbed."""
+    """Make the seconds rise with the number of tokens: a step that took longer than a larger one was disturbed by other
+    programs."""
     return tuple(accumulate(reversed(seconds), min))[::-1]
 
 
 def reading_costs(by_window: Mapping[int | None, int], first: float, later: float) -> tuple[ReadCost, ...]:
-    """The cost of reading a token of context, by the bytes that layers keep of it. first: seconds per byte for the
-    first MIDDLE_CONTEXT tokens; later: for the tokens after them."""
+    """The cost of reading a token of context, divided by the bytes that layers keep of it. first: seconds per byte for
+    the first MIDDLE_CONTEXT tokens; later: for the tokens after them."""
     later = min(first, max(0.0, later))
     costs: dict[int | None, float] = {}
     for window, size in by_window.items():
@@ -274,7 +278,7 @@ def reading_costs(by_window: Mapping[int | None, int], first: float, later: floa
 
 
 def _bytes_by_window(layout: CacheLayout) -> dict[int | None, int]:
-    """Bytes of a token that attention reads, by how many tokens it sees."""
+    """The bytes that attention reads of a token of context, summed over layers with the same window."""
     found: dict[int | None, int] = {}
     for group in layout.groups:
         window = group.spec.visible_tokens

@@ -1,8 +1,8 @@
 """`outrider bench exact`: what exact mode costs, by batch size, for decoding and for prompts. Last line: JSON.
 
-One model, first in exact mode, so that a model that cannot be exact is refused at once, then in the ordinary mode;
-random prompts without prefix hits, greedy answers of a fixed length. Decoding is timed with short prompts, prompts with
-answers of one token; the best of the rounds counts.
+One model runs in exact mode and then in the ordinary mode. Exact mode is first, so that a model that cannot be exact is
+refused at once. Prompts are random, without prefix hits; answers are greedy and of a fixed length. Decoding is timed
+with short prompts, the computation of prompts with answers of one token. The fastest round counts.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _speeds(loaded: Loaded, config: EngineConfig, work: list[Workload], rounds: int) -> list[float]:
-    """Tokens per second of each workload: answer tokens, or prompt tokens where the answer is one token."""
+    """Tokens per second of each workload. Answer tokens are counted, or prompt tokens if the answer has one token."""
     speeds = []
     with loaded.llm(config) as llm:
         for each in work:

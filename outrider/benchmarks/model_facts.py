@@ -1,4 +1,4 @@
-"""MeasureFacts: a command by which the worker reports the sizes of its model and the speeds of its device."""
+"""MeasureFacts: a command to a worker, which answers with the sizes of its model and the speeds of its device."""
 
 from __future__ import annotations
 

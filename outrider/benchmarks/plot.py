@@ -1,6 +1,5 @@
-"""The plots of `outrider bench spec`: speed-up by batch size and acceptance by position; for many sets at one batch
-size bars of speed-up and mean run. Needs matplotlib.
-"""
+"""The plots of `outrider bench spec`: speed-up by batch size, and acceptance by position. For many prompt sets at one
+batch size, they are bars of speed-up and mean run. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ MANY_SETS = 5  # more lines than that cannot be told apart
 
 
 def plot_spec(cells: list[dict[str, Any]], name: Path, model: str) -> list[Path]:
-    """Write name.png and name.svg. Returns their paths."""
+    """Write the plot as name.png and name.svg. Returns their paths."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -43,7 +42,7 @@ def plot_spec(cells: list[dict[str, Any]], name: Path, model: str) -> list[Path]
 
 
 def _bars(pyplot: Any, cells: list[dict[str, Any]], model: str) -> Any:
-    """Speed-up and mean run of each prompt set, the first set on top."""
+    """Draw bars of the speed-up and mean run of each prompt set, with the first set on top."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 1 + 0.3 * len(cells)), layout="constrained", sharey=True)
     names = [cell["prompts"] for cell in cells]
     for axes, key, words in ((left, "ratio", "speed-up"), (right, "mean_run", "mean run, tokens")):

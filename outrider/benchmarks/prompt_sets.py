@@ -21,7 +21,7 @@ class PromptSet:
     is_category: bool = False  # one of several in a file
 
     def encode(self, tokenizer: Tokenizer, count: int) -> list[list[int]]:
-        """Token ids of `count` prompts; a set with fewer prompts is repeated."""
+        """Token ids of `count` prompts. If the set has fewer, its prompts are repeated."""
         texts = [self.prompts[i % len(self.prompts)] for i in range(count)]
         if self.is_chat and tokenizer.chat_templates:
             return [tokenizer.encode_chat([{"role": "user", "content": text}]) for text in texts]
@@ -42,7 +42,7 @@ def _read(path: Path) -> list[PromptSet]:
 
 
 def _read_categories(path: Path) -> list[PromptSet]:
-    """The first turns of Spec-Bench's questions, by category in the order of the file."""
+    """The first turn of each question of Spec-Bench, by category. Categories are in the order of the file."""
     categories: dict[str, list[str]] = {}
     for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
         if not line.strip():

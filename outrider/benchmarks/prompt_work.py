@@ -1,7 +1,9 @@
-"""The arithmetic of prompts in a benchmark, beside the speed of one large product on the same device.
+"""Counts the operations that prompts take in a benchmark, to compare their speed with that of one large product on the
+same device.
 
-Counted are the products of every prompt token with the weights that it uses (of experts the chosen ones) and attention
-over the keys that it sees; not what recurrent layers, norms and a drafter add, nor the output product of one token.
+The count includes the products of every prompt token with the weights that it uses (for experts, the chosen ones), and
+attention over the keys that it sees. It leaves out recurrent layers, norms, drafters, and the output product of one
+token.
 """
 
 from __future__ import annotations
@@ -25,8 +27,9 @@ REPEATS = 5
 
 
 def measure_product(device: torch.device, dtype: torch.dtype) -> float:
-    """Operations per second of torch's product of two large square matrices; the best of a few. On a CPU the product
-    runs in a thread of its own, as steps do, because the main thread's products take another time."""
+    """Measure torch's product of two large square matrices, and return the operations per second of the fastest of a
+    few runs. On a CPU the product runs in a separate thread, as steps do, because products in the main thread take a
+    different time."""
     if device.type == "cuda":
         return _measure_product(device, dtype)
     with ThreadPoolExecutor(max_workers=1) as thread:
@@ -44,7 +47,7 @@ def _measure_product(device: torch.device, dtype: torch.dtype) -> float:
 
 
 class PromptWork:
-    """Operations that a model's prompts take; a multiplication and an addition are two."""
+    """The number of operations that a model's prompts take. A multiplication and an addition count as two."""
 
     def __init__(self, model: Model) -> None:
         linears = [linear for linear in find_modules([model], Linear) if linear is not model.lm_head]
@@ -63,7 +66,8 @@ class PromptWork:
 
 
 def visible_pairs(length: int, window: int | None, is_chunked: bool = False) -> int:
-    """Pairs of a token and a key that it sees, over a whole prompt. is_chunked: the window does not slide."""
+    """The number of pairs of a token and a key that it attends to, over a whole prompt. is_chunked: the window does not
+    slide."""
     if is_chunked and window is not None:
         return length // window * visible_pairs(window, None) + visible_pairs(length % window, None)
     full = min(length, window or length)
@@ -71,14 +75,15 @@ def visible_pairs(length: int, window: int | None, is_chunked: bool = False) -> 
 
 
 def four_digits(value: float) -> float:
-    """Round to four digits, for a report of a CPU or of a GPU that is a thousand times as fast."""
+    """Round to four significant digits, because speeds of CPUs and GPUs differ a thousandfold."""
     return float(f"{value:.4g}")
 
 
 def prompt_speed(operations: float, outputs: Sequence[RequestOutput],
                  product: Callable[[float], float]) -> dict[str, Any]:
-    """Two figures: operations per second until every request had its first token, and the ratio of this speed to that
-    of a large product. operations: the number for all prompts. product: divides a speed by the large product's."""
+    """Return the seconds until all requests had their first token, the operations per second in that time, and the
+    ratio of this speed to that of a large product. operations: the operations of all prompts. product: divides a speed
+    by that of the large product."""
     first = [output.metrics.first_token_time for output in outputs]
     seconds = max(t for t in first if t is not None) - min(output.metrics.arrival_time for output in outputs)
     speed = operations / seconds

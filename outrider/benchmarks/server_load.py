@@ -1,6 +1,7 @@
-"""`outrider bench serve`: load for any server with OpenAI's API, closed loop or at an arrival rate, and its times.
+"""`outrider bench serve`: sends load to any server with OpenAI's API, in a closed loop or at an arrival rate, and
+measures its times.
 
-Requests are streamed. Times are those of a client: to the first event with text (TTFT), between events (ITL), per
+Requests are streamed. Times are measured in the client: to the first event with text (TTFT), between events (ITL), per
 output token after the first (TPOT), and of the whole request (E2EL). Names follow vLLM's benchmark.
 """
 
@@ -29,7 +30,7 @@ WORDS = ("sea", "wind", "stone", "light", "road", "house", "river", "night", "tr
 
 @dataclass
 class Measured:
-    """One request, in seconds."""
+    """The measured times of one request, in seconds."""
 
     began: float
     first: float | None = None
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _drive(args: argparse.Namespace, address: Address) -> list[Measured]:
-    """Start requests at their arrival times, with at most max_concurrency of them running at once."""
+    """Start requests at their arrival times, but run at most max_concurrency of them at once."""
     model = args.model or (await model_names(address, args.api_key))[0]
     chosen = random.Random(args.seed)
     bodies = [_body(args, model, chosen) for _ in range(args.num_prompts)]

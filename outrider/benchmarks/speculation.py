@@ -1,7 +1,7 @@
-"""`outrider bench spec`: plain decoding against speculation, side by side, by batch size and prompt set.
+"""`outrider bench spec`: compares plain decoding with speculation, by batch size and prompt set.
 
-Both engines share one model and take turns; the median of the rounds counts. A table, a plot, JSON as the last line.
-The prompts of a set run in batches one after the other; categories of one file are also added up.
+Both engines share one model and take turns; the median of the rounds counts. The output is a table, a plot, and JSON as
+the last line. The prompts of a set run in batches one after the other. Categories of one file are also added up.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All rounds of one prompt set at one batch size."""
+    """The measurements of all rounds of one prompt set at one batch size."""
 
     prompts: str
     batch: int
@@ -59,7 +59,7 @@ class Comparison:
 
     @classmethod
     def total(cls, name: str, parts: Sequence[Comparison]) -> Comparison:
-        """Add several sets up to one."""
+        """Sum the measurements of several prompt sets."""
         stats = parts[0].stats
         for part in parts[1:]:
             stats = stats.plus(part.stats)
@@ -154,7 +154,7 @@ HEAD = (f"{'prompts':<14} {'batch':>5} {'plain tok/s':>11} {'spec tok/s':>11} {'
 
 
 def is_without_drafts(cells: Sequence[Cell]) -> bool:
-    """Whether no draft was checked at all, so that ratios say nothing of drafts."""
+    """Whether no draft was checked at all, so that the ratios do not depend on drafts."""
     return not any(cell.drafted for cell in cells)
 
 

@@ -1,6 +1,6 @@
 """`outrider bench steps`: how many drafts the steps of each round had, and what the slowest steps computed.
 
-A step's time is that from the end of the step before, or from its own schedule if that came later.
+The time of a step begins at the end of the previous step, or when the step was scheduled if that was later.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StepShape(NamedTuple):
 
     @property
     def kind(self) -> tuple[bool, int, int]:
-        """Steps of the same kind are compared."""
+        """A key that is equal for steps whose times can be compared."""
         return self.num_prompt_tokens > 0, self.num_drafts, self.num_wanted
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ class RecordedStep:
 
 
 class StepRecorder(UntracedSteps):
-    """Records all steps of an engine, in the place of its tracer."""
+    """Records all steps of an engine. It is set as the engine's tracer."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
@@ -95,7 +95,7 @@ class StepRecorder(UntracedSteps):
 
 
 def list_steps(steps: Sequence[RecordedStep], num_slowest: int) -> tuple[list[str], dict[str, Any]]:
-    """Lines about the steps of a round, and the same as JSON."""
+    """Describe the steps of a round, as lines of text and as JSON."""
     decoding = Counter(step.shape.num_drafts for step in steps if not step.shape.num_prompt_tokens)
     num_prompts = len(steps) - decoding.total()
     slowest = sorted(enumerate(steps), key=lambda pair: -pair[1].seconds)[:num_slowest]

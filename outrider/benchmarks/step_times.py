@@ -1,5 +1,5 @@
-"""TimedEngine: a real engine that is driven through chosen batches, and notes when steps are submitted and when their
-results are there."""
+"""TimedEngine: runs chosen batches on a real engine, and records when steps are submitted and when their results
+arrive."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPT_BACKGROUND = 32  # answer tokens of the requests that decode while prompt
 
 @dataclass
 class ObservedStep:
-    """One step: what it computed, and when, in seconds of one clock."""
+    """One step: what it computed, and its times in seconds on one clock."""
 
     batch: ScheduledBatch
     submitted: float  # the call of `submit` began
@@ -49,8 +49,7 @@ class _TimedResult(Future[StepResult]):
 
 
 class TimedRunner:
-    """A worker that times its steps. Each step has a given number of drafts, which no chooser changes, and as many
-    prompt tokens as fit."""
+    """A worker that times its steps. Each step has a fixed number of drafts, and as many prompt tokens as fit."""
 
     def __init__(self, worker: RunningWorker, num_drafts: int) -> None:
         self._worker = worker
@@ -77,7 +76,7 @@ class TimedRunner:
 
 
 class Pace(NamedTuple):
-    """Medians over steps that follow each other."""
+    """The median times of consecutive steps."""
 
     interval: float  # seconds between two results
     host: float  # seconds of an interval in which the engine's thread did not wait for the device
@@ -107,7 +106,7 @@ class TimedEngine:
         return self._source.choices(range(min(LOWEST_ID, highest // 2), highest + 1), k=length)
 
     def decode_pace(self, prompts: list[list[int]], num_steps: int) -> Pace:
-        """The pace of `num_steps` steps in a row in which all prompts decode."""
+        """Measure the pace of `num_steps` consecutive steps in which all prompts decode."""
         self._runner.steps.clear()
         self._add(prompts, self._answer_len([len(prompt) for prompt in prompts], num_steps + 8))
         while len(self._decoding(len(prompts))) < num_steps + 2:
@@ -120,14 +119,14 @@ class TimedEngine:
         return Pace.from_steps(steps)
 
     def _check_work(self) -> None:
-        """Refuse an engine whose requests end, or preempt one another, before all of them have decoded together."""
+        """Raise an error if requests end, or preempt one another, before all of them have decoded together."""
         if not self.engine.has_work:
             raise ValueError(f"the engine is too small to be measured: all requests have {self._num_pages} pages "
                              f"(num_pages), and each at most {self.limits.max_len} tokens (max_model_len)")
 
     def _answer_len(self, lengths: Sequence[int], num_steps: int) -> int:
-        """The length of answers, in tokens, with which all of these prompts decode together for so many steps. Early
-        prompts may decode while late prompts are still computed."""
+        """The length of answers, in tokens, with which all of these prompts decode together for `num_steps` steps.
+        Early prompts may decode while late prompts are still computed."""
         free = max(1, self.limits.max_batched_tokens - len(lengths) * (1 + self.limits.max_drafts))
         return (num_steps + -(-sum(lengths) // free)) * (1 + self.limits.max_drafts)
 
@@ -139,8 +138,8 @@ class TimedEngine:
         self._num_added += len(prompts)
 
     def prompt_seconds(self, lengths: Sequence[int], contexts: Sequence[int]) -> Pace:
-        """The pace of the step that computes new prompts of these lengths, beside requests that decode behind contexts
-        of these lengths: so that the device has no pause before it."""
+        """Measure the pace of a step that computes new prompts of these lengths. Other requests with contexts of the
+        given lengths decode meanwhile, so that the device is not idle before the step."""
         self._runner.steps.clear()
         while len(self._contexts) < len(contexts):
             self._contexts.append(self.prompt(self.limits.max_len))

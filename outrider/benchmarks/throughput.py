@@ -1,8 +1,8 @@
 """`outrider bench throughput`, `latency` and `steps`: random prompts of given shapes, no prefix hits. Last line: JSON.
 
-Throughput is shown beside its floor (`roofline`). The prompts depend on the seed and the list of shapes alone, so other
-engines can be measured with the same ones: one stream of random numbers gives 64 for a warm-up, then the prompts of
-every shape in turn.
+Throughput is shown beside the highest one that memory bandwidth allows (`roofline`). The prompts depend on the seed and
+the list of shapes alone, so other engines can be measured with the same prompts: one stream of random numbers gives 64
+prompts for a warm-up, then the prompts of every shape in turn.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ GREEDY = SamplingParams(temperature=0.0, ignore_eos=True, detokenize=False)
 
 @dataclass
 class BestSpeed:
-    """The best speed of a device that was measured. Other programs can make a measurement slower, never faster."""
+    """The highest measured speed of a device. Other programs can make a measurement slower, never faster."""
 
     look: Callable[[], float]
     best: float = 0.0
@@ -66,7 +66,7 @@ class BestSpeed:
         self.best = max(self.best, self.look())
 
     def share(self, speed: float) -> float:
-        """A speed over the best one, which is measured again if the speed exceeds it."""
+        """Divide a speed by the best one. If the speed is higher than the best one, that is measured again first."""
         if speed > self.best:
             self.measure()
         return speed / self.best
@@ -179,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _explain(args: argparse.Namespace, config: EngineConfig, rows: list[dict[str, Any]], bandwidth: float,
              product: float) -> None:
-    """Print what the columns mean, and what a reader should know of the figures."""
+    """Print the meaning of the columns, and notes that are needed to interpret the figures."""
     if config.speculative is not None and config.speculative.is_synthetic:
         print("acceptance was synthetic: the text is not the model's")
     if args.routing == "spread":
@@ -204,7 +204,7 @@ def _started(loaded: Loaded | OnRanks, config: EngineConfig, *, spreads: bool) -
 
 
 def _conditions(args: argparse.Namespace, config: EngineConfig, loaded: Loaded | OnRanks) -> dict[str, Any]:
-    """The caller's choices, which are reported with the result."""
+    """The settings that the caller chose, which are reported with the result."""
     return {"bench": args.kind, "model": loaded.name, "device": str(loaded.device),
             "ranks": config.tensor_parallel_size, "dtype": str(loaded.outline.dtype).removeprefix("torch."),
             "seed": config.seed, "speculative_config": config.speculative_config, "routing": args.routing,
@@ -247,8 +247,8 @@ def _check_fits(llm: LLM, work: Workload) -> None:
 
 
 def _throughput(llm: LLM, work: Workload, rounds: int, bandwidth: BestSpeed, product: BestSpeed) -> dict[str, Any]:
-    """The figures of one case: of the best of several rounds, and the time of the first round. A round lasts from the
-    first request to the last token."""
+    """Run several rounds of one case. Returns the figures of the fastest round and the time of the first. A round lasts
+    from the first request to the last token."""
     before = llm.engine.stats.copy()
     ran = [run_prompts(llm, work.asks(), label=f"{work.shape.name} round {i + 1}") for i in range(rounds)]
     best = min(ran, key=lambda one: one.seconds)
@@ -276,7 +276,7 @@ def _throughput(llm: LLM, work: Workload, rounds: int, bandwidth: BestSpeed, pro
 
 
 def _steps(llm: LLM, work: Workload, rounds: int, num_slowest: int) -> dict[str, Any]:
-    """The steps of every round. Prints them too."""
+    """Print the steps of every round, and return them."""
     recorder, listed = StepRecorder(), []
     llm.engine.trace = recorder
     for index in range(rounds):
@@ -289,8 +289,8 @@ def _steps(llm: LLM, work: Workload, rounds: int, num_slowest: int) -> dict[str,
 
 
 def _distinct_experts(llm: LLM, work: Workload) -> float | None:
-    """Mean number of distinct experts of a layer in a decode step; None for a model without experts. It is counted in a
-    separate, shorter run without captured steps, so that counting does not disturb a measurement."""
+    """The mean number of different experts of a layer that a decode step uses; None for a model without experts. It is
+    counted in a separate, shorter run without captured steps, so that counting does not disturb a measurement."""
     if not llm.engine.command(CountExperts(work.shape.batch * (1 + llm.engine.limits.max_drafts))):
         return None
     try:
@@ -302,8 +302,8 @@ def _distinct_experts(llm: LLM, work: Workload) -> float | None:
 
 
 def _latency(llm: LLM, work: Workload, rounds: int) -> dict[str, Any]:
-    """Time to the first token, time between runs (a run may be several tokens), and time per token: after the first
-    one, and while all requests decode, when no prompt is computed."""
+    """Measure the time to the first token, the time between steps' tokens (a run of one or more), and two times per
+    token: after the first token, and while all requests decode, when no prompt is computed."""
     first: list[float] = []
     between: list[float] = []
     per_token: list[float] = []
@@ -325,8 +325,9 @@ def _latency(llm: LLM, work: Workload, rounds: int) -> dict[str, Any]:
 
 
 def _decoding(requests: list[list[tuple[float, int]]]) -> Iterator[float]:
-    """Yields the seconds per token of each request while all requests decode, from the last first token to the first
-    end: the median time between two runs, divided by the mean tokens of a run. `requests`: see `_timed`."""
+    """Yield the seconds per token of each request while all requests decode, that is, after all have their first token
+    and before any ends. It is the median time between two runs, divided by the mean tokens of a run. `requests`: see
+    `_timed`."""
     begin, end = max(runs[0][0] for runs in requests), min(runs[-1][0] for runs in requests)
     for runs in requests:
         inside = [run for run in runs if begin <= run[0] <= end]
@@ -349,13 +350,13 @@ def _timed(llm: LLM, work: Workload, label: str) -> Iterator[list[tuple[float, i
 
 
 def _asked(params: SamplingParams) -> dict[str, Any]:
-    """The parameters that differ from a greedy request's."""
+    """The sampling parameters that differ from those of a greedy request."""
     return {field.name: getattr(params, field.name) for field in fields(params)
             if getattr(params, field.name) != getattr(GREEDY, field.name)}
 
 
 def _percentile(seconds: Sequence[float], percent: int) -> float | None:
-    """The percentile in milliseconds."""
+    """The percentile, converted from seconds to milliseconds."""
     return round(percentile(seconds, percent) * 1e3, 3) if seconds else None
 
 

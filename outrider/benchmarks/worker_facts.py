@@ -1,7 +1,8 @@
-"""Commands that ask a worker for facts of its model which a benchmark is measured by. Each rank knows its own part.
+"""Commands that ask a worker for facts about its model, which benchmarks compare their figures with. Each rank knows
+only its own part.
 
-Ranks compute at the same time. What counts is therefore the work of the busiest device: of a rank alone on its GPU, or
-of all ranks that share one memory.
+Ranks compute at the same time, so the work of the busiest device counts: that of one rank if it has a GPU for itself,
+or that of all ranks which share one memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from outrider.runner.commands import Command
 
 @dataclass(frozen=True)
 class DecodingBytes(Command[float]):
-    """Bytes that decode steps must move in one device's memory."""
+    """Ask for the bytes that decode steps must move in one device's memory."""
 
     work: Decoding
 
@@ -33,7 +34,7 @@ class DecodingBytes(Command[float]):
 
 @dataclass(frozen=True)
 class PromptOperations(Command[float]):
-    """The number of operations that prompts of these lengths take on one device."""
+    """Ask for the number of operations that prompts of these lengths take on one device."""
 
     lengths: tuple[int, ...]
 
@@ -47,8 +48,8 @@ class PromptOperations(Command[float]):
 
 @dataclass(frozen=True)
 class CountExperts(Command[bool]):
-    """Begin to count the distinct experts of decode steps, which then run eagerly, because captured steps have no
-    observer. Answers whether the model has experts; if not, nothing has changed. `ReadExperts` ends the counting."""
+    """Begin to count the different experts that decode steps use. Steps then run eagerly, because captured steps have
+    no observer. Answers whether the model has experts; if not, nothing has changed. `ReadExperts` ends the counting."""
 
     max_rows: int  # token rows of a step
 
@@ -68,7 +69,8 @@ class CountExperts(Command[bool]):
 
 @dataclass(frozen=True)
 class ReadExperts(Command[float]):
-    """The mean number of distinct experts of a layer in a decode step since `CountExperts`, the same on every rank."""
+    """Ask for the mean number of different experts of a layer that a decode step has used since `CountExperts`. It is
+    the same on every rank."""
 
     def carry_out(self, worker: Any) -> float:
         stack, routers, tally = worker.expert_count

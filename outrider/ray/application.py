@@ -1,5 +1,5 @@
-"""The application of Ray Serve: one deployment of engines, which Ray starts, watches and scales, and one that takes
-HTTP requests and passes each to an engine."""
+"""The application of Ray Serve. It has two deployments: one of engines, which Ray starts, watches and scales, and one
+that takes HTTP requests and passes each to an engine."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ HEALTH_SECONDS = 30.0  # for an engine's answer; bursts of requests can delay it
 
 @dataclass(frozen=True)
 class RayConfig:
-    """Settings of the application that a server without Ray does not have."""
+    """Settings of the application that exist only with Ray."""
 
     max_replicas: Count | None = None  # scale from `replicas` up to here, and back; None: always `replicas`
     target_ongoing_requests: Annotated[float, Range(0.1, 1e6)] = 32.0  # running and waiting ones of a replica
@@ -42,7 +42,7 @@ class RayConfig:
 
 
 def application_from(args: Mapping[str, Any]) -> serve.Application:
-    """Build the application from the names and values that `serve run` or a config file of Serve gives."""
+    """Build the application from names and values, as `serve run` or a config file of Ray Serve gives them."""
     own = {name: _read(value) for name, value in args.items() if name in RayConfig.__dataclass_fields__}
     words = ["serve"]
     for name, value in args.items():

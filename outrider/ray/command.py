@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Stopped(BaseException):
-    """Raised when a signal comes, also while replicas start."""
+    """Raised when a signal arrives, also while replicas start."""
 
 
 def _stop(*_: object) -> None:

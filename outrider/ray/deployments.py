@@ -49,7 +49,7 @@ log = logging.getLogger("outrider")
 
 
 class EngineReplica:
-    """An actor that Ray Serve starts. `environment`: variables to set before torch is imported."""
+    """An actor that Ray Serve starts. `environment`: variables that are set before torch is imported."""
 
     async def __init__(self, engine: EngineConfig, config: ServerConfig, names: Sequence[str],  # type: ignore[misc]
                        versions: Mapping[str, str], environment: Mapping[str, str]) -> None:
@@ -66,7 +66,7 @@ class EngineReplica:
 
     async def handle(self, blocks: list[int], method: str, path: str, query: bytes, headers: Headers,
                      body: bytes) -> AsyncGenerator[Any, None]:
-        """Yields the status with the headers, then pieces of the body. `blocks` are for the router alone."""
+        """Yield the status with the headers, then pieces of the body. `blocks` are used by the router only."""
         scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
                  "path": path, "raw_path": path.encode(), "query_string": query, "root_path": "", "headers": headers}
         async with aclosing(_answer(self._app, scope, body)) as messages:
@@ -77,7 +77,8 @@ class EngineReplica:
                     yield message["body"]
 
     async def answer_whole(self, *request: Any) -> tuple[str, int, bytes]:
-        """The name of this replica, and the status and the body of its answer to one request, as `handle` takes it."""
+        """Return this replica's name, and the status and body of its answer. The request has the form that `handle`
+        takes."""
         async with aclosing(self.handle([], *request)) as parts:
             status, _ = await anext(parts)
             body = b"".join([piece async for piece in parts])
@@ -96,7 +97,7 @@ class EngineReplica:
 
 
 async def _answer(app: Any, scope: Message, body: bytes) -> AsyncGenerator[Message, None]:
-    """Run an application on one request. Whoever stops reading ends the request."""
+    """Run an application on one request, and yield its answer. If the reader stops reading, the request ends."""
     messages: asyncio.Queue[Message | None] = asyncio.Queue(1)
     parts: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

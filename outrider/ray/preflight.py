@@ -1,5 +1,5 @@
-"""Checks before a replica loads weights: whether the cluster answers, and what is wrong with a node, all problems at
-once, each by name."""
+"""Checks made before a replica loads weights: whether the cluster answers, and whether the node is ready. All problems
+are reported at once, each by name."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def versions_here() -> dict[str, str]:
 
 def check_node(engine: EngineConfig, config: ServerConfig, wanted: Mapping[str, str], num_gpus: int | None,
                environment: Mapping[str, str] = os.environ) -> None:
-    """`wanted`: versions where the application was built. `num_gpus`: that Ray gave to the replica; None on a CPU."""
+    """Check that this node is ready. `wanted`: versions of packages where the application was built. `num_gpus`: the
+    GPUs that Ray gave to the replica; None on a CPU."""
     found = versions_here()
     problems = [f"{name} is {found.get(name, 'none')} here and {number} where the application was built"
                 for name, number in wanted.items() if found.get(name, "none") != number]

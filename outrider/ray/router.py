@@ -1,7 +1,8 @@
-"""The policy of `outrider.replicas.policy` as a request router of Ray Serve: beginnings of prompts first, then load.
+"""A request router of Ray Serve with the policy of `outrider.replicas.policy`: longest known beginning of a prompt
+first, then load.
 
-It runs in the process that sends the requests, and knows the block hashes from the request's first argument. A request
-without readable prompt goes by load.
+It runs in the process that sends the requests, and reads the block hashes from the request's first argument. A request
+without a readable prompt is routed by load.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class PrefixRequestRouter(RequestRouter):
 
     async def choose_replicas(self, candidate_replicas: list[RunningReplica],
                               pending_request: PendingRequest | None = None) -> list[list[RunningReplica]]:
-        """Ranks of replicas: the chosen one, then all others, should its queue be full."""
+        """Return ranked groups of replicas: first the chosen one, then all others, in case its queue is full."""
         if not candidate_replicas:
             return []
         known = {replica.replica_id.unique_id: replica for replica in candidate_replicas}

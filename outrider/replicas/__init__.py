@@ -1,2 +1,2 @@
-"""Several engines behind one HTTP front: which replica gets a request, how it is passed on, and what
-happens when one dies."""
+"""Several engines behind one HTTP front. The front decides which replica gets a request, passes the request on, and
+handles the death of a replica."""

@@ -1,6 +1,6 @@
-"""AdapterChanges: adapters that clients load and unload over HTTP, on all replicas alike.
+"""AdapterChanges: loads and unloads adapters on all replicas alike, when clients ask for it over HTTP.
 
-A change is made where all replicas serve, and undone if a replica refuses it. A replica that starts again is given all
+A change needs all replicas to serve, and is undone if one of them refuses it. A replica that restarts receives all
 changes before it serves.
 """
 
@@ -31,7 +31,7 @@ class AdapterChange(NamedTuple):
 
 class AdapterChanges:
     def __init__(self, modules: Mapping[str, str] | None = None) -> None:
-        """modules: folders of the adapters that replicas have from their start, by name."""
+        """modules: folders of the adapters that replicas load at their start, by name."""
         self._modules = dict(modules or {})
         self._last: dict[str, AdapterChange] = {}  # by the adapter's name, in the order of the changes
         self._lock = asyncio.Lock()  # changes reach all replicas in one order
@@ -73,8 +73,8 @@ class AdapterChanges:
                               "it did not answer" if answer is None else answer[1].decode(errors="replace"))
 
     async def _undo(self, done: Sequence[Replica], change: AdapterChange) -> None:
-        """Undo a change on the replicas that made it: the adapter that had the name before is loaded again, if there
-        was one. An adapter that was named at start and lies outside of the root folder cannot be loaded again; this is
+        """Undo a change on the replicas that made it: load the adapter again that had the name before, if there was
+        one. An adapter that was named at start and lies outside the root folder cannot be loaded again; this is
         logged."""
         name = change.body["lora_name"]
         before = self._last.get(name)

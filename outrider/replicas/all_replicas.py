@@ -1,4 +1,4 @@
-"""Requests of the front that concern several replicas: metrics, routes of the operator, stored responses."""
+"""Requests to the front that concern several replicas: metrics, routes of the operator, stored responses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT_HEADERS: Headers = [(b"content-type", b"text/plain; charset=utf-8")]
 
 async def ask_whole(replica: Replica, method: str, target: bytes, headers: Headers, body: bytes = b"",
                     seconds: float | None = ASK_SECONDS) -> tuple[int, bytes] | None:
-    """Status and body of an answer; None if the replica does not answer, or not in time."""
+    """Return the status and the body of an answer; None if the replica does not answer in time."""
     try:
         async with asyncio.timeout(seconds):
             answer = await ask(replica.socket_path, method, target, headers, body)
@@ -42,7 +42,8 @@ async def joined_page(replicas: Sequence[Replica], headers: Headers) -> str:
 
 
 def check_all_serve(replicas: Sequence[Replica], outcome: str) -> None:
-    """Refuse a change that all replicas must make together while one does not serve. outcome: what was not done."""
+    """Refuse a change that all replicas must make together if one does not serve. outcome: the text that says what was
+    not done."""
     absent = [f"replica {each.name} is {each.state.value}" for each in replicas
               if each.state is not ReplicaState.SERVING]
     if absent:
@@ -52,8 +53,8 @@ def check_all_serve(replicas: Sequence[Replica], outcome: str) -> None:
 
 async def ask_all(replicas: Sequence[Replica], method: str, target: bytes, headers: Headers,
                   body: bytes) -> tuple[int, Headers, bytes]:
-    """Ask every replica, and join the answers. Raises ApiError if a replica does not answer. Replicas are only asked to
-    sleep if all of them serve: otherwise some would sleep while one starts again, awake."""
+    """Ask every replica, and join the answers. Raises ApiError if a replica does not answer. Replicas are asked to
+    sleep only if all of them serve: otherwise one that restarts would be awake while the others sleep."""
     if target.split(b"?")[0].endswith(SLEEP):
         check_all_serve(replicas, "no replica was asked to sleep")
     answers = await asyncio.gather(*(ask_whole(each, method, target, headers, body, None) for each in replicas))
@@ -66,8 +67,8 @@ async def ask_all(replicas: Sequence[Replica], method: str, target: bytes, heade
 
 
 def joined_answer(found: Sequence[tuple[int, bytes]]) -> tuple[int, Headers, bytes]:
-    """Join the answers of all replicas, statuses and bodies: true if all say true, sums of counts, the longest time.
-    The first refusal is the answer of all, and so is the first plain text."""
+    """Join the answers of all replicas, statuses and bodies. A value is true if it is true in all; counts are summed;
+    times become the longest. If a replica refuses or answers in plain text, the first such answer is returned."""
     refusal = next((answer for answer in found if answer[0] != 200), None)
     if refusal is not None:
         return refusal[0], JSON_HEADERS, refusal[1]
@@ -79,7 +80,7 @@ def joined_answer(found: Sequence[tuple[int, bytes]]) -> tuple[int, Headers, byt
 
 
 async def find_response(replicas: Sequence[Replica], path: str, body: bytes, headers: Headers) -> Replica | None:
-    """The replica that stored the response which a request names, in its path or as previous_response_id."""
+    """Find the replica that stored the response which a request names, in its path or as previous_response_id."""
     named = STORED.match(path)
     response_id = named[1] if named is not None else None
     if response_id is None and path == "/v1/responses" and b'"previous_response_id"' in body:

@@ -1,4 +1,5 @@
-"""ReplicaFront: the HTTP application that passes requests on to replicas, each a whole server at a unix socket.
+"""ReplicaFront: the HTTP application that passes requests on to replicas. Each replica is a complete server at a unix
+socket.
 
 Bytes are passed through as they are, so all routes and streams are the replicas' own. A request goes to the replica
 that the router chooses. If the replica dies, refuses the request because its queue is full, or has no engine just then,
@@ -34,7 +35,7 @@ log = logging.getLogger("outrider")
 
 
 class ReplicaFront:
-    """`start` is awaited before the first request, `stop` after the last."""
+    """The ASGI application. `start` is awaited before the first request, `stop` after the last."""
 
     def __init__(self, replicas: Sequence[Replica], router: PrefixRouter, adapters: AdapterChanges, *,
                  start: Callable[[], Awaitable[None]], stop: Callable[[], Awaitable[None]]) -> None:
@@ -91,7 +92,7 @@ class ReplicaFront:
             await exchange.fail(error)
 
     def _health(self) -> dict[str, object]:
-        """Healthy while at least one replica serves. The answer tells the state of each."""
+        """Answer that the server is healthy if at least one replica serves. The body has the state of each."""
         states = {each.name: each.state.value for each in self.replicas}
         if not self._serving():
             raise ApiError(503, f"no replica serves: {_listed(states)}", retry_after=5)
@@ -134,7 +135,7 @@ class ReplicaFront:
 
 
 class _Exchange:
-    """One request of a client, and what has been answered so far."""
+    """One request of a client, and the part of the answer that has been sent so far."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.method, self.path = scope["method"], scope["path"]
@@ -204,8 +205,8 @@ async def _blocks(exchange: _Exchange, body: bytes) -> list[int]:
 
 
 async def _body(receive: Receive) -> bytes:
-    """The body of a request. The guard in front of this application has read it within its bounds, and plays it back in
-    one piece."""
+    """Return the body of a request. The guard in front of this application has already read it within its limits, and
+    delivers it in one piece."""
     parts = []
     while (message := await receive())["type"] == "http.request":
         parts.append(message.get("body", b""))

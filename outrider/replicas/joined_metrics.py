@@ -1,5 +1,5 @@
-"""One page of metrics for all replicas: every sample has the label `engine` with the number of its replica, as vLLM's
-samples have it with several engines. Sums over `engine` are those of the whole server."""
+"""Joins the metrics of all replicas into one page. Every sample has the label `engine` with the number of its replica,
+as in vLLM with several engines. The sum over `engine` is the value of the whole server."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ WITHOUT_LABELS = re.compile(r"^(\w+) ")
 
 
 def joined_metrics(pages: Mapping[int, str], restarts: Mapping[int, int]) -> str:
-    """One page with the metrics of all replicas. `pages`: by replica that answered. `restarts`: how often each replica
-    was started again; empty if others count that."""
+    """Make one page of the metrics of all replicas. `pages`: the pages of the replicas that answered. `restarts`: how
+    often each replica was restarted; empty if restarts are counted elsewhere."""
     families: dict[str, list[str]] = {}  # lines by the line that begins their family
     for number, page in pages.items():
         own: list[str] = []

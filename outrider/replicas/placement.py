@@ -1,4 +1,4 @@
-"""Which devices and how many threads each replica on this machine gets, as variables of its environment."""
+"""Assigns devices and a number of threads to each replica on this machine, as environment variables."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ COUNT_SECONDS = 120.0
 
 
 def visible_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
-    """Names of the GPUs that processes here may use, as CUDA_VISIBLE_DEVICES has them. torch is asked in a process of
-    its own, because it takes memory and time that the front does not need."""
+    """Names of the GPUs that processes on this machine may use, in the form of CUDA_VISIBLE_DEVICES. torch is asked in
+    a separate process, because it takes memory and time that the front does not need."""
     program = "import torch; print(torch.cuda.device_count())"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=COUNT_SECONDS,
                            check=False, env=dict(environment))
@@ -26,8 +26,8 @@ def visible_devices(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 def replica_environments(device: str, num_replicas: int, devices_each: int, visible: list[str],
                          environment: Mapping[str, str] = os.environ) -> list[dict[str, str]]:
-    """Variables of each replica. With a device that the user named (cuda:0) all replicas share it. Raises ValueError if
-    there are fewer GPUs than replicas need."""
+    """The environment variables of each replica. If the user named a device (cuda:0), all replicas share it. Raises
+    ValueError if there are fewer GPUs than the replicas need."""
     if device == "cpu" or (device == "auto" and not visible):
         threads = environment.get("OMP_NUM_THREADS", str(max(1, num_cores() // num_replicas)))
         return [{"OMP_NUM_THREADS": threads} for _ in range(num_replicas)]

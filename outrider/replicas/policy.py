@@ -1,5 +1,6 @@
-"""PrefixRouter: which replica gets a prompt. It prefers the replica that was given the longest beginning of the prompt
-before, because that replica's prefix cache holds it, and goes by load when that replica has too much to do.
+"""PrefixRouter: chooses the replica that gets a prompt. It prefers the replica that has already received the longest
+beginning of the prompt, because that replica's prefix cache holds it. If that replica has too much load, the least
+loaded one is chosen.
 
 Pure Python, no input or output: the HTTP front and the router of Ray Serve both ask it. It knows only what it has
 routed itself; a replica whose cache has forgotten a prompt computes the prompt again.
@@ -27,7 +28,8 @@ class PrefixRouter:
         self._num_given = 0
 
     def choose(self, blocks: Sequence[int], loads: Mapping[str, int]) -> str:
-        """The replica for a prompt. `loads`: running requests of every replica that could take it, at least one."""
+        """Choose the replica for a prompt. `loads`: the running requests of every replica that could take it, at least
+        one."""
         least = min(loads.values())
         chosen = self._preferred(blocks, loads)
         if chosen is None or loads[chosen] > least + max(MOST_BEHIND, BEHIND_SHARE * least):
@@ -58,7 +60,7 @@ class PrefixRouter:
                 del self._holders[block]
 
     def num_matched(self, blocks: Sequence[int], replica: str) -> int:
-        """How many of a prompt's first blocks a replica was given before."""
+        """How many of a prompt's first blocks a replica has received before."""
         return next((i for i in range(len(blocks), 0, -1) if replica in self._holders.get(blocks[i - 1], ())), 0)
 
     def __len__(self) -> int:
@@ -73,6 +75,6 @@ class PrefixRouter:
         return None
 
     def _least_loaded(self, names: Iterable[str], loads: Mapping[str, int]) -> str:
-        """The replica with the least load. Of several it is the one that was given no prompt for longest: otherwise one
-        replica's cache would hold all prompts of a client that asks one after the other."""
+        """The replica with the least load. If several have it, the one that has received no prompt for longest is
+        chosen: otherwise one replica's cache would hold all prompts of a client that asks one after the other."""
         return min(names, key=lambda name: (loads[name], self._turns.get(name, 0), name))

@@ -1,9 +1,9 @@
-"""ReplicaProcess: one replica as a process of this machine. It is started, watched, started again when it has died, and
-ended with the front.
+"""ReplicaProcess: one replica as a process on this machine. It is started, watched, restarted when it dies, and ended
+with the front.
 
-The process ends when its parent does, also when the parent is killed. One that does not answer for too long is killed:
-its requests then go to others. A process that fails before it has served once is most likely wrong settings, and
-ends the front.
+The process ends when its parent does, also when the parent is killed. A process that does not answer for too long is
+killed, and its requests go to other replicas. If a process fails before it has ever served, the settings are most
+likely wrong, so the front ends.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ class ReplicaProcess:
         return process
 
     async def _watch(self, process: SpawnProcess) -> None:
-        """Returns when the process has ended. Asks the replica how it is meanwhile, and kills one that hangs."""
+        """Wait until the process has ended. Meanwhile ask for the replica's health, and kill the process if it
+        hangs."""
         answered, most_seconds = time.monotonic(), START_SECONDS
         while process.is_alive():
             answer = await ask_whole(self.replica, "GET", b"/health", [], seconds=self._hang_seconds)
@@ -102,7 +103,7 @@ class ReplicaProcess:
             await asyncio.to_thread(process.join, WATCH_SECONDS)
 
     async def _note(self, *, is_healthy: bool) -> None:
-        """Note that a replica has answered. A replica that has never served still loads its model."""
+        """Note the answer of a replica. A replica that has never served is still loading its model."""
         self._has_served |= is_healthy
         if is_healthy:
             if self.replica.state is ReplicaState.STARTING:
@@ -113,7 +114,7 @@ class ReplicaProcess:
 
 
 class ReplicaGroup:
-    """All replicas of a front, from its start to its end."""
+    """All replicas of a front. It starts, watches and ends them."""
 
     def __init__(self, processes: Sequence[ReplicaProcess], *, stop_seconds: float) -> None:
         self._processes = processes

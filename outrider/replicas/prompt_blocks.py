@@ -1,7 +1,7 @@
 """Block hashes of the prompt in a request's body. Prompts with a common beginning have the same first hashes.
 
 Texts are not tokenized, and chat templates are not applied: equal texts become equal tokens, which is all that routing
-needs. Hashes are those of this process (`hash`), so clients cannot know which texts would collide.
+needs. Hashes are salted in each process (Python's `hash`), so clients cannot know which texts would collide.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ PROMPT_FIELDS = ("tools", "system", "instructions", "prompt", "messages", "input
 
 
 def body_blocks(body: bytes, tenant: bytes = b"") -> list[int]:
-    """Hashes of the prompt in a JSON body; none if there is no prompt that can be read. `tenant`: the API key, because
-    prefix caches of different keys are separate."""
+    """The block hashes of the prompt in a JSON body; none if no prompt can be read. `tenant`: the API key, which is
+    part of the hashes because prefix caches of different keys are separate."""
     try:
         given = parse_bounded(body)
         return prompt_blocks(given, tenant) if isinstance(given, dict) else []
@@ -42,7 +42,7 @@ def prompt_blocks(body: Mapping[str, Any], tenant: bytes = b"") -> list[int]:
 
 
 def _text(value: Any) -> str:
-    """A field as text. If a field continues another one, its text continues the other's text."""
+    """Convert a field of the body to text. If one prompt continues another, its text continues the other's text."""
     match value:
         case None:
             return ""
@@ -56,7 +56,7 @@ def _text(value: Any) -> str:
 
 
 def _chained(before: int, values: Sequence[Any], size: int) -> list[int]:
-    """One hash for each full block, which covers the blocks before it too."""
+    """One hash for each full block. It depends on the blocks before it too."""
     blocks = []
     for end in range(size, min(len(values), size * MOST_BLOCKS) + 1, size):
         part = values[end - size : end]

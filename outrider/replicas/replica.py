@@ -1,4 +1,4 @@
-"""Replica: one engine's server behind the front, as the front sees it. Something else starts it and watches it."""
+"""Replica: the front's view of one engine's server. It does not start or watch the server."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""HTTP requests of the front to one replica, over its unix socket: the answer's head, then pieces of its body.
+"""Sends HTTP requests of the front to one replica, over its unix socket. First the head of the answer arrives, then
+pieces of its body.
 
-Every request has a connection of its own. To connect to a unix socket costs microseconds, and no request can be lost on
-an old connection that the replica is just closing.
+Every request has its own connection. Connecting to a unix socket takes microseconds, and no request can be lost on an
+old connection that the replica is just closing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class ReplicaLost(ConnectionError):
 
 
 class _Reading:
-    """The parts of an answer that the parser has found so far."""
+    """The parts of an answer that have been parsed so far."""
 
     def __init__(self) -> None:
         self.headers: Headers = []
@@ -44,7 +45,7 @@ class _Reading:
 
 
 class Answer:
-    """The answer of a replica whose head has come. `close` ends the connection, and with it the request."""
+    """The answer of a replica, of which the head has arrived. `close` ends the connection, and with it the request."""
 
     def __init__(self, status: int, headers: Headers, reading: _Reading, parser: httptools.HttpResponseParser,
                  reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
