@@ -375,8 +375,8 @@ def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
 REPLAY_DECIDES = (
     "activation_bits", "attention_backend", "checkpoint_interval", "device", "dtype", "exact", "hf_overrides",
     "ignore_config_keys", "index_key_dtype", "keep_quantized", "kv_cache_dtype", "kv_cache_dtype_skip_layers",
-    "load_format", "logits_processors", "logprobs_mode", "max_logprobs", "max_model_len", "model_impl",
-    "packed_weights", "page_size", "quantization", "tensor_parallel_size",
+    "load_format", "logprobs_mode", "max_logprobs", "max_model_len", "model_impl", "packed_weights", "page_size",
+    "quantization", "tensor_parallel_size",
 )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider import receipts as own
-from outrider.commands.parser import UsageError, engine_config, named_adapter
+from outrider.commands.parser import ENGINE_FIELDS, UsageError, engine_config, named_adapter
 from outrider.core.file_digests import canonical
 from outrider.core.status_line import status_line
 from outrider.engine.start import start_engine
@@ -73,7 +73,7 @@ def _replay_group(args: argparse.Namespace, receipts: list[Receipt], key: bytes 
     first = receipts[0]
     adapter = named_adapter(args)
     try:
-        settings = own.engine_settings(first)
+        settings = own.engine_settings(first, key, given=[name for name in ENGINE_FIELDS if hasattr(args, name)])
     except ValueError as error:
         return [own.Verdict(own.REFUSED, findings=[str(error)])] * len(receipts)
     if args.model is None:

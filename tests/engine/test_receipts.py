@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -22,7 +23,7 @@ from outrider.features.receipts import digests
 from outrider.features.receipts.receipt import leaves, read_key, sealed
 from outrider.features.receipts.writer import SETTINGS
 from outrider.kernels import cpu as native
-from outrider.receipts import Receipt, Verdict, check_receipt, find_receipts, replay
+from outrider.receipts import Receipt, Verdict, check_receipt, engine_settings, find_receipts, replay
 from tests.adapters.folders import write_adapter
 from tests.engine.harness import byte_tokenizer, prompt_of, random_model, save_folder
 from tests.engine.test_exact_mode import FAMILIES, VOCAB
@@ -174,9 +175,31 @@ def test_a_forger_without_the_key_cannot_sign(receipt: Receipt) -> None:
     assert verdict is not None and verdict.findings[0].startswith("signature:")
 
 
-def resealed(receipt: Receipt, path: str, value: Any) -> Receipt:
+def resealed(receipt: Receipt, path: str, value: Any, key: bytes | None = None) -> Receipt:
     own = put(receipt, path, value)
-    return sealed({name: part for name, part in own.items() if name not in ("checks", "signature")}, None)
+    return sealed({name: part for name, part in own.items() if name not in ("checks", "signature")}, key)
+
+
+@pytest.mark.parametrize("name", ["speculative_config", "receipt_key_file", "num_pages", "model"])
+def test_only_settings_that_receipts_tell_are_taken(receipt: Receipt, name: str) -> None:
+    with pytest.raises(ValueError, match=rf"settings\.{name}: "):
+        engine_settings(resealed(receipt, f"settings.{name}", "a"))
+
+
+def test_code_that_a_receipt_names_runs_only_with_the_operators_signature(
+        receipt: Receipt, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, key = "settings.logits_processors", KEY.encode()
+    unsigned, signed = (resealed(receipt, path, ["this:s"], own) for own in (None, key))
+    for own, known in ((unsigned, None), (unsigned, key), (signed, None), (signed, b"another key, long enough")):
+        with pytest.raises(ValueError, match=r"settings\.logits_processors: .* signature"):
+            engine_settings(own, known)
+    assert engine_settings(signed, key)["logits_processors"] == ("this:s",)
+    assert "logits_processors" not in engine_settings(unsigned, given=["logits_processors"])
+    file = tmp_path / "receipt.json"
+    file.write_text(json.dumps(unsigned))
+    sys.modules.pop("this", None)
+    assert cli.main(["replay", str(file), str(folder)]) == 1
+    assert "receipt 1: refused" in capsys.readouterr().out and "this" not in sys.modules
 
 
 @pytest.mark.parametrize("path", ["model.weights", "model.config", "model.tokenizer", "kernels.torch",

@@ -3,25 +3,33 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Collection
 from typing import Any
 
 from outrider.config import EngineConfig
 from outrider.core.params import SamplingParams
 from outrider.core.prompts import Prompt
 from outrider.core.structured import StructuredOutputsParams
-from outrider.features.receipts.receipt import Receipt
+from outrider.features.receipts.receipt import Receipt, faults
+from outrider.features.receipts.writer import SETTINGS
 
 MATE_TOKENS = 48  # most of the prompt of a random batch mate
 
 
-def engine_settings(receipt: Receipt) -> dict[str, Any]:
-    """The settings of an engine that computes as the receipt's did. Raises ValueError for settings unknown here."""
-    known = EngineConfig.__dataclass_fields__
-    odd = next((name for name in receipt["settings"] if name not in known), None)
+def engine_settings(receipt: Receipt, key: bytes | None = None, *, given: Collection[str] = ()) -> dict[str, Any]:
+    """The settings of an engine that computes as the receipt's did. Raises ValueError for a setting that no receipt
+    tells, and for logits processors, which are code that the engine would import, unless `key` has signed the receipt.
+    given: names of settings that the caller has; the receipt's are left out."""
+    told = {name: value for name, value in receipt["settings"].items() if name not in given}
+    odd = next((name for name in told if name not in SETTINGS), None)
     if odd is not None:
-        raise ValueError(f"settings.{odd}: this version of outrider has no such setting")
+        raise ValueError(f"settings.{odd}: this version of outrider has no such setting in a receipt")
+    if told.get("logits_processors") and (key is None or faults(receipt, key)):
+        raise ValueError("settings.logits_processors: the receipt names code to run, which takes a signature that "
+                         "--receipt-key-file confirms, or the same names as --logits-processors")
+    known = EngineConfig.__dataclass_fields__
     settings = {name: tuple(value) if isinstance(known[name].default, tuple) else value
-                for name, value in receipt["settings"].items()}
+                for name, value in told.items()}
     return settings | {"exact": receipt["exact"]}
 
 
