@@ -17,9 +17,9 @@ From declaration to weight:
     source.read() --> StoredWeight: bits with scales ------> copied into the slots, or dequantised into a dense one
 
 A layer is dense if no format is registered for the kind, or if the format does not serve the dtype, the device or the
-mix of segments. Its stored weight is then dequantised tensor by tensor while it is loaded. Every tensor must find its
-slot, and every slot its tensor. One line of the log says what is kept in which form and what was expanded; `outrider
-env MODEL` shows the first half of this line.
+mix of segments. Its stored weight is then dequantised tensor by tensor while it is loaded. Every tensor must fit a
+slot, and every slot must get a tensor. One log line says in which forms weights are kept and what was dequantised;
+`outrider env MODEL` shows the first half of this line.
 
 Codes with scales (`ScaledLinear`, `ScaledExperts`):
 
@@ -44,12 +44,12 @@ Codes with scales (`ScaledLinear`, `ScaledExperts`):
 
 On a CPU (float32 models):
 
-- Native code multiplies with codes (`kernels/scaled_on_host.py`). Fp8 is read where it lies. Integers and 4-bit floats
-  in groups of 32 inputs are copied into the packed forms of GGUF's kinds and obey `activation_bits`; 4-bit floats in
-  groups of 16 are copied as fp8. With `packed_weights=False` there are no copies. All other codes become float32
-  numbers anew in every product.
+- Native code multiplies with codes (`kernels/scaled_on_host.py`). Fp8 codes are read without a copy. Integers and 4-bit
+  floats in groups of 32 inputs are copied into the packed forms of GGUF's kinds and obey `activation_bits`; 4-bit
+  floats in groups of 16 are copied as fp8. With `packed_weights=False` there are no copies. All other codes are
+  dequantised to float32 in every product.
 - GGUF's blocks are packed in another order (`GgufLinear`, `GgufExperts`).
-- `keep_quantized=False` expands all files to numbers.
+- `keep_quantized=False` dequantises the weights of all files.
 
 On a GPU, GGUF's blocks become codes with scales while they are read (`WeightSlot.recode`, `kernels/gguf_codes.py`):
 Q4_0, Q4_1, Q4_K, Q3_K and Q2_K as int4, MXFP4 as 4-bit floats, all others as int8. A layer with matrices of several

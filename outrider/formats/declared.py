@@ -31,7 +31,7 @@ class StoredFormat:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The number of one rank, and how many ranks share a weight."""
+    """One rank's number, and the number of ranks that share a weight."""
 
     rank: int
     count: int

@@ -81,9 +81,9 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class PairedHeads(HeadLayout):
-    """The order of output features in heads whose rope turns neighbouring features together. A layer's rope turns
-    halves: the first feature of every pair, then the second. sizes: how many features of a head the rope turns, and how
-    many it does not."""
+    """The order of output features in heads whose rope rotates pairs of neighbouring features. A layer's rope rotates
+    halves: the first features of all pairs, then the second ones. sizes: how many features of a head the rope rotates,
+    and how many it does not."""
 
     def sort(self, tensor: torch.Tensor) -> torch.Tensor:
         turned, kept = tensor.unflatten(0, (self.num_heads, -1)).split(self.sizes, dim=1)
@@ -93,8 +93,8 @@ class PairedHeads(HeadLayout):
 
 @dataclass(frozen=True)
 class TensorShard:
-    """The part of a checkpoint's tensor that one rank holds: ranges along one axis, one behind the other in the rank's
-    tensor. A packed tensor (gate and up) has a range for each segment."""
+    """The part of a checkpoint's tensor that one rank holds: ranges along one axis, which are concatenated in the
+    rank's tensor. A packed tensor (gate and up) has a range for each segment."""
 
     shape: tuple[int, ...]  # shape of the checkpoint's tensor
     axis: int

@@ -13,7 +13,7 @@ FEWEST_BYTES = 1 << 20  # a smaller tensor is copied plainly
 
 
 def upload(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on a device; the tensor itself if it is there already."""
+    """Copy a tensor to a device, or return the tensor itself if it is there already."""
     if tensor.device == device or not _is_staged(tensor, device):
         return tensor.to(device)
     return copy_in_slices(torch.empty(tensor.shape, dtype=tensor.dtype, device=device), tensor, pin=True)

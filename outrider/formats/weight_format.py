@@ -29,21 +29,21 @@ class WeightFormat(ABC, Generic[Declaration]):
     @classmethod
     def serves(cls, declared: Declaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
         """Whether the format can keep matrices that are stored in this way, in a model on this device. Otherwise the
-        layer is dense and gets the dequantised numbers."""
+        layer is dense and gets the dequantised weight."""
         return True
 
     @abstractmethod
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
-        """Every tensor that the checkpoint must hold, by its name there."""
+        """The slot of every tensor that the checkpoint must contain, by the tensor's name."""
 
     @property
     @abstractmethod
     def weight_bytes(self) -> int:
-        """The bytes of the weight that one product reads."""
+        """The number of bytes of the weight that one product reads."""
 
     def finalize(self) -> None:
-        """Compute what is derived from the weight. Called when all weights are in place, and again whenever the weights
-        are loaded again."""
+        """Compute tensors that are derived from the weight. Called when all weights are loaded, and again after they
+        are reloaded."""
 
     def restore_order(self) -> None:
         """Bring the slots' tensors back into the order of the files, before some of them are overwritten. `finalize`

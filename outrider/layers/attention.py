@@ -34,9 +34,9 @@ class SelfAttention(TokenMixer):
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """has_v: False where the values are the keys before their norm. paired_dim: the number of leading dimensions of
-        a head that the checkpoint's rope turns in pairs of neighbours. is_packed: the checkpoint has q, k and v in
-        one tensor."""
+        """has_v: False if the layer has no matrix for values and uses the keys before their norm as values. paired_dim:
+        the number of leading dimensions of a head that the checkpoint's rope turns in pairs of neighbours. is_packed:
+        the checkpoint has q, k and v in one tensor."""
         self.layer = layer
         q_size, kv_size = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
         written = {"k_proj": kv_size, **({"v_proj": kv_size} if has_v else {})}
@@ -78,7 +78,7 @@ class SelfAttention(TokenMixer):
         return [("", self.qkv), ("o_proj", self.out), *norms]
 
     def __call__(self, x: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
-        """x: [tokens, hidden]. q and k heads lie side by side, so one operation norms and turns both."""
+        """x: [tokens, hidden]. q and k heads are adjacent in memory, so one operation norms and rotates both."""
         return self.out(self.mix(self.qkv(x, context), angles, context), context)
 
     def for_rows(self, x: torch.Tensor, angles: Angles, context: StepContext, rows: WantedRows) -> torch.Tensor:

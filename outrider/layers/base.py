@@ -52,7 +52,7 @@ class Module:
         return ()
 
     def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
-        """Every tensor that a checkpoint must hold for this module, by its name there."""
+        """The slots of this module: one for every tensor that a checkpoint must contain, by the tensor's name."""
         slots: dict[str, WeightSlot] = {}
         for name, part in self.parts():
             slots |= part.weights(join_names(prefix, name))
@@ -81,8 +81,8 @@ class Module:
             part.finalize()
 
     def set_exact(self, exact: bool) -> None:
-        """Choose exact or ordinary operations. Called for every module before models are prepared. In exact mode a
-        token row has the same bits in every batch."""
+        """Choose exact or ordinary operations. Called for every module before models are prepared. In exact mode the
+        result of a token row is the same, bit for bit, in every batch."""
 
 
 class HeldRows(NamedTuple):
@@ -109,8 +109,8 @@ class Parameter(Module):
 
 
 class FormatModule(Module, Generic[Format]):
-    """A module with a weight that a format owns. The format is built, and the weight allocated, at the first access;
-    before that a source may declare in which format it stores the weight."""
+    """A module with a weight that a format owns. The format is built, and the weight allocated, at the first access.
+    Before that, `declare_formats` may choose the format."""
 
     format_base: type[Format]  # what the module needs of a format
     is_product = False  # the format multiplies token rows, and is prepared before it does

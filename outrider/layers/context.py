@@ -5,7 +5,7 @@ A model passes one context to every layer, feed-forward and product. The context
 - the caches of the layers, bound to the step (`attend`);
 - each token's place in its request (`positions`), and the place that ropes turn by (`rope_positions`);
 - vectors that replace the embeddings of token ids at some rows (`given_rows`);
-- changes to the products of some rows (`deltas`).
+- changes to the matrix products of some rows, such as LoRA adapters (`deltas`).
 
 A part that computes only some of the rows passes on the context of these rows (`of_rows`), so a product always knows
 its rows. Draft heads and prediction modules are called in the same way. A layer that is one native call applies deltas

@@ -50,8 +50,8 @@ class NativeRun(NamedTuple):
 
 
 class NativeDecoderLayer(FusedLayer):
-    """A decoder layer as one native call on the CPU. Its results have the same bits as the parts computed one by
-    one."""
+    """A decoder layer as one native call on the CPU. Its results are the same, bit for bit, as those of the parts
+    computed one by one."""
 
     def __init__(self, plain: AttentionMLPLayer, weights: LayerWeights) -> None:
         super().__init__(plain)
@@ -198,9 +198,9 @@ def register_fused_layer(try_build: TryBuild) -> None:
 
 
 def prepare(models: Sequence[LayeredModule], allow_copies: bool, exact: bool = False) -> int:
-    """Prepare loaded models. `allow_copies`: formats may hold a second, faster copy of weights. `exact`: a token row
-    has the same bits in every batch. Return the bytes held beside the bytes of the weights' slots. A model may be
-    prepared again."""
+    """Prepare loaded models. `allow_copies`: formats may hold a second, faster copy of weights. `exact`: the result of
+    a token row must be the same, bit for bit, in every batch. Return how many bytes formats hold besides the weights'
+    slots. A model may be prepared again."""
     for module in find_modules(models, Module):
         module.set_exact(exact)
     num_bytes = sum(module.format.prepare(allow_copies) for module in _find_products(models))
@@ -225,8 +225,8 @@ def restore_order(models: Sequence[LayeredModule]) -> None:
 
 
 def use_activation_bits(model: LayeredModule, bits: int) -> str:
-    """Round token rows in products to 8 or 16 bits; 32 rounds as finely as float32. Return a line for the log with the
-    number of such products and their error."""
+    """Round token rows in products to 8 or 16 bits; 32 rounds as finely as float32. Return a log line with the number
+    of weights whose products round, and their largest error."""
     held = _find_products([model])
     digits = min(bits, 24)
     errors = [error for module in held if (error := module.format.use_activation_bits(digits)) is not None]

@@ -56,8 +56,8 @@ class HyperConnection(Module):
         return [(name, Parameter(tensor)) for name, tensor in zip(self.names, tensors, strict=True)]
 
     def finalize(self) -> None:
-        """Split a float32 matrix into a matrix of the model's 16 bits and one of the rounding errors. The sum of the
-        products with both has 16 more bits and needs no other kernel."""
+        """Split a float32 matrix into two matrices of the model's 16-bit dtype: the rounded numbers and the rounding
+        errors. The sum of the products with both is much more exact and needs no other kernel."""
         super().finalize()
         self._multiplied = self.matrix
         if self.matrix.dtype != self._dtype:
@@ -65,7 +65,8 @@ class HyperConnection(Module):
             self._multiplied = torch.cat((high, (self.matrix - high.float()).to(self._dtype)))
 
     def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, HyperWeights]:
-        """streams [tokens, streams x hidden] -> (the state that the half reads [tokens, hidden], its weights)."""
+        """Return (the state that the half reads [tokens, hidden], the weights with which it writes). streams: [tokens,
+        streams x hidden]."""
         made, *weights = self._read(streams, self._product(streams, self._multiplied), self.scale, self.base, self.rule)
         return made, HyperWeights(*weights)
 

@@ -79,8 +79,8 @@ class LatentExpansion(FormatModule[ExpansionFormat]):
 
     def enter(self, queries: torch.Tensor, rope: RopeRows, q: torch.Tensor, index_q: torch.Tensor | None,
               index_in_pairs: bool, context: StepContext) -> None:
-        """Bring queries into the latent space. queries [tokens, heads x (nope | rope) | index heads x dim] -> q
-        [tokens, heads, latent | rope] and index_q [tokens, index heads, dim]."""
+        """Project queries [tokens, heads x (nope | rope) | index heads x dim] into the latent space and rotate them.
+        The results are written into q [tokens, heads, latent | rope] and index_q [tokens, index heads, dim]."""
         declared, plain = self.declared, self.format.plain_parts
         deltas = self._deltas(context)
         if plain is not None and deltas is None:

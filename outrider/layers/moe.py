@@ -152,8 +152,9 @@ class Experts(FormatModule[ExpertsFormat]):
 
 
 class MoE(FeedForward):
-    """experts(x) + shared(x). With `latent` the experts work between two projections, while the router and the shared
-    expert read x itself. With `shared_gate` the sigmoid of a product scales the shared expert's result."""
+    """A mixture of experts: experts(x) + shared(x). With `latent` the experts work between two projections, while the
+    router and the shared expert read x itself. With `shared_gate` the shared expert's result is scaled by
+    sigmoid(shared_gate(x))."""
 
     def __init__(
         self,

@@ -33,7 +33,7 @@ class Unnormed(NamedTuple):
     factor: float = 1.0
 
     def for_rows(self, rows: torch.Tensor) -> Unnormed:
-        """The addition to some token rows."""
+        """The addition for some of the token rows."""
         return self._replace(x=self.x[rows])
 
     def added_to(self, residual: torch.Tensor) -> torch.Tensor:
@@ -84,8 +84,8 @@ class RMSNorm(Module):
         return ops.rms_norm(x.reshape(-1, self.size), self.scale, self.eps).view(x.shape)
 
     def add_norm(self, x: Delta, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (norm(residual + x), residual + x), where x is the previous layer's addition. The sum is made in
-        place."""
+        """Return (norm(residual + x), residual + x), where x is the previous layer's addition. The sum is written into
+        `residual`."""
         if x is None:
             return self(residual), residual
         if isinstance(x, Unnormed):

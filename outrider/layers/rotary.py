@@ -120,9 +120,9 @@ class Unrotated(Rotary):
 
 
 def rope_table(frequencies: torch.Tensor, max_len: int) -> torch.Tensor:
-    """The table [max_len, cos | sin]; in one tensor, so that a step gathers once. It is computed in whole blocks,
-    because a library may compute the last elements of a tensor by other code: so a position's bits do not depend on
-    max_len."""
+    """The table [max_len, cos | sin], in one tensor so that a step gathers once. It is computed in blocks of one size,
+    because a library may compute the last elements of a tensor with other code. So the values at a position do not
+    depend on max_len."""
     if not frequencies.numel():  # nothing rotates: no positions to compute
         return torch.empty(max_len, 0, dtype=frequencies.dtype)
     blocks = torch.arange(-(-max_len // TABLE_BLOCK) * TABLE_BLOCK, dtype=frequencies.dtype).split(TABLE_BLOCK)

@@ -103,7 +103,8 @@ class ExpertTally:
 
 class SpreadRouting:
     """A routing override that draws experts by a hash, about as evenly as a trained router spreads a batch. The hash
-    reads the layer, the token row and the step's number, which is on the device so that replayed graphs draw anew.
+    reads the layer, the token row and the step's number, which is on the device so that every replay of a CUDA graph
+    draws other experts.
 
     The first router's call begins a step and draws for all layers at once, because small kernels for every layer would
     slow the step.

@@ -23,8 +23,8 @@ from outrider.mixers import Gates, MixerParams, RecurrentLayer, RecurrentState, 
 
 
 class ShortConvMixer(Module):
-    """A RecurrentMixer with an empty state: a convolution needs only its last inputs. Its results have the same bits
-    however tokens are split into calls."""
+    """A RecurrentMixer with an empty state: a convolution needs only its last inputs. Its results are the same, bit for
+    bit, however tokens are split into calls."""
 
     def __init__(self, size: int, taps: int, *, dilation: int = 1, bias: bool, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -91,7 +91,7 @@ class ShortConv(TokenMixer):
         return ("in_proj", self.enter), ("conv", self.mixer), ("out_proj", self.out)
 
     def __call__(self, x: Tensor, angles: Angles, context: StepContext) -> Tensor:
-        """x: [tokens, hidden]. Positions do not matter."""
+        """x: [tokens, hidden]. `angles` are not used: the layer has no rope."""
         b, c, inner = self.enter(x, context).chunk(3, dim=-1)
         recurrent: RecurrentLayer = context.attend.mixer(self.index)
         return self.out(recurrent(b * inner, ()).mul_(c), context)

@@ -98,7 +98,8 @@ class BailingHybrid(KimiLinear):
                         config.get("short_conv_kernel_size", int, 4, least=1), bound if is_safe else None)
 
     def read_kinds(self) -> list[str]:
-        """The kind of each layer: `layer_types`, or attention in the last layer of every `layer_group_size`."""
+        """Read the kind of each layer from `layer_types`. By default the last of every `layer_group_size` layers has
+        attention, and the others are KDA layers."""
         config, num_layers = self.config, self.num_layers
         size = config.get("layer_group_size", int, 6, least=1)
         default = [LINEAR if (index + 1) % size else FULL for index in range(num_layers)]

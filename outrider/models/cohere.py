@@ -1,4 +1,5 @@
-"""Command R, Command R+ and Command A: attention and MLP read one norm, which subtracts the mean, and ropes turn pairs.
+"""Command R, Command R+ and Command A: attention and MLP read the same norm, which subtracts the mean, and the rope
+rotates pairs of neighbouring dimensions.
 
 In Command R7B and Command A (Cohere2) three layers of four have a window, and only these have a rope.
 """

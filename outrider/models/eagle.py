@@ -184,8 +184,8 @@ class Eagle1Head(EagleHead):
 
 
 class Eagle3Head(EagleHead):
-    """An EAGLE-3 head: fc(residual streams) is the hidden state, and the first layer attends from [norm(embedding),
-    norm(hidden)]."""
+    """An EAGLE-3 head: fc(residual streams) is the hidden state, and the first layer's attention reads
+    [norm(embedding), norm(hidden)]."""
 
     def __init__(self, head: HeadConfig, target: Model, *, first_layer: int, max_len: int, dtype: torch.dtype,
                  device: torch.device) -> None:

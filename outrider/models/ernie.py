@@ -1,4 +1,5 @@
-"""ERNIE 4.5, dense and with experts: Llama with a rope that turns pairs, and experts chosen by corrected scores."""
+"""ERNIE 4.5, dense and with experts: Llama with a rope that rotates pairs of neighbouring dimensions, and experts that
+are chosen by corrected scores."""
 
 from __future__ import annotations
 

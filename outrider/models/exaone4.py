@@ -37,8 +37,8 @@ class Exaone4(Llama):
 
 
 def read_pattern(config: ConfigReader) -> list[str]:
-    """The kinds of layers from `sliding_window_pattern`: every n-th layer is full, or a pattern of letters that
-    repeats."""
+    """Read the kind of each layer from `sliding_window_pattern`: a number n, if every n-th layer is full, or a pattern
+    of letters that repeats."""
     num_layers, pattern = config.required("num_hidden_layers", int), config.raw("sliding_window_pattern")
     if not config.has("sliding_window"):
         return [FULL] * num_layers

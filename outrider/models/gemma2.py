@@ -1,4 +1,4 @@
-"""Gemma 2: Gemma 3's layers without norms of q and k, every second one with a window, and soft limits of scores and
+"""Gemma 2: Gemma 3's layers without norms of q and k, every second one with a window, and soft caps of scores and
 logits.
 """
 

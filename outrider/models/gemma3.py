@@ -119,7 +119,7 @@ class Gemma3(Decoder):
 
 
 def read_softcap(config: ConfigReader, key: str, default: float | None) -> float | None:
-    """Read a soft limit. A null key means that there is none."""
+    """Read a soft cap. A null key means that there is none."""
     return config.optional(key, float, least=LEAST_SOFTCAP) if key in config.values else default
 
 

@@ -235,8 +235,8 @@ class Gemma4Layer(DecoderLayer):
 
 
 class ProportionalRotary(Rotary):
-    """A rope that turns only the fastest pairs of a head, each as fast as if all turned. The other pairs do not
-    turn."""
+    """A rope that rotates only the fastest pairs of a head, each as fast as if all rotated. The other pairs do not
+    rotate."""
 
     def __init__(self, rope: ConfigReader, head_dim: int, *, max_len: int, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -249,7 +249,7 @@ class ProportionalRotary(Rotary):
 
 
 def proportional_frequencies(rope: ConfigReader, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """The frequencies [head_dim / 2], 0 for pairs that do not turn. `layers/rotary.py` says why they are divided like
+    """The frequencies [head_dim / 2], 0 for pairs that do not rotate. `layers/rotary.py` says why they are divided like
     this."""
     turning = int(rope.get("partial_rotary_factor", float, 1.0) * head_dim // 2)
     if not 0 < turning <= head_dim // 2:
@@ -352,7 +352,8 @@ def read_experts(text: ConfigReader, index: int, sizes: Sizes, *, dtype: torch.d
 
 def read_rotaries(text: ConfigReader, shapes: list[LayerShape], *, max_len: int, dtype: torch.dtype,
                   device: torch.device) -> list[Rotary]:
-    """The rotaries in the order of ROPES. A kind without layers gets the first layer's head size and is not used."""
+    """Build a rotary for each kind of layer, in the order of ROPES. If no layer has a kind, its rotary gets the first
+    layer's head size and is not used."""
     given = text.section_or_empty("rope_parameters")
     rotaries: list[Rotary] = []
     for kind in ROPES:

@@ -66,7 +66,8 @@ def read_shapes(text: ConfigReader, sizes: Sizes, first_layer: int = 0) -> list[
 
 
 def read_heads(text: ConfigReader, sizes: Sizes, index: int, kind: str) -> tuple[int, int]:
-    """(KV heads, head size) of a layer: `per_layer_config` by index, or the older keys for all full layers."""
+    """Read (KV heads, head size) of a layer from its entry in `per_layer_config`, or, for a full layer, from the older
+    keys."""
     if text.has("per_layer_config"):
         by_layer = text.section("per_layer_config")
         text.passes_over("num_global_key_value_heads", "global_head_dim")

@@ -46,8 +46,8 @@ DEFAULTS: dict[str, Any] = {"rms_norm_eps": 1e-5, "routed_scaling_factor": 2.5, 
 
 
 class Glm5Next(KimiLinear):
-    """The language model of Glm5NextForConditionalGeneration. Text-only files have its config without a section, and
-    shorter names."""
+    """The language model of Glm5NextForConditionalGeneration. In text-only files the config has no section for the
+    language model, and tensor names are shorter."""
 
     kda_names = KDANames(decay_axes=(0, 0))
     experts_name = "mlp"
@@ -164,8 +164,8 @@ class Glm5Next(KimiLinear):
     # Files
 
     def slot_name(self, name: str) -> str:
-        """The slot for a tensor's name. Files have the gates' matrix as a bare tensor, transformers' modules have
-        a module with a weight."""
+        """The slot for a tensor's name. Files store the gates' matrix without ".weight" in its name; transformers'
+        modules have it as a module with a weight."""
         name = name.replace(".self_attn.forget_gate.", ".self_attn.")
         return f"{name}.weight" if name.endswith(POOL_GATE) else name
 

@@ -68,7 +68,8 @@ class Hunyuan(Llama):
 
 
 class HunyuanMoe(Hunyuan):
-    """Model class for HunYuanMoEV1ForCausalLM: an MLP that every token takes beside the experts of every layer."""
+    """Model class for HunYuanMoEV1ForCausalLM: every layer has experts, and beside them an MLP that processes every
+    token."""
 
     def make_feed_forward(self, index: int) -> FeedForward:
         config, hidden_size = self.config, self.hidden_size

@@ -134,8 +134,8 @@ class HYV4(DeepseekV32):
         return super().ignores(name) or name.startswith(f"{MODULES}.")
 
     def slot_name(self, name: str) -> str:
-        """The slot for a tensor's name: published names, names of transformers' modules, and the names that
-        transformers writes."""
+        """The slot for a tensor's name. It accepts published names, names of transformers' modules, and the names in
+        files that transformers writes."""
         return published_name(name)
 
     # Streams

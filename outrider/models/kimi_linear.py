@@ -85,7 +85,7 @@ class KimiLinear(HybridDecoder):
         return with_common_names(config).with_values({"head_dim": None, **missing})
 
     def read_rotary(self, max_len: int | None) -> Rotary:
-        """The rope of the latent layers' shared dimensions, which turns nothing. Their number must be even."""
+        """The rope of the latent layers' shared dimensions, which rotates nothing. Their number must be even."""
         dim = self.config.required("qk_rope_head_dim", int)
         if dim % 2:
             raise self.config.refusal("qk_rope_head_dim", "it must be even")

@@ -111,7 +111,7 @@ class Llama(Decoder):
         return made
 
     def make_still_rotary(self, max_len: int) -> Rotary:
-        """The rope for layers without a rope, which turns nothing."""
+        """A rope that rotates by zero, for layers without a rope."""
         return StillRotary(self.sizes.head_dim, max_len=max_len, dtype=self.dtype, device=self.device)
 
     def make_attention(self, layer: AttentionLayer) -> SelfAttention:
@@ -155,7 +155,8 @@ class Llama(Decoder):
 
 class Mistral(Llama):
     def windows(self, config: ConfigReader) -> list[int | None]:
-        """The windows: every layer slides if there is a window, unless `layer_types` says which layers do."""
+        """The window of each layer. If the config has a window, every layer slides, unless `layer_types` says which
+        layers do."""
         kind = SLIDING if config.has("sliding_window") else FULL
         num_layers = config.required("num_hidden_layers", int)
         return layer_windows(config, config.get("layer_types", list, [kind] * num_layers))
@@ -168,8 +169,8 @@ class Mistral(Llama):
 
 class Qwen2(Llama):
     def windows(self, config: ConfigReader) -> list[int | None]:
-        """The windows: by `layer_types`, or in all layers from `max_window_layers` on; none unless
-        `use_sliding_window`."""
+        """The window of each layer: none unless `use_sliding_window` is set. Otherwise `layer_types` says which layers
+        slide, or all from `max_window_layers` on do."""
         if not config.get("use_sliding_window", bool, False) or not config.has("sliding_window"):
             config.passes_over("sliding_window", "max_window_layers")
             return super().windows(config)

@@ -1,4 +1,5 @@
-"""Ministral 3: Mistral with queries that grow with their position beyond the length that the rope was trained for."""
+"""Ministral 3: Mistral whose queries are scaled up with their position beyond the length that the rope was trained
+for."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from outrider.models.llama import Mistral
 
 
 class TemperedMistral(Mistral):
-    """Mistral with tempered queries. Queries are tempered only if the rope's config has a strength for it."""
+    """Mistral whose queries may be scaled up with their position (`TemperedAttention`). They are scaled only if the
+    rope's config has a strength for it."""
 
     strength = 0.0
 

@@ -135,7 +135,7 @@ class MTPHead(SlotHead):
         return self.norm.add_norm(delta, residual)
 
     def _joined(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """The norms of embedding and hidden state side by side: [tokens, 2 x hidden]."""
+        """The normed embedding and the normed hidden state, concatenated: [tokens, 2 x hidden]."""
         description = self.description
         ids, table, scale = self._table(tokens, self.embedding.scale, context)
         gains = (self.embedding_norm.scale, self.hidden_norm.scale)
@@ -369,9 +369,9 @@ def _describe_glm5_next(target: Glm5Next) -> MTPDescription:
 
 
 def _describe_qwen4(target: Qwen4Exp) -> MTPDescription:
-    """Qwen4-Exp's module: one more layer that attends to chosen blocks, over the target's streams. Every pass chooses
-    anew, even if the checkpoint says that further passes keep the first choice: a new choice sees the newest tokens
-    too."""
+    """Qwen4-Exp's module: one more layer that attends to chosen blocks, over the target's streams. Every drafting pass
+    chooses blocks again, even if the checkpoint says that later passes keep the first choice, because a new choice can
+    include the newest tokens."""
     target.config.must_equal("mtp_use_dedicated_embeddings", False, default=False)
     for key in (PREDICTED, "mtp_num_hidden_layers"):
         target.config.must_equal(key, 1, default=1)

@@ -52,7 +52,7 @@ class GatedAttention(SelfAttention):
         self.qkv = FusedLinear(hidden_size, stored, bias=bias, dtype=dtype, device=device, layouts={"q_proj": layout})
 
     def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
-        """[tokens, gate | q | k | v] -> [tokens, heads * dim]."""
+        """Apply norms, rope, attention and gate: [tokens, gate | q | k | v] -> [tokens, heads * dim]."""
         paged: PagedLayer = context.attend.mixer(self.layer.index)
         gate_size = self.layer.num_heads * self.layer.head_dim
         out = self.mix_unfused(qkv[:, gate_size:], angles, paged)

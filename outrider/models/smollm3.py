@@ -1,4 +1,4 @@
-"""SmolLM3: Llama with every fourth layer without a rope."""
+"""SmolLM3: Llama in which every fourth layer has no rope."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ class SmolLM3(Llama):
         return read_unturned(config)
 
     def windows(self, config: ConfigReader) -> list[int | None]:
-        """The windows: by `layer_types`, or in the layers without a rope; none unless `use_sliding_window`."""
+        """The window of each layer: none unless `use_sliding_window` is set. Otherwise `layer_types` says which layers
+        slide, or those without a rope do."""
         if not config.get("use_sliding_window", bool, False) or not config.has("sliding_window"):
             config.passes_over("sliding_window", "max_window_layers")
             return super().windows(config)

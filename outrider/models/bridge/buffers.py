@@ -48,7 +48,7 @@ def allocate(model: Any, sinks: set[str], *, dtype: torch.dtype, device: torch.d
 
 
 def _kept_wide(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
-    """The names of parameters that transformers keeps in float32 in a model of 16 bits."""
+    """Patterns for the names of parameters that transformers keeps in float32 in a 16-bit model."""
     names: set[str] = set()
     if dtype in (torch.float16, torch.bfloat16):
         names |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())

@@ -56,8 +56,8 @@ def stream_of(args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
 
 
 class PassingModule(nn.Module):
-    """A decoder layer that adds nothing. While kernels are compiled it replaces layers that are equal to another
-    one."""
+    """A decoder layer that adds nothing. While kernels are compiled, it replaces layers whose kernels another layer has
+    compiled."""
 
     def __init__(self, layer: nn.Module, number: int, streams: Streams, *, makes_tuple: bool) -> None:
         super().__init__()

@@ -38,8 +38,8 @@ def _decoders() -> set[str]:
 
 
 def find_class(reader: ConfigReader) -> type[Any]:
-    """The class in transformers for the config's architecture. Refuse it if the engine's attention cannot replace its
-    own."""
+    """The class in transformers for the config's architecture. Refuse a class whose attention the engine's attention
+    cannot replace."""
     try:
         library = import_transformers()
     except ImportError as error:

@@ -118,7 +118,7 @@ class Replacements:
         self.parts[f"{parents.pop()}: {', '.join(stored)}"] = fused
 
     def named_parts(self) -> Iterator[tuple[str, Module]]:
-        """The layers with the prefixes of their tensors' names."""
+        """Yield (prefix of its tensors' names, layer) for each layer."""
         for name, part in self.parts.items():
             yield name.partition(":")[0], part
 

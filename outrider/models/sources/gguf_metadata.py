@@ -119,7 +119,7 @@ class Metadata:
 
     @property
     def num_layers(self) -> int:
-        """The number of the model's own layers. Layers behind them predict further tokens and are not read."""
+        """The number of the model's own layers. Layers after them predict further tokens and are not read."""
         count: int = self.need("block_count") - self.get("nextn_predict_layers", 0)
         if count < 1:
             raise self.refusal("nextn_predict_layers", f"the file has {self.need('block_count')} layers in all")

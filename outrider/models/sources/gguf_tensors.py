@@ -19,8 +19,8 @@ KINDS = (*FLOAT_KINDS, *KEPT_KINDS, *EXPANDED_KINDS)
 
 
 def raw_bytes(path: Path, entry: TensorEntry) -> np.ndarray:
-    """A tensor's bytes, mapped: the system reads them from the file at first use, and keeps one copy for all processes.
-    Writing into the array does not change the file."""
+    """A tensor's bytes as a memory map. The system reads them from the file at first use, and keeps one copy for all
+    processes. Writing into the array does not change the file."""
     if path.stat().st_size < entry.offset + entry.num_bytes:  # the file was cut after its header was read
         raise SourceError(f"{path} is cut off: tensor {shown(entry.name)} is not complete. Fetch it again.")
     return np.asarray(np.memmap(path, np.uint8, "c", entry.offset, entry.num_bytes))

@@ -100,8 +100,8 @@ def _reordered(rows: torch.Tensor, order: np.ndarray) -> torch.Tensor:
 def _weight(
     kind: str, rows: torch.Tensor, shape: tuple[int, ...], place: TensorPlace, meta: Metadata
 ) -> torch.Tensor | StoredWeight:
-    """The weight of a tensor, with rows in the model's order: a plain tensor if the file stores numbers, otherwise a
-    stored weight."""
+    """The weight of a tensor, with rows in the model's order: a plain tensor if the file stores floats, otherwise a
+    quantised weight."""
     grid = None if place.columns is None else place.columns(meta)
     if kind in FLOAT_KINDS:
         return rows if grid is None else grouped_heads(rows, *grid)

@@ -69,21 +69,21 @@ class ModelSource(ABC):
         """The names of all tensors in the files. No tensor is read."""
 
     def stored_format(self, name: str) -> StoredFormat | None:
-        """How the files store the matrix of this name (without ".weight"), read from headers only. None for plain
-        numbers."""
+        """How the files store the matrix of this name (without ".weight"), read from headers only. None if it is not
+        quantised."""
         return None
 
     @abstractmethod
     def read(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
-        """The tensors of the files, one at a time. Quantised matrices are stored weights with their scales. Each call
-        reads the files again."""
+        """The tensors of the files, one at a time. A quantised matrix comes as a `StoredWeight` with its scales. Each
+        call reads the files again."""
 
     def cache_scales(self) -> ScalePairs:
         """The files' scales for an fp8 cache, by layer."""
         return {}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the files as plain numbers."""
+        """The tensors of the files, one at a time, with quantised matrices dequantised."""
         import torch
 
         for name, tensor in self.read():

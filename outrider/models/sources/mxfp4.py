@@ -19,7 +19,7 @@ GROUP = 32  # inputs that share a scale
 
 class Mxfp4Experts(Quantization):
     """Experts in MXFP4: tensors of codes [experts, outputs, groups, 16 bytes] and of scales [experts, outputs, groups].
-    Everything else is plain numbers."""
+    All other tensors are not quantised."""
 
     suffix, beside, plain_suffix = "_blocks", ("_scales",), ""
 

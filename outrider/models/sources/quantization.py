@@ -38,18 +38,19 @@ class Quantization(ABC):
 
     @abstractmethod
     def stored_format(self, name: str) -> StoredFormat | None:
-        """How the matrix of this name is stored; None for plain numbers."""
+        """How the matrix of this name is stored. None if it is not quantised."""
 
     @abstractmethod
     def join(self, name: str, tensors: Mapping[str, torch.Tensor]) -> StoredWeight:
-        """Join a matrix's tensors, given by suffix, to its stored weight."""
+        """Build the `StoredWeight` of a matrix from its tensors, which are given by suffix."""
 
     def proof(self, name: str) -> str:
         """The name of a tensor that is in the files only if the matrix of this name is quantised."""
         return name + self.beside[0]
 
     def is_beside(self, name: str, names: Collection[str]) -> bool:
-        """Whether the tensor is read together with another one, or belongs to the cache (`cache_scales.py`)."""
+        """Whether the tensor is not read by itself: it is read together with a matrix, as scales are, or belongs to the
+        KV cache (`cache_scales.py`)."""
         return name.endswith(SUFFIXES) or any(name.endswith(end) and name.removesuffix(end) + self.suffix in names
                                               for end in self.beside)
 
@@ -120,10 +121,11 @@ def read_quantization(settings: Mapping[str, Any]) -> Quantization:
 
 
 def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section of a model's config about how weights are stored; empty for plain numbers."""
+    """The section of a model's config that says how weights are quantised. Empty if they are not."""
     return config.get(KEY) or (config.get("text_config") or {}).get(KEY) or {}
 
 
 def find_quantization(config: Mapping[str, Any]) -> Quantization:
-    """The method of a model's config. Without a section files may still have fp8 numbers with block scales."""
+    """The method of a model's config. If the config has no section, the files may still contain fp8 matrices with block
+    scales, so that method is the default."""
     return read_quantization(quantization_section(config) or {"quant_method": "fp8", "weight_block_size": [128, 128]})

@@ -49,7 +49,7 @@ def safetensors_tensors(
 def _joined(
     quantization: Quantization, name: str, tensor: torch.Tensor, path_of: Mapping[str, Path]
 ) -> tuple[str, torch.Tensor | StoredWeight]:
-    """The tensor, or the stored weight that it forms with the tensors beside it."""
+    """Return the tensor, or the quantised weight that it forms together with other tensors, such as its scales."""
     matrix = name.removesuffix(quantization.suffix)
     beside = {end: matrix + end for end in quantization.beside if matrix + end in path_of}
     if not name.endswith(quantization.suffix) or not beside:
@@ -64,7 +64,8 @@ def _joined(
 
 
 class MatrixTensors(dict[str, torch.Tensor]):
-    """The tensors of a stored matrix by suffix. A tensor that is missing in the files is refused by its name."""
+    """The tensors of a stored matrix by suffix. Access to a tensor that the files lack raises an error with its
+    name."""
 
     def __init__(self, matrix: str, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(tensors)

@@ -77,8 +77,8 @@ def int8_weight(name: str, codes: torch.Tensor, scales: torch.Tensor, zeros: tor
 def integer_groups(name: str, values: torch.Tensor, bits: int, group: int, scales: torch.Tensor,
                    zeros: torch.Tensor | None) -> Scaled:
     """A matrix of integers in groups. values: [outputs, inputs], integers from 0 on, of 4 or 8 bits. zeros: [outputs,
-    groups]; None means the middle of the range. If the last group of 4-bit codes is short, the codes become 8 bits:
-    formats keep only whole groups of 4 bits, so such a matrix is dequantised."""
+    groups]; None means the middle of the range. If the last group of 4-bit codes is short, the result has 8-bit codes
+    and will be dequantised, because formats store only whole groups of 4-bit codes."""
     outputs, inputs = values.shape
     middle, width = 1 << bits - 1, group or inputs
     require_groups(name, "zero points", zeros, outputs, -(-inputs // width))
