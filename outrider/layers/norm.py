@@ -140,7 +140,7 @@ class HeadNorm(Module):
         return tuple(zip(self.names, (self.q, self.k), strict=True))
 
     def finalize(self) -> None:
-        """Repeat the scales of q and k for each of their heads, so that one product scales all heads."""
+        """Repeat the scales of q and k for each of their heads, so that one multiplication scales all heads."""
         super().finalize()
         q = self.q.scale.expand(self.num_heads, -1)
         k = self.k.scale.expand(self.num_kv_heads, -1)

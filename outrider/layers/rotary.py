@@ -175,7 +175,7 @@ def _llama3(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float
 
 def _yarn(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
     """YaRN's scaling: like Llama 3's, but blended over the dimension index, and with a magnitude that keeps attention
-    as sharp."""
+    as sharp over longer texts."""
     low, high = _yarn_dim(params, params.beta_fast), _yarn_dim(params, params.beta_slow)
     if params.truncate:
         low, high = math.floor(low), math.ceil(high)

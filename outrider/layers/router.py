@@ -46,8 +46,8 @@ class Router(Module):
         device: torch.device,
     ) -> None:
         """has_bias: the checkpoint has a correction of the scores, which counts for the choice of experts but not for
-        their weights. projection, bias_name: names of the product and of the correction below the router's prefix.
-        has_linear_bias: the product has a bias, which counts for the weights too."""
+        their weights. projection, bias_name: the checkpoint's names of the matrix and of the correction, below the
+        router's prefix. has_linear_bias: the matrix has a bias, which counts for the weights too."""
         self.index = index
         self.rule = rule
         self.projection, self.bias_name = projection, bias_name
@@ -64,7 +64,7 @@ class Router(Module):
         return [(self.projection, self.gate), *own]
 
     def declare_formats(self, choice: FormatChoice, prefix: str = "") -> None:
-        """Keep the product unquantised unless the files quantise it: the choice of experts is sensitive to rounding."""
+        """Keep the matrix unquantised unless the files quantise it: the choice of experts is sensitive to rounding."""
         super().declare_formats(replace(choice, quantization=None), prefix)
 
     def set_exact(self, exact: bool) -> None:

@@ -1,5 +1,5 @@
-"""EXAONE 4: norms behind attention and MLP, and norms of q and k heads. In models with sliding layers only these have a
-rope.
+"""EXAONE 4: norms after attention and MLP, and norms of q and k heads. In models with sliding layers, only the sliding
+layers have a rope.
 """
 
 from __future__ import annotations

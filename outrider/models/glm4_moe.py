@@ -1,5 +1,5 @@
-"""GLM-4.5, 4.6 and 4.7: attention with a rope on half of each head, DeepSeek-V3's experts, and prediction modules in
-the layers behind the last.
+"""GLM-4.5, 4.6 and 4.7: attention with a rope on half of each head, DeepSeek-V3's experts, and prediction modules,
+which are stored as layers after the last one.
 """
 
 from __future__ import annotations

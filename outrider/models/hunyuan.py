@@ -1,5 +1,4 @@
-"""Hunyuan, dense and with experts: norms of q and k heads behind the rope, and a rope with a base that `alpha`
-stretches.
+"""Hunyuan, dense and with experts: norms of q and k heads after the rope, and a rope whose base is scaled by `alpha`.
 """
 
 from __future__ import annotations

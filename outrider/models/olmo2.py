@@ -1,4 +1,4 @@
-"""OLMo 2 and OLMo 3: norms behind attention and MLP, and one norm over all q heads and one over all k heads.
+"""OLMo 2 and OLMo 3: norms after attention and MLP, and one norm over all q heads and one over all k heads.
 
 In OLMo 3 three layers of four have a window; only the others scale their rope.
 """

@@ -140,8 +140,8 @@ def find_experts(module: nn.Module) -> KnownExperts | None:
 def is_plain_attention(module: nn.Module, heads: tuple[int, int, int], rotary_dim: int,
                        norms: tuple[KnownNorm, KnownNorm] | None) -> bool:
     """Whether an attention module computes q, k and v by three products, norms q and k heads (if there are norms),
-    turns halves of q and k heads by the rope, attends, and multiplies by its output matrix. heads: the numbers of q
-    and kv heads, and their size."""
+    rotates halves of q and k heads, attends, and multiplies by an output matrix. heads: the numbers of q and kv heads,
+    and their size."""
     num_heads, num_kv_heads, dim = heads
     draw, hidden, tokens = _Draw(), 8, 5
     weights = {name: draw(count * dim, hidden) for name, count in

@@ -35,7 +35,7 @@ log = logging.getLogger("outrider")
 
 
 class BridgedModel(Model):
-    """A model of transformers. Its modules have the names of their tensors in the checkpoint."""
+    """A model that runs transformers' code. Its modules are named like their tensors in the checkpoint."""
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
@@ -156,8 +156,8 @@ class BridgedModel(Model):
                          "model_impl='transformers': use one rank, or replicas")
 
     def set_exact(self, exact: bool) -> None:
-        """Refuse exact mode. torch computes the last elements of a tensor by other code than the rest, so the result of
-        transformers' own code for a token row may depend on the row's place in the batch."""
+        """Refuse exact mode. torch computes the last elements of a tensor with other code than the rest, so the result
+        of transformers' own code for a token row may depend on the row's place in the batch."""
         if exact:
             raise ValueError("exact=True is not supported with model_impl='transformers': ropes and activations of "
                              "transformers' own code may have other bits in another batch; leave exact out")

@@ -48,8 +48,8 @@ def _experts(meta: Metadata) -> dict[str, Any]:
 
 
 def gemma3_config(meta: Metadata) -> dict[str, Any]:
-    """The config of Gemma 3: every sixth layer has full attention. The 27B model, with 62 layers, scales queries by
-    another size."""
+    """The config of Gemma 3: every sixth layer has full attention. The 27B model, which has 62 layers, derives the
+    scale of queries from another size."""
     layers, heads = meta.need("block_count"), meta.need_number("attention.head_count")
     scalar = meta.need("embedding_length") // heads if layers == 62 else meta.need("attention.key_length")
     return plain_config(meta) | {
@@ -60,7 +60,7 @@ def gemma3_config(meta: Metadata) -> dict[str, Any]:
 
 def gemma4_config(meta: Metadata) -> dict[str, Any]:
     """The config of Gemma 4: full layers have different heads, and those without values use their keys as values. The
-    rope of full layers turns a part of each head."""
+    rope of full layers rotates a part of each head."""
     count, sliding = meta.num_layers, meta.by_layer("attention.sliding_window_pattern")
     head_dim, full_dim = meta.need("attention.key_length_swa"), meta.need("attention.key_length")
     for key, size in (("attention.value_length", full_dim), ("attention.value_length_swa", head_dim),
