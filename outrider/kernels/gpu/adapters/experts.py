@@ -1,6 +1,6 @@
-"""Experts as adapters change them: the products of pairs of token row and expert, with what adapters add to each.
+"""Experts with LoRA adapters: the products of pairs (token row, expert), and what adapters add to each.
 
-Nothing is read on the host. All pairs are computed, and the sums of token rows without such an adapter are left alone.
+Nothing is read on the host. All pairs are computed; sums of token rows without such an adapter are not changed.
 """
 
 from __future__ import annotations

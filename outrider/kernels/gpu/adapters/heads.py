@@ -1,10 +1,10 @@
-"""Adapters of latent expansions, head by head: one launch for both factors. `kernels/adapter_products.py` is the
+"""LoRA adapters of latent expansions, head by head: one launch for both factors. `kernels/adapter_products.py` is the
 specification.
 
-The product with one factor has as many numbers for a token row and head as the adapter's rank, so it never leaves the
-program. Sums are over whole heads, so a token row has the same bits whatever rows are beside it. Token rows are taken
-in the order of their slots, in tiles. The slots of a tile are shared out to several programs, each of which goes
-through its own one after the other; a program without a slot ends at once.
+For a token row and head, the product with the first factor has as many numbers as the adapter's rank, so it stays
+inside the program. Sums are over whole heads, so a token row has the same bits whatever rows are beside it. Token rows
+are processed in tiles, in the order of their slots. Several programs share the slots of a tile, each going through its
+own one after the other; a program without a slot ends at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_SHARED = 1024
 
 @triton.jit
 def without_largest(slot, count):
-    """The slots of a tile's rows, with -1 in place of the `count` largest different ones."""
+    """Return the slots of a tile's rows, with -1 in place of the `count` largest distinct slots."""
     for _ in range(count):
         slot = tl.where(slot == tl.max(slot, axis=0), -1, slot)
     return slot
@@ -46,8 +46,8 @@ def without_largest(slot, count):
 
 @triton.jit
 def own_slots(sorted_slots, place_of_row, M, share):
-    """The slots of a tile's rows; the largest of them is the first that this program serves. Negative where a row has
-    no adapter, or a slot that another program serves before."""
+    """Return the slots of a tile's rows, of which this program begins with the largest. A slot is negative if the row
+    has no adapter, or if a program with a lower number serves it first."""
     slot = tl.load(sorted_slots + place_of_row, mask=place_of_row < M, other=-1)
     return without_largest(slot, tl.program_id(0) % share)
 
@@ -59,7 +59,8 @@ def _head_kernel(
     INTO_LATENTS: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr,
     ALIGNMENT: tl.constexpr, PDL: tl.constexpr,
 ):
-    """num_columns: of the second factor of all heads. The columns from first_column on of each head are meant."""
+    """num_columns: columns of the second factor, of all heads. first_column: where the columns to use begin in each
+    head."""
     release_dependents(PDL)
     lane = tl.arange(0, TILE)
     place_of_row = tl.program_id(0) // share * TILE + lane
@@ -132,7 +133,8 @@ def add_head_adapters(x: torch.Tensor, out: torch.Tensor, rows: RowSlots, tables
 
 
 def _share_of(num_rows: int, programs: int, num_slots: int) -> int:
-    """How many programs share the slots of a tile that has so many programs already. The bits do not depend on it."""
+    """Return how many programs share the slots of a tile, given how many programs there are already. The bits do not
+    depend on it."""
     share = next((share for most, share in _SHARES if num_rows <= most), 1)
     share = min(share, next_power_of_two(num_slots))
     while share > 1 and cdiv(num_rows, TILE) * programs * share > _MAX_SHARED:

@@ -1,14 +1,15 @@
-"""Adapters of linear layers: two launches, one for each factor. `kernels/adapter_products.py` is the specification.
+"""LoRA adapters of linear layers: two launches, one for each factor. `kernels/adapter_products.py` is the
+specification.
 
-Token rows name slots, and tables on the device say where the factors of a slot lie and what their rank is, so that a
-captured step serves any adapters. The first kernel sums over ranges of input features that depend on their number
-alone, and the second adds these sums in order, so a token row has the same bits whatever rows are beside it.
+Token rows name adapter slots. Tables on the device say where a slot's factors are stored and what their rank is, so a
+captured step serves any adapters. The first kernel sums over ranges of input features that depend only on the number of
+features, and the second adds these sums in order, so a token row has the same bits whatever rows are beside it.
 
-A piece of work is a segment of token rows with one slot (see `RowSlots`), and a range of features. Programs go through
-the pieces that there are, so that a launch is as large as the work that may be, and takes as long as the work that is.
-The first kernel needs nothing of the layer's product: it is launched behind it, and runs beside it where the product
-lets it. Factors and segments are written by no kernel of the layers, so they are fetched while the predecessor still
-runs.
+A piece of work is a segment of token rows with one slot (see `RowSlots`) and a range of features. Programs loop over
+the pieces that exist: a launch is as large as the most work there may be, but takes only as long as the work that there
+is. The first kernel does not need the result of the layer's product, so it is launched after the product and runs
+beside it where the product allows it. No kernel of the layers writes factors and segments, so they are fetched while
+the previous kernel still runs.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _MAX_STEP = 16  # numbers that one load takes at most
 
 @triton.jit
 def summed_ranges(at, stride, mask, SPLITS: tl.constexpr):
-    """The sums of all ranges of input features, added in order."""
+    """Add up the sums of all ranges of input features, in order."""
     total = tl.load(at, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(at + tl.cast(split, tl.int64) * stride, mask=mask, other=0.0)
@@ -58,8 +59,8 @@ def summed_ranges(at, stride, mask, SPLITS: tl.constexpr):
 
 @triton.jit
 def own_blocks(num_segments, PER_SEGMENT: tl.constexpr):
-    """(first, end) of the blocks of output features that this program takes, among those of all segments. Neighbouring
-    blocks mostly belong to one segment, whose sums a program then adds up once."""
+    """Return (first, end) of this program's blocks of output features, among the blocks of all segments. Neighbouring
+    blocks mostly belong to one segment, so the program adds up that segment's sums once."""
     num_blocks = tl.load(num_segments).to(tl.int32) * PER_SEGMENT
     share = tl.cdiv(num_blocks, tl.num_programs(0))
     first = tl.program_id(0) * share
@@ -69,8 +70,8 @@ def own_blocks(num_segments, PER_SEGMENT: tl.constexpr):
 @triton.jit
 def added_by(total, b, b_at, b_stride, rank, inner_at, inner_stride, is_own, is_there, TILE: tl.constexpr,
              RANKS: tl.constexpr, HAS_MORE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
-    """[TILE, BLOCK_N] float32: the product of the sums at inner_at with a second factor of this rank. total, b: the
-    first RANKS ranks of both. HAS_MORE: there may be more."""
+    """Return [TILE, BLOCK_N] float32: the product of the sums at inner_at with a second factor of this rank. total, b:
+    the first RANKS ranks of both. HAS_MORE: there may be more ranks."""
     lane = tl.arange(0, RANKS)
     acc = tl.dot(total, b, tl.zeros([TILE, BLOCK_N], dtype=tl.float32), input_precision="ieee")
     if HAS_MORE:
@@ -85,8 +86,8 @@ def added_by(total, b, b_at, b_stride, rank, inner_at, inner_stride, is_own, is_
 
 @triton.jit
 def _prefetch_factor(factor, row, rank, first, K: tl.constexpr, SPLIT: tl.constexpr):
-    """Prefetch SPLIT columns, a power of two, from `first` on of some rows of a first factor: blocks that are loaded
-    one after the other are then on their way at once."""
+    """Prefetch SPLIT columns (a power of two) from `first` on of some rows of a first factor, so that blocks that are
+    loaded one after the other are all fetched at once."""
     step: tl.constexpr = _LINE // (factor.dtype.element_ty.primitive_bitwidth // 8)
     column = tl.minimum(first + tl.arange(0, SPLIT // step) * step, K - 1)
     own = tl.minimum(row, tl.maximum(rank, 1) - 1)
@@ -371,9 +372,9 @@ def add_adapter_embeddings(out: torch.Tensor, tokens: torch.Tensor, gain: float,
 
 def add_to_pairs(x: torch.Tensor, out: torch.Tensor, pairs: RowSlots, tables: DeltaTables, target: int,
                  max_rank: int, num_experts: int, pdl: bool) -> None:
-    """Add to out [pairs, features], the products of pairs of token row and expert, what adapters add. pairs: the slot
-    of each pair, which is that of its adapter times `num_experts` plus its expert. x: [pairs, inputs], or [tokens,
-    inputs], of which each has as many pairs. max_rank: of the target."""
+    """Add what adapters add to out [pairs, features], the products of pairs (token row, expert). pairs: the slot of
+    each pair, which is its adapter's slot times `num_experts` plus its expert. x: [pairs, inputs], or [tokens, inputs],
+    where each token row serves equally many pairs. max_rank: the target's largest rank."""
     name = "add_to_pairs"
     require_tensor(name, "out", out, (None, None), x.device, FLOATS)
     require(len(x) > 0 and len(out) % len(x) == 0, name, "x", f"has {len(x)} rows for {len(out)} pairs")
@@ -412,7 +413,8 @@ def _shrink(x: torch.Tensor, rows: RowSlots, tables: DeltaTables, asked: range, 
 
 def _expand(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: DeltaTables,
             targets: TargetRange, asked: range, gain: float, num_experts: int, pdl: bool) -> None:
-    """Add the products of `inner` [splits, rows in their order, asked targets, ranks] with the second factors."""
+    """Multiply `inner` [splits, rows in their order, asked targets, ranks] by the second factors, and add the results
+    to `out`."""
     splits, num_rows, _, inner_width = inner.shape
     begins = (0, *targets.ends[:-1])
     widest = max(end - begin for begin, end in zip(begins, targets.ends, strict=True))
@@ -429,23 +431,23 @@ def _expand(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, 
 
 
 def _ranks(inner_width: int) -> int:
-    """How many ranks the second kernel multiplies with at once. Most adapters have no more."""
+    """Return how many ranks the second kernel multiplies at once. Most adapters have no more."""
     return min(_MAX_RANKS, next_power_of_two(inner_width))
 
 
 def _step(*places: int) -> int:
-    """The largest power of two, up to a limit, that divides all these places."""
+    """Return the largest power of two, up to a limit, that divides all of these numbers."""
     common = math.gcd(*places)
     return min(_MAX_STEP, common & -common)
 
 
 def _whole(rank: int) -> int:
-    """A rank, rounded up to whole tiles."""
+    """Round a rank up to whole tiles."""
     return cdiv(rank, TILE) * TILE
 
 
 def alignment_of(num_experts: int, num_features: int) -> int:
-    """The alignment of a factor's first number, counted in numbers. It is smaller if the factors of several experts are
+    """Return the alignment of a factor's first number, in numbers. It is smaller if the factors of several experts are
     stored one after another."""
     return ALIGNMENT if num_experts == 1 else min(ALIGNMENT, num_features & -num_features)
 

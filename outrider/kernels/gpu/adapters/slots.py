@@ -1,5 +1,5 @@
-"""Token rows in the order of their adapters' slots, and their segments, by one program: a step sorts few rows, for
-which torch takes some twenty launches. `RowSlots` is the specification."""
+"""Sorts token rows by their adapter slots and divides them into segments, in one program: a step has few rows, for
+which torch needs some twenty launches. `RowSlots` is the specification."""
 
 from __future__ import annotations
 

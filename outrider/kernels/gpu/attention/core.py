@@ -1,9 +1,9 @@
-"""Shared parts of decode, prefill and exact attention: a tile's queries and keys, the loop over them, the store of its
-result, and the checks of their common arguments.
+"""What the kernels of decode, prefill and exact attention share: a tile's queries and keys, the loop over keys, the
+store of its result, and the checks of their common arguments.
 
-A tile is some query tokens of one request times the query heads of one key/value head, so that keys and values are
-read once for all of them. Keys are visited in tiles anchored at position 0. Keys and values outside a tile's range
-are never loaded: a page beyond the length, or one that left the window, may hold anything.
+A tile is some query tokens of one request times the query heads of one key/value head, so that keys and values are read
+once for all of them. Keys are visited in tiles that begin at multiples of the tile size. Keys and values outside of a
+tile's range are never loaded, because a page beyond the length, or one that left the window, may hold anything.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ MAX_HEAD_DIM = 1024
 
 @triton.jit
 def _load_tile(at, inside, dim, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr):
-    """Load keys or values [keys, D_PAD]. Columns past D are 0, and so are keys that are not inside, if that is
-    asked."""
+    """Load keys or values [keys, D_PAD]. Columns past D are 0, and with MASKED also keys that are not inside."""
     if MASKED:
         return tl.load(at, mask=inside[:, None] & (dim < D)[None, :], other=0.0)
     elif D != D_PAD:
@@ -38,7 +37,8 @@ def _load_tile(at, inside, dim, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl
 def _load_values(
     v_head, v_row, inside, dim, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr, PAIRED: tl.constexpr
 ):
-    """Values [keys, D_PAD] of rows that begin at v_row; PAIRED: two neighbours in one number, [keys, D_PAD / 2]."""
+    """Load values [keys, D_PAD] of rows that begin at v_row. PAIRED: two neighbours in one number, [keys, D_PAD /
+    2]."""
     if PAIRED:
         pair = tl.arange(0, D_PAD // 2)
         at = (v_head + v_row).to(tl.pointer_type(tl.int16), bitcast=True)
@@ -48,7 +48,7 @@ def _load_values(
 
 
 class RequestTokens(NamedTuple):
-    """A request of the batch: its token rows, and its length in the cache."""
+    """One request of the batch: its token rows, and its length in the cache."""
 
     first_token: tl.tensor  # its first token row
     scheduled: tl.tensor  # its token rows
@@ -57,7 +57,7 @@ class RequestTokens(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """The rows [BLOCK_M] of a tile, and its columns."""
+    """The query rows [BLOCK_M] of a tile, and the columns of a head."""
 
     query: tl.tensor  # query token of the request
     head: tl.tensor
@@ -82,7 +82,7 @@ class PagedHead(NamedTuple):
 
 @triton.jit
 def no_sums(BLOCK_M: tl.constexpr, D_PAD: tl.constexpr):
-    """(weighted values, running maximum in base 2, sum of weights) of a tile before its first key."""
+    """Return the initial sums of a tile: (weighted values, running maximum in base 2, sum of weights)."""
     acc = tl.zeros([BLOCK_M, D_PAD], dtype=tl.float32)
     peak = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
     return acc, peak, tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -90,8 +90,8 @@ def no_sums(BLOCK_M: tl.constexpr, D_PAD: tl.constexpr):
 
 @triton.jit
 def weigh_scores(score, peak, total):
-    """(weights of a tile's keys, factor for all that was summed before, new peak, new sum of weights) for scores in
-    base 2, -inf where a query does not see a key."""
+    """Compute a tile's softmax weights from scores in base 2, which are -inf where a query does not see a key. Returns
+    (weights, factor for everything summed before, new peak, new sum of weights)."""
     new_peak = tl.maximum(peak, tl.max(score, axis=1))
     # A query that has seen no key yet keeps -inf: subtract 0 instead, as -inf minus -inf is NaN.
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -102,8 +102,8 @@ def weigh_scores(score, peak, total):
 
 @triton.jit
 def add_sinks(sinks, head, exists, peak, total, HAS_SINKS: tl.constexpr):
-    """The sum of weights with that of one more key, whose value is 0 and whose score `sinks` has for each head. A sink
-    far above all scores makes it infinite, and the result 0."""
+    """Add to the sum of weights that of one more key, whose value is 0 and whose score per head is in `sinks`. A sink
+    far above all scores makes the sum infinite, and the result 0."""
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=exists, other=float("-inf")).to(tl.float32)
         base = tl.where(peak == float("-inf"), 0.0, peak)
@@ -118,11 +118,11 @@ def attend_keys(
     MASKED: tl.constexpr, WINDOW_KIND: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EARLY_VALUES: tl.constexpr = False,
     STAGES: tl.constexpr = None,
 ):
-    """Folds keys [begin, end) of a `PagedHead` into (acc, peak, total): the weighted values, the running maximum in
-    base 2, and the sum of weights. Only positions in [lowest, highest) are loaded; without MASKED the caller vouches
-    that all of [begin, end) is visible to every query. EARLY_VALUES: a tile's values are fetched together with its
-    keys. STAGES: tiles on their way at a time, instead of the kernel's own number. Where pages are in fp8, `scale` may
-    be that of each query's scores, [rows, 1], and few rows multiply values in pairs (`pages/fp8.py`)."""
+    """Add keys [begin, end) of a `PagedHead` to (acc, peak, total): weighted values, running maximum in base 2, sum of
+    weights. Only positions in [lowest, highest) are loaded; without MASKED the caller guarantees that every query sees
+    all of [begin, end). EARLY_VALUES: a tile's values are fetched together with its keys. STAGES: how many tiles are
+    loaded ahead, instead of the kernel's own number. For pages in fp8, `scale` may be [rows, 1], one for each query's
+    scores, and tiles with few rows multiply values in pairs (`pages/fp8.py`)."""
     dim = tl.arange(0, D_PAD)
     IN_FP8: tl.constexpr = pages.v_head.dtype.element_ty == tl.float8e4nv and q.dtype == tl.float16
     PAIRED: tl.constexpr = IN_FP8 and D % 2 == 0 and q.shape[0] < PAIRS_BELOW
@@ -166,7 +166,8 @@ def attend_keys(
 
 @triton.jit
 def load_request(query_starts, lengths, live, request, exists):
-    """The `RequestTokens` of a tile's request. For a program without a tile (not `exists`) it has no token rows."""
+    """Load the `RequestTokens` of a tile's request. For a program without a tile (`exists` is false) it has no token
+    rows."""
     first_token = tl.load(query_starts + request)
     scheduled = tl.where(exists, tl.load(query_starts + request + 1) - first_token, 0)
     return RequestTokens(first_token, scheduled, tl.load(lengths + request),
@@ -178,7 +179,7 @@ def find_queries(
     tile, kv_head, tokens, D: tl.constexpr, D_PAD: tl.constexpr, Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """The `QueryRows` of a tile of a request's `RequestTokens`."""
+    """Return the `QueryRows` of a tile of a request's `RequestTokens`."""
     row = tl.arange(0, BLOCK_M)
     query = tile * Q_TILE + row // GROUP
     head = kv_head * GROUP + row % GROUP
@@ -191,13 +192,13 @@ def find_queries(
 
 @triton.jit
 def first_position(tile, tokens, Q_TILE: tl.constexpr):
-    """The position of a tile's first query."""
+    """Return the position of a tile's first query."""
     return tokens.length - tokens.num_live + tile * Q_TILE
 
 
 @triton.jit
 def end_of_keys(tile, tokens, Q_TILE: tl.constexpr):
-    """The position after the last key that any query of a tile sees; 0 if the tile has no live query."""
+    """Return the position after the last key that any query of a tile sees; 0 if the tile has no live query."""
     context = tokens.length - tokens.num_live
     return tl.where(tile * Q_TILE < tokens.num_live, context + tl.minimum(tokens.num_live, (tile + 1) * Q_TILE), 0)
 
@@ -215,7 +216,8 @@ def store_result(
     out, acc, total, rows, scheduled, out_token_stride, out_head_stride,
     Q_TILE: tl.constexpr, BLOCK_M: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """The mean of the values by their weights; scheduled tokens that are not live get 0."""
+    """Store a tile's results: weighted values divided by the sum of weights. Scheduled tokens that are not live get
+    0."""
     row = tl.arange(0, BLOCK_M)
     result = acc / tl.where(total > 0, total, 1.0)[:, None]
     is_scheduled = (row < Q_TILE * GROUP) & (rows.query < scheduled)
@@ -231,7 +233,8 @@ def zero_padding(
     out, first, step, num_tokens, head_offset, out_token_stride, out_head_stride,
     D: tl.constexpr, D_PAD: tl.constexpr, HEADS: tl.constexpr, HEADS_PAD: tl.constexpr,
 ):
-    """Zeroes HEADS heads of the token rows first, first + step, ...: what no request owns must not read as NaN."""
+    """Zero HEADS heads of the token rows first, first + step, ..., because rows that no request owns must not read as
+    NaN."""
     head = tl.arange(0, HEADS_PAD)
     dim = tl.arange(0, D_PAD)
     at = out + first.to(tl.int64) * out_token_stride + (head_offset + head)[:, None] * out_head_stride + dim[None, :]
@@ -243,7 +246,7 @@ def zero_padding(
 
 
 class AttentionShape(NamedTuple):
-    """Host integers that a checked call of either kernel needs."""
+    """The sizes that a launch of any attention kernel needs, known to the host after its checks."""
 
     num_tokens: int
     num_requests: int

@@ -1,11 +1,11 @@
-"""Paged attention for few query tokens per request (decoding and checking drafts), split over the keys.
+"""Paged attention for few query tokens per request (decoding and verifying drafts), split over the keys.
 
-One program serves one request, one key/value head and one split: those of its place in the grid, or in a list. Of
-several splits the program that ends last merges them all, in split order, so that the result does not depend on who
-that was. Lengths and live counts are read on the device: host bounds only size the grid. Without a fixed `split_size`
-the split grows with the request's own length, so the result of a request depends on the number of splits but not on
-batch mates. Tiles and splits are planned in `splits.py`. Batches whose requests may share pages have a kernel of
-their own (`packs.py`).
+Each program serves one request, one key/value head and one split: those of its place in the grid, or of its entry in a
+list. If there are several splits, the program that ends last merges them in split order, so that the result does not
+depend on which program that is. Lengths and live counts are read on the device; sizes that the host knows only set the
+grid. Without a fixed `split_size` splits grow with the request's own length, so a request's result depends on the
+number of splits but not on its batch mates. `splits.py` plans tiles and splits. Batches whose requests may share pages
+have a kernel of their own (`packs.py`).
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def _keys_of_split(
     tile, tokens, split, base, size, num_active, first_key, window, Q_TILE: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, WINDOW_KIND: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):
-    """(begin, lowest, highest): keys that any query of the tile sees, cut to one split. The split's key tiles begin at
-    `begin`; positions in [lowest, highest) may be loaded."""
+    """Return (begin, lowest, highest) of the keys that any query of the tile sees, cut to one split. The split's key
+    tiles begin at `begin`; positions in [lowest, highest) may be loaded."""
     highest = end_of_keys(tile, tokens, Q_TILE)
     lowest = first_key
     begin = base + split * size
@@ -162,8 +162,9 @@ def _attend_split(
     WINDOW_KIND: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, EARLY_VALUES: tl.constexpr,
     LONG_STAGES: tl.constexpr,
 ):
-    """(weighted values, peak, sum of weights) over the keys of a split. Many tiles are worth a longer beginning, in
-    which more of them are asked for. first_query: position of the tile's first query."""
+    """Return (weighted values, peak, sum of weights) over the keys of a split. A split of many tiles runs a loop that
+    loads more tiles ahead, although that loop takes longer to begin. first_query: position of the tile's first
+    query."""
     IN_FP8: tl.constexpr = pages.k_head.dtype.element_ty == tl.float8e4nv
     acc, peak, total = no_sums(BLOCK_M, D_PAD)
     if IN_FP8 and not WINDOW_KIND and not HAS_STARTS:
@@ -196,8 +197,8 @@ def _merge_splits(
     acc, peak, total, rows, request, kv_head, tile, split, num_active, part_out, part_lse, counters, max_query,
     num_splits, num_tiles, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, D_PAD: tl.constexpr,
 ):
-    """The result of a tile: (weighted values, peak, sum of weights, whether they cover the whole tile). If a tile has
-    several splits, each stores its part, and the last to arrive merges them."""
+    """Return the result of a tile: (weighted values, peak, sum of weights, whether they cover the whole tile). If a
+    tile has several splits, each program stores its part, and the last to arrive merges them."""
     is_last = num_active <= 1
     if num_active > 1:
         part = (((request * max_query + rows.query) * HEADS + rows.head) * num_splits).to(tl.int64)
@@ -233,13 +234,13 @@ def decode_attention(
     out: torch.Tensor | None = None, fill_padding: bool = True, config: DecodeConfig | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """q [tokens, heads, dim] against paged keys and values; returns [tokens, heads, dim].
+    """Attend for q [tokens, heads, dim] to paged keys and values; returns [tokens, heads, dim].
 
-    Every token row of `out` is written: dead tokens and, with fill_padding, the rows past the last request get zeros.
-    key_starts [requests] is the first key each request may see; `splits` is what `list_splits` made of the same
-    batch. A batch that shares `out` with another call passes fill_padding=False. `split_size` fixes the keys per
-    split, for results that do not depend on the grid; `num_splits` overrides the number chosen from the bounds.
-    scales: of heads, for pages in fp8. sinks [heads] float32: the score of one more key, whose value is 0.
+    Every token row of `out` is written: dead tokens get zeros and, with fill_padding, so do the rows past the last
+    request. A call that shares `out` with another call passes fill_padding=False. key_starts [requests]: the first key
+    that each request may see. `splits`: what `list_splits` returned for the same batch. `split_size` fixes the keys per
+    split, for results that do not depend on the grid; `num_splits` overrides the number that would be chosen. scales:
+    of heads, for pages in fp8. sinks [heads] float32: the score of one more key, whose value is 0.
     """
     name = "decode_attention"
     pdl = uses_pdl(q.device) if pdl is None else pdl

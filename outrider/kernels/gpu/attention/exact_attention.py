@@ -1,9 +1,9 @@
-"""Paged attention for exact mode: a query has the same bits in a prompt, in decoding, and among any others.
+"""Paged attention in exact mode: a query has the same bits in a prompt, in decoding, and among any other queries.
 
-Keys are divided into splits of a fixed size that begin at multiples of it. The result of a split depends on the query
-and its keys alone: tiles of keys and the layout of a tile are the same for every number of queries. Splits are merged
-in their order, by one program that walks over all of them, or by the last of several programs that share them. Products
-with sums after them are fused where the code says so and nowhere else, so that both ways round alike.
+Keys are divided into splits of a fixed size that begin at multiples of it. The result of a split depends only on the
+query and its keys: key tiles and the layout of a tile are the same for every number of queries. Splits are merged in
+order, by one program that walks over all of them, or by the last of several programs that share them. Multiplications
+and additions are fused only where the code says so, so that both ways round alike.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _merge(acc, peak, total, part, part_peak, part_total):
 
 @triton.jit
 def _store_part(part_out, part_state, at, part, part_peak, part_total, is_query, D_PAD: tl.constexpr):
-    """Stores a split's part where `_merge_stored` finds it."""
+    """Store a split's part where `_merge_stored` reads it."""
     tl.store(part_out + at[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :], part, mask=is_query[:, None])
     tl.store(part_state + 2 * at, part_peak, mask=is_query)
     tl.store(part_state + 2 * at + 1, part_total, mask=is_query)
@@ -74,8 +74,8 @@ def _store_part(part_out, part_state, at, part, part_peak, part_total, is_query,
 
 @triton.jit
 def _merge_stored(acc, peak, total, part_out, part_state, place, num_splits, is_query, D_PAD: tl.constexpr):
-    """Adds the stored parts of all splits, in their order. Parts come from other multiprocessors: they are read where
-    all of them write."""
+    """Add the stored parts of all splits, in order. Other multiprocessors wrote them, so they are read from the shared
+    cache."""
     for split in range(0, num_splits):
         at = place + split
         part = tl.load(part_out + at[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :], mask=is_query[:, None], other=0.0,
@@ -89,7 +89,7 @@ def _merge_stored(acc, peak, total, part_out, part_state, place, num_splits, is_
 @triton.jit
 def _keys_of_tile(tile, tokens, key_starts, request, window, Q_TILE: tl.constexpr, WINDOW_KIND: tl.constexpr,
                   HAS_STARTS: tl.constexpr):
-    """(lowest, highest): the queries of the tile see keys in [lowest, highest)."""
+    """Return (lowest, highest): the queries of the tile see keys in [lowest, highest)."""
     first = first_position(tile, tokens, Q_TILE)
     highest = end_of_keys(tile, tokens, Q_TILE)
     lowest = 0
@@ -176,7 +176,7 @@ def _exact_kernel(
 
 @dataclass(frozen=True)
 class ExactConfig:
-    """A tile, the same for every number of queries: rows (queries times the heads of one key/value head), keys, and
+    """A tile, the same for every number of queries: rows (queries times query heads per key/value head), keys, and
     options of the compiler."""
 
     block_m: int
@@ -194,7 +194,7 @@ def exact_config(head_dim: int, itemsize: int) -> ExactConfig:
 
 
 def exact_tiles_config(num_heads: int, k_cache: torch.Tensor) -> PrefillConfig:
-    """The tile for launches with lists of query tiles."""
+    """Return the tile for launches with lists of query tiles."""
     config = exact_config(k_cache.shape[3], k_cache.element_size())
     return PrefillConfig(config.block_m, config.block_n, config.num_warps, config.num_stages)
 
@@ -208,8 +208,9 @@ def exact_attention(
     config: ExactConfig | None = None, split_keys: int = SPLIT_KEYS, num_programs: int | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Does what `decode_attention` does for requests of at most `max_query` tokens and `max_length` keys, or what
-    `prefill_attention` does for `tiles`, with the same bits. num_programs: that share a tile's splits."""
+    """Do what `decode_attention` does for requests of at most `max_query` tokens and `max_length` keys, or what
+    `prefill_attention` does for `tiles`; both give the same bits. num_programs: how many programs share a tile's
+    splits."""
     name = "exact_attention"
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out, window, is_chunked,
                             softcap, key_starts, scales, sinks)
@@ -255,7 +256,7 @@ def exact_attention(
 
 
 def _parts(shape: AttentionShape, parts_per_request: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weighted values, peak and sum of weights) of every split of every query, in float32."""
+    """Allocate room for every split of every query, in float32: (weighted values, peak and sum of weights)."""
     count = shape.num_requests * parts_per_request * shape.num_heads
     return (torch.empty(count, shape.padded_dim, dtype=torch.float32, device=device),
             torch.empty(count, 2, dtype=torch.float32, device=device))

@@ -1,6 +1,5 @@
-"""How the splits of decode attention become one result: each stores its part, and the program that ends last merges
-all of them in the order of their slots. The counters that tell which program is the last serve other kernels too.
-"""
+"""Merging of the splits of decode attention: each program stores its split's part, and the program that ends last
+merges all parts in the order of their slots. Other kernels also use the counters that tell which program is last."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ MIN_COUNTERS = 1 << 16  # tiles that may wait for their last split, at least
 
 @triton.jit
 def tile_counter(counters, request, kv_head, tile, num_tiles):
-    """The counter of how many programs of a tile have finished. Axis 0 of the grid must be that of key/value heads."""
+    """Return the counter of a tile's finished programs. Axis 0 of the grid must be the key/value heads."""
     return counters + (request * tl.num_programs(0) + kv_head) * num_tiles + tile
 
 
 @triton.jit
 def arrive(counter, num_active):
-    """Arrive at the tile's counter. Returns whether all other splits of the tile have stored their parts, which may
-    then be read. Leaves the counter at 0 after the last one."""
+    """Count this program at the tile's counter. Returns whether all other splits of the tile have stored their parts,
+    which can then be read. The last program resets the counter to 0."""
     tl.debug_barrier()  # every thread's part is stored before one of them says so
     is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == num_active - 1
     if is_last:
@@ -32,7 +31,7 @@ def arrive(counter, num_active):
 
 @triton.jit
 def store_part(part_out, part_lse, at, acc, peak, total, is_query, D_PAD: tl.constexpr):
-    """Stores a split's part of each row at `at`: the mean of its values, and the logarithm of the sum of weights."""
+    """Store a split's part of each row at `at`: the mean of its values, and the logarithm of the sum of weights."""
     divisor = tl.where(total > 0, total, 1.0)
     dim = tl.arange(0, D_PAD)
     tl.store(part_out + at[:, None] * D_PAD + dim[None, :], acc / divisor[:, None], mask=is_query[:, None])
@@ -42,8 +41,8 @@ def store_part(part_out, part_lse, at, acc, peak, total, is_query, D_PAD: tl.con
 
 @triton.jit
 def _part(part_out, part_lse, at, exists, D_PAD: tl.constexpr):
-    """(logarithm of the sum of weights, values) of a split. Other multiprocessors wrote it, so it is read from the
-    shared cache and not from this multiprocessor's."""
+    """Load (logarithm of the sum of weights, values) of a split. Another multiprocessor wrote it, so it is read from
+    the shared cache and not from this multiprocessor's."""
     lse = tl.load(part_lse + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
     value = tl.load(part_out + at[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :], mask=exists[:, None], other=0.0,
                     cache_modifier=".cg")
@@ -63,8 +62,8 @@ def _add_part(acc, peak, total, lse, value):
 def merge_parts(
     part_out, part_lse, part, is_query, num_active, most_active, BLOCK_M: tl.constexpr, D_PAD: tl.constexpr
 ):
-    """(weighted values, peak, total) over all splits of each row, in their order. num_active: splits of the tile or of
-    each row; most_active: the most of any row. Two parts are on their way at a time."""
+    """Return (weighted values, peak, total) over all splits of each row, merged in order. num_active: splits of the
+    tile or of each row; most_active: the most of any row. Two parts are loaded ahead."""
     acc, peak, total = no_sums(BLOCK_M, D_PAD)
     for split in range(0, most_active, 2):
         exists, next_exists = is_query & (split < num_active), is_query & (split + 1 < num_active)
@@ -79,7 +78,8 @@ _counters_of: dict[tuple[torch.device, int], torch.Tensor] = {}  # for ever: gra
 
 
 def counters_for(device: torch.device, size: int) -> torch.Tensor:
-    """Counters that are 0 before and after every launch. All launches on a device share them and must not overlap."""
+    """Return counters that are 0 before and after every launch. All launches on a device share them and must not
+    overlap."""
     if (device, size) not in _counters_of:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("decode_attention: run it once before it is captured, so that "
@@ -90,5 +90,5 @@ def counters_for(device: torch.device, size: int) -> torch.Tensor:
 
 
 def prepare_counters(device: torch.device) -> None:
-    """Allocate the counters of all usual launches now, so that no launch allocates them while it is captured."""
+    """Allocate the counters for all usual launches now, so that none is allocated during graph capture."""
     counters_for(device, MIN_COUNTERS)

@@ -1,10 +1,11 @@
-"""Decode attention over pages that several requests share: a program reads them once for all requests of a pack.
+"""Decode attention over pages that several requests share: one program reads these pages once for all requests of a
+pack.
 
-A tile has rows for more queries than a request has, so that several requests fit into one. A pack's program reads the
-pages of the pack's first request; each row sees keys only as far as its own page table is equal to that one, which
-`sharing.py` found out on the device. So no request ever sees a page that is not its own. The split of a pack is
-one more split of each of its requests: its parts lie in each request's slots, before those of the request's own splits,
-and the program that ends last merges them.
+A tile has rows for more queries than one request has, so several requests fit into it. A pack's program reads the pages
+of the pack's first request. Each row sees keys only as far as its own page table equals that one; `sharing.py` has
+found out on the device how far that is, so no request ever sees a page that is not its own. The split of a pack is an
+additional split of each of its requests: its parts are stored in each request's slots, before those of the request's
+own splits, and the program that ends last merges them.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _packed_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     FILL_PADDING: tl.constexpr, GROUP_PAD: tl.constexpr, EARLY_VALUES: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One split of a pack or of a request, for one key/value head."""
+    """Each program computes one split of a pack or of a request, for one key/value head."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     kv_head = tl.program_id(0)
@@ -125,8 +126,8 @@ def _keys_of_item(
     is_pack, split, request, lengths, live, first_keys, num_pack_splits, split_size, coarse_size, num_splits,
     BLOCK_N: tl.constexpr,
 ):
-    """(begin, lowest, highest, splits of the request's pack, all splits of the request): the item's key tiles begin at
-    `begin`; positions in [lowest, highest) may be loaded."""
+    """Return (begin, lowest, highest, splits of the request's pack, all splits of the request). The item's key tiles
+    begin at `begin`; positions in [lowest, highest) may be loaded."""
     length, num_live = tl.load(lengths + request), tl.load(live + request)
     packed, pack_splits = tl.load(first_keys + request), tl.load(num_pack_splits + request)
     base, size, num_own = split_geometry(length, num_live, 0, packed, split_size, coarse_size,
@@ -142,9 +143,9 @@ def _keys_of_item(
 
 @triton.jit
 def _arrive_rows(counter, num_active, member, is_first):
-    """Arrive at each row's counter. Returns whether all other splits of the row's request have stored their parts,
-    which may then be read. `is_first`: the rows that count for their requests. Leaves the counters at 0 after the last
-    one."""
+    """Count this program at each row's counter. Returns whether all other splits of the row's request have stored their
+    parts, which can then be read. `is_first`: one row of each request, which counts for it. The last program resets the
+    counters to 0."""
     tl.debug_barrier()  # every thread's part is stored before one of them says so
     arrived = tl.atomic_add(counter, 1, mask=is_first, sem="acq_rel", scope="gpu")
     ends = is_first & (arrived == num_active - 1)

@@ -1,8 +1,8 @@
-"""Paged attention for long query ranges: tiles of queries, none of which spans requests.
+"""Paged attention for many query tokens per request: tiles of queries, each within one request.
 
-The host knows how many query tokens each request was given and lists the tiles; or, in a captured step, the device
-counts them and every program finds its own. Lengths and live counts are read on the device. Keys are visited in tiles
-anchored at position 0, first those that every query of the tile sees whole.
+The host knows how many query tokens each request has and lists the tiles. In a captured step the device counts the
+tiles instead, and every program finds its own. Lengths and live counts are read on the device. Keys are visited in
+tiles that begin at multiples of the tile size; tiles that every query sees completely come first.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def _count_tiles_kernel(
 
 @triton.jit
 def _search_tile(starts, program, num_requests, PAD: tl.constexpr):
-    """(request, tile of it, whether the tile exists): the last request whose first tile is not after `program`.
-    Requests without tiles share their start with the next and never come last."""
+    """Return (request, tile of it, whether the tile exists): the last request whose first tile is not after `program`.
+    Requests without tiles share their start with the next request and are never that last one."""
     request = tl.arange(0, PAD)
     first = tl.load(starts + request, mask=request < num_requests, other=2147483647)
     owner = tl.sum((first <= program).to(tl.int32), axis=0) - 1
@@ -78,8 +78,8 @@ def _search_tile(starts, program, num_requests, PAD: tl.constexpr):
 
 @triton.jit
 def find_tile(tile_requests, tile_indices, program, num_requests, SEARCH: tl.constexpr):
-    """(request, tile of it, whether the tile exists) of a program: as the host listed the tiles, or with SEARCH as
-    the device counted them."""
+    """Return (request, tile of it, whether the tile exists) of a program: from the host's list or, with SEARCH, from
+    the device's counts."""
     if SEARCH > 0:
         return _search_tile(tile_requests, program, num_requests, SEARCH)
     else:
@@ -91,8 +91,9 @@ def _keys_of_tile(
     tile, tokens, key_starts, request, window, Q_TILE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW_KIND: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):
-    """(lowest, highest, begin, whole_begin, whole_end): queries of the tile see keys in [lowest, highest), whose tiles
-    begin at `begin`. Key tiles in [whole_begin, whole_end) need no mask, as every query sees all of them."""
+    """Return (lowest, highest, begin, whole_begin, whole_end): the tile's queries see keys in [lowest, highest), whose
+    key tiles begin at `begin`. Key tiles in [whole_begin, whole_end) need no mask, because every query sees all of
+    their keys."""
     first = first_position(tile, tokens, Q_TILE)
     highest = end_of_keys(tile, tokens, Q_TILE)
     lowest = 0
@@ -184,7 +185,7 @@ def prefill_config(head_dim: int) -> PrefillConfig:
 
 
 def choose_prefill(num_heads: int, k_cache: torch.Tensor) -> PrefillChoice:
-    """Choose the fastest kernel that serves this GPU, these heads and this cache [pages, page tokens, kv heads,
+    """Return the fastest kernel that serves this GPU, these heads and this cache [pages, page tokens, kv heads,
     dim]."""
     head_dim = k_cache.shape[3]
     return CONFIGS[head_dim] if takes_cache(num_heads, k_cache) else prefill_config(head_dim)
@@ -192,7 +193,7 @@ def choose_prefill(num_heads: int, k_cache: torch.Tensor) -> PrefillChoice:
 
 @dataclass(frozen=True)
 class ListedTiles:
-    """The tiles of an uncaptured step, which the host has listed."""
+    """The tiles of an uncaptured step, listed by the host."""
 
     requests: torch.Tensor  # [tiles] int32: the request of each tile
     indices: torch.Tensor  # [tiles] int32: which of its request's tiles it is
@@ -200,7 +201,7 @@ class ListedTiles:
     def arguments(
         self, name: str, num_tiles: int, num_requests: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """(tile_requests, tile_indices, SEARCH) of the kernels."""
+        """Return the kernels' arguments (tile_requests, tile_indices, SEARCH)."""
         for argument, each in (("requests", self.requests), ("indices", self.indices)):
             require_tensor(name, f"tiles.{argument}", each, (num_tiles,), device, (torch.int32,))
         return self.requests, self.indices, 0
@@ -215,14 +216,14 @@ class CountedTiles:
     def arguments(
         self, name: str, num_tiles: int, num_requests: int, device: torch.device
     ) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """(tile_requests, tile_indices, SEARCH) of the kernels, which read no indices."""
+        """Return the kernels' arguments (tile_requests, tile_indices, SEARCH); indices are not read."""
         require_tensor(name, "tiles.starts", self.starts, (num_requests + 1,), device, (torch.int32,))
         return self.starts, self.starts, padded_requests(num_requests)
 
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Which request and which part of its queries each tile is: device tensors, built once per step."""
+    """Which request each tile belongs to, and which of its queries: device tensors, built once per step."""
 
     order: ListedTiles | CountedTiles
     counter: torch.Tensor  # [1] int32: 0 whenever no kernel runs; programs take tiles by it
@@ -235,7 +236,8 @@ def query_tiles(
     query_lens: Sequence[int], num_heads: int, num_kv_heads: int, head_dim: int, device: torch.device, *,
     config: PrefillChoice | None = None,
 ) -> QueryTiles:
-    """Tiles for requests with `query_lens` scheduled query tokens, late ones first: they have the most keys."""
+    """List the tiles of requests with `query_lens` scheduled query tokens. Late tiles come first because they have the
+    most keys."""
     config = config or prefill_config(head_dim)
     queries = max(1, config.block_m // (num_heads // num_kv_heads))
     tiles = [(index, request) for request, n in enumerate(query_lens) for index in range(cdiv(n, queries))]
@@ -251,8 +253,8 @@ def device_query_tiles(
     query_starts: torch.Tensor, num_tokens: int, decode_kernel_max_query: int, num_heads: int, num_kv_heads: int,
     head_dim: int, *, config: PrefillChoice | None = None,
 ) -> QueryTiles:
-    """Tiles of the requests with more than `decode_kernel_max_query` query tokens; num_tokens: of all requests. Reads
-    nothing back."""
+    """Count, on the device, the tiles of the requests with more than `decode_kernel_max_query` query tokens.
+    num_tokens: of all requests. Reads nothing back."""
     config = config or prefill_config(head_dim)
     queries = max(1, config.block_m // (num_heads // num_kv_heads))
     require_tensor("device_query_tiles", "query_starts", query_starts, (None,), query_starts.device, (torch.int32,))
@@ -272,8 +274,8 @@ def prefill_attention(
     key_starts: torch.Tensor | None = None, scales: HeadScales | None = None, sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None, fill_padding: bool = True, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Does what `decode_attention` does, for any number of query tokens per request. Token rows of requests without
-    a tile are left alone; with fill_padding the rows past the last request get zeros."""
+    """Do what `decode_attention` does, for any number of query tokens per request. Token rows of requests without a
+    tile are not written; with fill_padding the rows past the last request get zeros."""
     name = "prefill_attention"
     pdl = uses_pdl(q.device) if pdl is None else pdl
     shape = check_attention(name, q, k_cache, v_cache, page_table, query_starts, lengths, live, out,

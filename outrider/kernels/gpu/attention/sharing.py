@@ -41,7 +41,7 @@ _NO_PAGE = tl.constexpr((1 << 31) - 1)  # sorts behind all pages
 
 
 class SharedPages(NamedTuple):
-    """A batch's requests in an order in which neighbours share the most pages. Tensors are int32 [requests]."""
+    """The requests of a batch, ordered so that neighbours share the most pages. Tensors are int32 [requests]."""
 
     order: torch.Tensor  # request at each place
     shared: torch.Tensor  # tokens of the leading pages that a place's request has in common with the one before it
@@ -49,8 +49,8 @@ class SharedPages(NamedTuple):
 
 @triton.jit
 def _contexts(lengths, live, request, num_requests):
-    """How many tokens are in the cache before the request's queries, which see all of them; -1 if the request has no
-    live query."""
+    """Return how many tokens are in the cache before the request's queries, all of which see them; -1 if the request
+    has no live query."""
     exists = request < num_requests
     num_live = tl.load(live + request, mask=exists, other=0)
     return tl.where(num_live > 0, tl.load(lengths + request, mask=exists, other=0) - num_live, -1)
@@ -58,15 +58,15 @@ def _contexts(lengths, live, request, num_requests):
 
 @triton.jit
 def _pages_at(page_table, table_stride, request, context, column, PAGE: tl.constexpr):
-    """The page of each request in a column that its context fills, else _NO_PAGE."""
+    """Return the page of each request in a column; _NO_PAGE if the request's context does not fill that page."""
     at = page_table + request.to(tl.int64) * table_stride + column
     return tl.load(at, mask=(column + 1) * PAGE <= context, other=_NO_PAGE)
 
 
 @triton.jit
 def _column_of(level, least, PAGE: tl.constexpr):
-    """The page table column in which requests are compared at a level. It holds the end of the first `least` tokens, a
-    number that doubles at each level."""
+    """Return the page table column in which requests are compared at a level: the column of the last of the first
+    `least * 2^level` tokens."""
     return tl.cdiv(least << level, PAGE) - 1
 
 
@@ -114,7 +114,7 @@ def _find_shared_kernel(
 
 @triton.jit
 def _find_previous(is_candidate, page_table, table_stride, other, context, num_levels, least, PAGE: tl.constexpr):
-    """[rows]: the last of each row's candidates in the batch's order, -1 if it has none."""
+    """[rows]: the candidate of each row that is last in the order of the pages; -1 if it has none."""
     level = 1
     is_left = is_candidate
     while level < num_levels:
@@ -127,7 +127,7 @@ def _find_previous(is_candidate, page_table, table_stride, other, context, num_l
 
 @triton.jit
 def _equal_columns(page_table, table_stride, own, previous, most, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[rows]: leading columns, `most` at most, in which the page tables of two requests are equal."""
+    """[rows]: the number of leading columns in which the page tables of two requests are equal, at most `most`."""
     own_row = page_table + own.to(tl.int64) * table_stride
     previous_row = page_table + previous.to(tl.int64) * table_stride
     count = most
@@ -145,8 +145,8 @@ def _equal_columns(page_table, table_stride, own, previous, most, ROWS: tl.const
 
 @triton.jit
 def begins_run(shared, place, num_requests):
-    """Whether a new run begins at a place, so that no pack reaches across it: either the place shares nothing with the
-    one before it, or the place after it shares at least twice as much with it."""
+    """Whether a new run of sharing requests begins at a place. It does if the place shares nothing with the one before,
+    or if the next place shares at least twice as much with it. No pack crosses the beginning of a run."""
     own = tl.load(shared + place, mask=place < num_requests, other=0)
     after = tl.load(shared + place + 1, mask=place + 1 < num_requests, other=0)
     return (own == 0) | (after >= 2 * own)
@@ -159,15 +159,15 @@ def _later(a, b):
 
 @triton.jit
 def find_runs(shared, place, num_requests):
-    """For each place in order: the first place of its run."""
+    """Return, for each place in order, the first place of its run."""
     return tl.associative_scan(tl.where(begins_run(shared, place, num_requests), place, 0), 0, _later)
 
 
 @triton.jit
 def find_packs(shared, place, run, num_requests, pack_size):
-    """(first place of its pack, tokens that the place reads with its pack, tokens that the pack reads). A run is cut
-    into packs; all places of a pack read the pages of its first one, each as far as its own page table is equal. A
-    place alone has 0 tokens."""
+    """Return (first place of the pack, tokens that the place reads with its pack, tokens that the pack reads). A run is
+    cut into packs. All places of a pack read the pages of its first place, each as far as its own page table equals
+    that one's. A place alone has 0 tokens."""
     first = place - (place - run) % pack_size
     tokens = tl.full(place.shape, _NO_PAGE, dtype=tl.int32)
     for back in range(0, pack_size - 1):
@@ -180,22 +180,23 @@ def find_packs(shared, place, run, num_requests, pack_size):
 
 @triton.jit
 def count_pack_splits(pack_tokens, split_keys, most, BLOCK_N: tl.constexpr):
-    """Splits of a pack of about `split_keys` keys each, `most` at most; 0 for a place without a pack."""
+    """Return the number of splits of a pack, with about `split_keys` keys each, at most `most`; 0 for a place without a
+    pack."""
     count = tl.minimum(tl.cdiv(pack_tokens, split_keys), most)
     return tl.cdiv(pack_tokens, pack_split_size(pack_tokens, count, BLOCK_N))
 
 
 @triton.jit
 def pack_split_size(pack_tokens, num_splits, BLOCK_N: tl.constexpr):
-    """Keys of each of a pack's splits. The last one has whatever is left."""
+    """Return the number of keys in each split of a pack. The last split has the rest."""
     return tl.maximum(tl.cdiv(tl.cdiv(pack_tokens, tl.maximum(num_splits, 1)), BLOCK_N), 1) * BLOCK_N
 
 
 def find_shared(page_table: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, page_size: int, *,
                 max_length: int, least: int | None = None) -> SharedPages:
-    """The requests of a batch in an order in which sharers are neighbours. `live`: live tokens of requests that use the
-    decode kernel, 0 for others, which share nothing. A common beginning of fewer than `least` tokens counts as none;
-    None stands for LEAST_SHARED."""
+    """Order the requests of a batch so that those that share pages are neighbours. `live`: live tokens of requests that
+    use the decode kernel; 0 for others, which share nothing. Common beginnings of fewer than `least` tokens (default
+    LEAST_SHARED) are ignored."""
     least = LEAST_SHARED if least is None else least
     name, device, int32 = "find_shared", lengths.device, (torch.int32,)
     num_requests = lengths.shape[0]

@@ -1,12 +1,13 @@
-"""How a launch of decode attention is planned: tiles, splits over the keys, and the list of splits a batch really has.
+"""The plan of a decode attention launch: its tiles, its splits over the keys, and the list of the splits that a batch
+has.
 
-Lengths are known on the device alone, so a grid has a program for every split there could be. Where requests are many,
-a list says which there are, those of the longest requests first: a long one among short ones is split and starts early,
-and the programs that have nothing to do come last and cost next to nothing.
+Only the device knows lengths, so a grid has a program for every split that may exist. With many requests, a list names
+the splits that do exist, those of the longest requests first: a long request among short ones is split and starts
+early, and programs without a split come last and cost next to nothing.
 
-A list may also name splits of packs: requests that share pages (`sharing.py`) have splits in common for
-these, which come first in the list, and splits of their own for the rest. Otherwise a request's splits depend on its
-own length and on host bounds, never on its batch mates.
+A list may also name splits of packs: requests that share pages (`sharing.py`) have splits in common for those pages,
+which come first in the list, and splits of their own for the rest. Otherwise a request's splits depend on its own
+length and on sizes that the host knows, never on its batch mates.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class DecodeConfig:
 def decode_config(
     padded_dim: int, num_requests: int | None = None, itemsize: int = 2, num_rows: int = 1
 ) -> DecodeConfig:
-    """The tile for these sizes, as measured on an H200 for 16 bits. With few requests only latency counts: splits are
-    short, and everything is fetched at once. num_rows: queries times the query heads of one key/value head."""
+    """Return the tile for these sizes, as measured on an H200 for 16 bits. With few requests only latency counts, so
+    splits are short and everything is fetched at once. num_rows: queries times query heads per key/value head."""
     if itemsize > 2 and padded_dim >= 256:  # what fits into a multiprocessor's shared memory
         return DecodeConfig(block_n=32 if padded_dim <= 256 else 16, max_rows=16, num_warps=8, num_stages=2)
     if num_requests is None:  # one choice for all
@@ -83,7 +84,7 @@ def decode_config(
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """How one launch is divided into programs. The plan depends only on data of the host."""
+    """How one launch is divided into programs. It depends only on values that the host knows."""
 
     config: DecodeConfig
     block_m: int  # rows of a tile: queries times the query heads of one key/value head
@@ -131,11 +132,10 @@ def plan_launch(
 
 
 def least_listed_split(programs: int, sms: int, padded_dim: int, rows: int = 0) -> int:
-    """The least number of keys of a listed split, chosen by how many programs there would be without splits. Splits
-    fill the card and keep a long request from being waited for, but a program takes microseconds to start: with many
-    requests only the second counts. rows: those of a tile if they are many, else 0. Measured on an H200 with equal,
-    mixed and skewed lengths, many rows with heads of 128 and of 512, where splits of 512 keys stay the better choice
-    for short contexts."""
+    """Return the least number of keys of a listed split, by how many programs there would be without splits. Splits
+    fill the GPU and let a long request end earlier, but a program takes microseconds to start, which is what counts
+    with many requests. rows: rows of a tile if they are many, else 0. Measured on an H200 with equal, mixed and skewed
+    lengths; many rows with heads of 128 and of 512, where splits of 512 keys stay better for short contexts."""
     shares = ((1, 128), (2, 256), (3, 512))  # of the multiprocessors
     least = next((least for share, least in shares if programs <= share * sms), 2048)
     if padded_dim <= 128:
@@ -144,17 +144,17 @@ def least_listed_split(programs: int, sms: int, padded_dim: int, rows: int = 0) 
 
 
 def pays_split_list(num_requests: int, window: int | None) -> bool:
-    """Whether a list of splits saves time. It does not with few requests, where every split has a program in any case,
-    or with a short window, which makes all lengths equal."""
+    """Whether a list of splits saves time. It does not with few requests, where every split has a program anyway, nor
+    with a short window, which makes all lengths equal."""
     return num_requests >= _LISTED_REQUESTS and (window is None or window > _LISTED_WINDOW)
 
 
 @triton.jit
 def split_geometry(length, live, window, first_key, split_size, coarse_size, num_splits, BLOCK_N: tl.constexpr,
                    WINDOW_KIND: tl.constexpr):
-    """(first position of split 0, keys per split, splits with work). The last split takes whatever is left. Splits grow
-    from `split_size` to `coarse_size` when there are many of them, which all have to be merged, and are as even as
-    tiles allow; with a coarse size of 0 they have `split_size` keys and begin at multiples of it."""
+    """Return (first position of split 0, keys per split, splits with work). The last split has the rest. With many
+    splits, all of which have to be merged, they grow from `split_size` to `coarse_size`, and are as even as tiles
+    allow. With a coarse size of 0 they have `split_size` keys and begin at multiples of it."""
     lowest = first_key
     if WINDOW_KIND:
         lowest = tl.maximum(first_seen(length - live, window, WINDOW_KIND), first_key)
@@ -172,7 +172,7 @@ def split_geometry(length, live, window, first_key, split_size, coarse_size, num
 
 @dataclass(frozen=True)
 class PackPlan:
-    """How requests that share pages are put together."""
+    """How many requests form a pack, and how packs are split."""
 
     size: int  # most requests of a pack
     num_splits: int  # of a pack, at most
@@ -181,8 +181,8 @@ class PackPlan:
 
 def plan_packs(num_requests: int, num_kv_heads: int, group: int, sms: int, max_query: int,
                plan: LaunchPlan) -> PackPlan | None:
-    """Plan the packs of a launch. None if no two requests fit into a tile: packs use the tiles of single requests, in
-    their spare rows."""
+    """Plan the packs of a launch. Returns None if no two requests fit into a tile: packs use the spare rows of the
+    tiles of single requests."""
     size = min(plan.block_m // (max_query * group), num_requests)
     if size < 2 or not plan.is_split:
         return None
@@ -193,7 +193,7 @@ def plan_packs(num_requests: int, num_kv_heads: int, group: int, sms: int, max_q
 
 def can_pack(num_requests: int, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int, device: torch.device,
              *, max_query: int, max_length: int) -> bool:
-    """Whether `list_splits` can make use of shared pages."""
+    """Whether `list_splits` can use shared pages for these sizes."""
     sms = num_sms(device)
     plan = plan_launch(num_requests, num_heads, num_kv_heads, head_dim, itemsize, sms, max_query=max_query,
                        max_length=max_length, window=None, is_listed=True)
@@ -213,7 +213,7 @@ class Packs:
 
 @dataclass(frozen=True)
 class SplitList:
-    """The splits of one batch, for layers that have the same heads and window."""
+    """The list of the splits of one batch, for all layers with the same heads and window."""
 
     plan: LaunchPlan
     # Requests, heads, key/value heads, dim, bytes of an element; bounds, window, whether it is chunked.
@@ -225,13 +225,13 @@ class SplitList:
     packs: Packs | None = None
 
     def is_for(self, shape: tuple[int | None, ...], tensors: tuple[torch.Tensor | None, ...]) -> bool:
-        """Whether the list was made for this batch. With another batch's list splits would be left out, and counters
+        """Whether the list was made for this batch. With another batch's list, splits would be missing and counters
         would not return to 0."""
         return shape == self.shape and all(a is b for a, b in zip(tensors, self.made_of, strict=True))
 
     @property
     def num_slots(self) -> int:
-        """How many places there are for the parts of a request's splits."""
+        """The number of slots for the parts of one request's splits."""
         return self.plan.num_splits + (self.packs.plan.num_splits if self.packs is not None else 0)
 
 
@@ -244,7 +244,7 @@ def _list_splits_kernel(
     BLOCK_N: tl.constexpr, WINDOW_KIND: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_PACKS: tl.constexpr,
     LEAST_PACK_SPLIT: tl.constexpr, PAD: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Writes the list of splits, in the order of places. Without packs the places are the requests themselves."""
+    """Write the list of splits, place by place. Without packs the places are the requests themselves."""
     own = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     other = tl.arange(0, PAD)
     own_request, request = own, other
@@ -290,7 +290,8 @@ def _list_splits_kernel(
 
 @triton.jit
 def own_num_splits(num_splits, packed):
-    """The most splits that a request may have for itself. A request in a pack leaves one to its pack."""
+    """Return the most splits that a request may have for itself. A request in a pack leaves one of its splits to the
+    pack."""
     return tl.where(packed > 0, tl.maximum(num_splits - 1, 1), num_splits)
 
 
@@ -299,8 +300,8 @@ def _splits_of(
     lengths, live, key_starts, request, packed, num_requests, window, split_size, coarse_size, num_splits,
     BLOCK_N: tl.constexpr, WINDOW_KIND: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):
-    """(keys that no pack reads, splits) of requests. Every request has at least one split, which also writes zeros for
-    dead tokens; places past the last request have none."""
+    """Return (keys that no pack reads, splits) of requests. Every request has at least one split, which also writes the
+    zeros of dead tokens; places past the last request have none."""
     exists = request < num_requests
     length = tl.load(lengths + request, mask=exists, other=-1)
     num_live = tl.load(live + request, mask=exists, other=0)
@@ -317,8 +318,8 @@ def list_splits(
     max_query: int, max_length: int, window: int | None = None, is_chunked: bool = False,
     key_starts: torch.Tensor | None = None, shared: SharedPages | None = None, config: DecodeConfig | None = None,
 ) -> SplitList:
-    """The list for `decode_attention`, which must get the same lengths, live counts, bounds, window and key_starts.
-    `shared`: pages that are read once for several requests; not for layers with a window, nor with key_starts."""
+    """Make the list for `decode_attention`, which must get the same lengths, live counts, size limits, window and
+    key_starts. `shared`: pages to read once for several requests; not for layers with a window, nor with key_starts."""
     name, device, int32 = "list_splits", lengths.device, (torch.int32,)
     num_requests, sms = lengths.shape[0], num_sms(device)
     require_tensor(name, "lengths", lengths, (None,), device, int32)
@@ -354,7 +355,7 @@ def list_splits(
 
 def _make_packs(shared: SharedPages, num_requests: int, num_kv_heads: int, group: int, sms: int, max_query: int,
                 plan: LaunchPlan) -> Packs | None:
-    """Make the packs of a batch. None if its requests cannot be packed."""
+    """Make the packs of a batch. Returns None if its requests cannot be packed."""
     pack_plan = plan_packs(num_requests, num_kv_heads, group, sms, max_query, plan)
     if pack_plan is None:
         return None

@@ -1,6 +1,6 @@
-"""Windows of attention layers: the kinds that kernels are compiled for, and the first key that a query sees.
+"""Windows of attention layers: the kinds for which kernels are compiled, and the first key that a query sees.
 
-A window bounds the keys that a query sees. It ends at the query's own position, and either slides with it or begins at
+A window limits the keys that a query sees. It ends at the query's own position, and either slides with it or begins at
 the edge of a chunk, which is a multiple of the window's size.
 """
 
@@ -15,7 +15,7 @@ CHUNKED = tl.constexpr(2)
 
 
 def window_kind(window: int | None, is_chunked: bool) -> int:
-    """The constant WINDOW_KIND that kernels get for a layer's window."""
+    """Return the constant WINDOW_KIND of the kernels for a layer's window."""
     if window is None:
         return int(NO_WINDOW.value)
     return int((CHUNKED if is_chunked else SLIDING).value)
@@ -23,7 +23,7 @@ def window_kind(window: int | None, is_chunked: bool) -> int:
 
 @triton.jit
 def first_seen(position, window, WINDOW_KIND: tl.constexpr):
-    """The first key that a query at `position` sees, negative where a sliding window begins before the text."""
+    """Return the first key that a query at `position` sees; negative if a sliding window begins before the text."""
     if WINDOW_KIND == CHUNKED:
         return position - position % window
     else:

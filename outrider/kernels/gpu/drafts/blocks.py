@@ -1,7 +1,8 @@
-"""The bookkeeping of a block drafter's proposal in one launch: where context is stored, and where blocks stand.
+"""The bookkeeping of a block drafter's proposal in one launch: where context is stored, and the positions of the
+blocks.
 
-`kernels.drafting.plan_block_passes` is the specification, integer for integer. A program has a request to itself, and
-one warp.
+`kernels.drafting.plan_block_passes` is the specification, integer for integer. Each program, of one warp, serves one
+request.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def _store_context(
     request, start, end, before, count, tables, out, tokens, max_len, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Store the pass of the context: the step's token rows at their own positions. Rows whose tokens were not computed
-    are dead."""
+    """Write the plan of the context pass: the step's token rows at their own positions. Rows whose tokens were not
+    computed are dead."""
     for first in range(start, end, BLOCK):
         at = first + tl.arange(0, BLOCK)
         valid = at < end
@@ -73,7 +74,7 @@ def _store_block(
     request, anchor, goes_on, length, tables, out, size, num_rows, max_len, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Store the rows of a block, from the last known token on. Rows past the end of the text are dead."""
+    """Write the plan of a block's rows, from the last known token on. Rows past the end of the text are dead."""
     index = tl.arange(0, ROWS)
     valid = index < num_rows
     at = request * num_rows + index

@@ -51,8 +51,8 @@ def _distill_kernel(
 
 def distill_rows(logits: torch.Tensor, target_logits: torch.Tensor, places: torch.Tensor,
                  row_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `training.distillation.distill_rows`. The gradient overwrites the logits. `places` are not checked to lie
-    within the target's rows."""
+    """See `training.distillation.distill_rows`. The gradient overwrites the logits. `places` are not checked to be rows
+    of the target."""
     name, device = "distill_rows", logits.device
     require_tensor(name, "logits", logits, (None, None), device, FLOATS)
     num_rows, vocab_size = logits.shape

@@ -1,5 +1,5 @@
-"""The entry of drafts into the rows, one launch for each drafter. Whatever a drafter returned, rows hold only counts
-and token ids that a step can check.
+"""Storing drafts in the rows, in one launch for each drafter. Whatever a drafter returned, rows then hold only counts
+and token ids that a step can verify.
 
 `kernels.step.store_drafts` is the specification, integer for integer.
 """
@@ -24,7 +24,8 @@ _FAULT_VALUE, _LEVELS = tl.constexpr(FAULT_VALUE), tl.constexpr(LEVELS)
 
 @triton.jit
 def _check_proposal(tokens, count, index, num_wanted, vocab_size):
-    """(0, or 1 for a count out of range, or 2 for a token id outside of the vocabulary; the wrong value)"""
+    """Return (fault, wrong value): fault is 0 for none, 1 for a count out of range, 2 for a token id outside of the
+    vocabulary."""
     is_count = (count >= 0) & (count <= num_wanted)
     is_wrong = (index < count) & (index < num_wanted) & ((tokens < 0) | (tokens >= vocab_size))
     has_wrong = is_count & (tl.max(is_wrong.to(tl.int32), axis=0) > 0)
@@ -43,7 +44,7 @@ def _store_kernel(
     vocab_size, request_stride, index_stride, draft_stride, FIRST: tl.constexpr, HAS_LEVELS: tl.constexpr,
     FILLS: tl.constexpr, DRAFTS: tl.constexpr, COUNTS: tl.constexpr,
 ):
-    """One program, of one warp, stores the drafts of one request, unless a launch before has found some for it."""
+    """Each program, of one warp, stores the drafts of one request, unless an earlier launch has stored some for it."""
     request = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + request)
     out = counts + request * COUNTS

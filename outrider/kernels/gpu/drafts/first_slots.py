@@ -18,7 +18,8 @@ from outrider.kernels.gpu.launch.triton_kernel import kernel
 
 @triton.jit
 def _valid_in_hit(table, page_valid, valid_stride, needed, begin, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """The slot behind the hit's last slot that was not filled or was evicted: from there on all slots are valid."""
+    """Return the slot after the last one in the hit that was not filled or was evicted: from there on all slots are
+    valid."""
     end = begin // PAGE
     last = tl.zeros((BLOCK,), tl.int64)
     for first in range(needed, end, BLOCK):

@@ -1,7 +1,7 @@
-"""The inputs of draft heads in one launch: a token's embedding and a hidden state side by side, each normed or not; and
-a gather of rows of two matrices for the next pass.
+"""The inputs of draft heads in one launch: a token's embedding and a hidden state side by side, each normed or not.
+Also gathers rows of two matrices for the next pass.
 
-Rounds as embedding, scale and norm do one after the other. Knows nothing of heads or drafts.
+The result is rounded as if embedding, scale and norm were separate operations. This file does not know heads or drafts.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _join_kernel(
     embedding_at, hidden_at,
     HAS_SCALE: tl.constexpr, HAS_POSITIONS: tl.constexpr, NORMS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Programs come in pairs, one for each half of a token row."""
+    """Two programs serve each token row, one for each half."""
     at = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     valid = column < width
@@ -57,10 +57,11 @@ def join_embedding(
     gains: tuple[torch.Tensor, torch.Tensor] | None = None, eps: float = 0.0, hidden_first: bool = False,
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[token rows, 2 x width]: table[tokens] (times scale) and hidden [token rows, width], or the other way round; and
-    a view of its hidden part.
+    """Join table[tokens] (times scale) and hidden [token rows, width], or the other way round: [token rows, 2 x width].
+    Also returns a view of the hidden part.
 
-    `gains` [width] each norm the embedding and the hidden state. Embeddings at `positions` up to 1 are zero.
+    `gains`: the norm weights [width] of the embedding and of the hidden state. Embeddings at `positions` up to 1 are
+    zero.
     """
     name, device = "join_embedding", hidden.device
     require_tensor(name, "hidden", hidden, (None, None), device, FLOATS)
@@ -105,7 +106,7 @@ def _take_kernel(
 
 
 def take_rows(first: torch.Tensor, second: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(first[index], second[index]) of matrices with as many rows."""
+    """Return (first[index], second[index]) of two matrices."""
     name, device = "take_rows", first.device
     require_tensor(name, "first", first, (None, None), device, FLOATS)
     require_tensor(name, "second", second, (first.shape[0], None), device, FLOATS)

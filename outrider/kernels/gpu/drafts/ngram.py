@@ -1,6 +1,6 @@
-"""n-gram lookup over the rows' own tokens. It reads only a row's known tokens, not its whole buffer.
+"""n-gram lookup in the rows' own tokens. It reads only a row's known tokens, not its whole buffer.
 
-One program reads one part of one row's text; where there are several parts, a second launch takes the best of them.
+Each program reads one part of one row's text. If there are several parts, a second launch takes the best match of them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _LONGER = tl.constexpr(1 << 40)  # in a score: one more token that is equal coun
 
 @triton.jit
 def _best_in(text, last, begin, end, MIN_N: tl.constexpr, MAX_N: tl.constexpr, BLOCK: tl.constexpr):
-    """The best score of occurrences that end at places begin to end - 1, or -1. Longer matches score higher; of equally
-    long ones, later ones."""
+    """Return the best score of a match that ends at places begin to end - 1; -1 if there is none. Longer matches score
+    higher; of equally long ones, later ones."""
     best = tl.full([], -1, dtype=tl.int64)
     for start in range(begin, end, BLOCK):
         place = start + tl.arange(0, BLOCK)

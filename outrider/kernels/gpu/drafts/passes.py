@@ -1,7 +1,8 @@
-"""The bookkeeping of a proposal in one launch: all passes of a drafter that fills slots, or the one that only reads.
+"""The bookkeeping of a proposal in one launch: all passes of a drafter that fills slots, or the one pass that only
+reads.
 
-`kernels.drafting` is the specification, integer for integer. A committed step and row state come in, token
-rows go out. A program has a request to itself, and one warp: nothing is read that another could have moved on.
+`kernels.drafting` is the specification, integer for integer. A committed step and row state come in, token rows go out.
+Each program, of one warp, serves one request, so that nothing it reads can be changed by another warp or program.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ def _store_first(
     request, row, start, end, before, count, live, state, tables, out, tokens, max_len, token_stride, table_strides,
     PAGES: tl.constexpr, TAIL: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr,
 ):
-    """Store the first pass: the tokens behind the computed ones, at their positions. Dead token rows repeat a position
-    and write nothing."""
+    """Write the plan of the first pass: the tokens after the computed ones, at their positions. Dead token rows repeat
+    a position and write nothing."""
     for first in range(start, end, BLOCK):
         at = first + tl.arange(0, BLOCK)
         valid = at < end
@@ -110,8 +111,8 @@ def _store_further(
     request, goes_on, known, tables, out, requests, num_wanted, max_len, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, DRAFTS: tl.constexpr,
 ):
-    """Store the pass of draft `index`, at the position after the draft before it. A row without room for it is dead, at
-    a clamped position."""
+    """Write the plans of the later passes, each at the position after the draft before it. A row without room for it is
+    dead, at a clamped position."""
     index = tl.arange(0, DRAFTS)
     valid = (index > 0) & (index < num_wanted)
     at = (index - 1) * requests + request
@@ -335,6 +336,6 @@ def draw_drafts(
     logits: torch.Tensor, keys: DraftSamplingKeys, index: int, *, target_ids: torch.Tensor | None, any_sampled: bool,
     out: torch.Tensor, levels: torch.Tensor,
 ) -> None:
-    """See `drafters.draw.draw_drafts`. The kernel is the same for any temperature, 0 included."""
+    """See `drafters.draw.draw_drafts`. One compiled kernel serves every temperature, also 0."""
     key = (keys.seed, keys.sample_index, keys.positions[index])
     sample_logits(logits, keys.temperature, *key, ids=target_ids, out=out, levels=DraftLevels(levels, index))

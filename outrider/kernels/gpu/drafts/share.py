@@ -1,7 +1,7 @@
-"""Token rows shared out among the drafts of a batch, likeliest first, in one launch of one program.
+"""Shares token rows out among the drafts of a batch, likeliest first, in one launch of one program.
 
-`kernels.step.share_drafts` is the specification, integer for integer. The least gain that is still taken is found by
-bisection, bit by bit: thousands of drafts need no sort.
+`kernels.step.share_drafts` is the specification, integer for integer. The least gain that still gets a token row is
+found by bisection, bit by bit, so thousands of drafts need no sort.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Verdicts at chosen rates instead of the model's own, for benchmarks: sampled tokens are replaced in one launch.
+"""Acceptance of drafts at chosen rates, for benchmarks: one launch replaces sampled tokens so that drafts are accepted
+or rejected at these rates.
 
-`spec.synthetic.accept_at_rates` is the specification, integer for integer. Knows nothing of models or rows' state.
+`spec.synthetic.accept_at_rates` is the specification, integer for integer. Knows nothing of models or row state.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def accept_at_rates(
     sampled: torch.Tensor, verdicts: DraftVerdicts, seed: torch.Tensor, thresholds: torch.Tensor, *, vocab: int,
     row_step: int,
 ) -> torch.Tensor:
-    """Returns sampled [logit rows] with the draft where 32 random bits lie below its threshold, else another token.
+    """Return sampled [logit rows] changed to the draft if 32 random bits are below the draft's threshold, else to
+    another token.
 
     thresholds [kinds, drafts]: row r is of kind r % kinds. The bits are word 0 of Philox with counter (0, position, 0,
     0) and key seed[row] + row * row_step.

@@ -1,9 +1,9 @@
-"""Writes finished keys and values to their tokens' slots, for layers whose projections need no norm and no rotation, or
-got them elsewhere. A slot of -1 writes nothing. This file knows slots, not requests or owners of pages.
+"""Writes keys and values to their tokens' slots, for layers whose projections need no norm and no rotation, or got them
+elsewhere. A slot of -1 writes nothing. This file knows slots, not requests or owners of pages.
 
-What is not finite is contained, head by head: these values become 0, because attention multiplies the values of tokens
-that a query must not see by a weight of 0, and 0 x NaN is NaN; the head's key becomes NaN, so that every token that may
-see it fails. `contain_non_finite` in `kernels/reference.py` does the same for all heads of a token at once.
+Non-finite numbers are contained, head by head. Such values become 0, because attention multiplies the values of tokens
+that a query must not see by a weight of 0, and 0 x NaN is NaN. The head's key becomes NaN, so that every token that may
+see it fails. `contain_non_finite` in `kernels/reference.py` does this for all heads of a token at once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from outrider.kernels.gpu.pages.fp8 import as_stored, check_cache_dtype
 
 @triton.jit
 def zero_or_nan(x):
-    """0 where x is finite, otherwise NaN: sums of these are NaN if anything in them was not finite."""
+    """Return 0 where x is finite, otherwise NaN: a sum of these is NaN if any x is not finite."""
     return x.to(tl.float32) * 0.0
 
 
@@ -67,8 +67,8 @@ def cache_write(
     k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *,
     scales: HeadScales | None = None, pdl: bool | None = None,
 ) -> None:
-    """k and v [tokens, kv heads, dim] into caches [pages, page_size, kv heads, dim]; slots [tokens] int64. The slot of
-    offset o in page p is p * page_size + o."""
+    """Write k and v [tokens, kv heads, dim] to caches [pages, page_size, kv heads, dim]; slots [tokens] int64. The slot
+    of offset o in page p is p * page_size + o."""
     name, device, (_, page_size, num_heads, head_dim) = "cache_write", k.device, k_cache.shape
     pdl = uses_pdl(device) if pdl is None else pdl
     num_tokens = k.shape[0]

@@ -35,8 +35,8 @@ _LEAST = tl.constexpr(15)  # exponents of smaller numbers are taken for this one
 
 @triton.jit
 def as_stored(value, scales, head, exists, cache):
-    """Numbers of heads [heads, columns] in the dtype of `cache`, a pointer; in fp8 divided by scales of their heads.
-    `exists`: heads [heads] that there are."""
+    """Convert numbers of heads [heads, columns] to the dtype of `cache`, a pointer; for fp8, divide them by the scales
+    of their heads first. `exists` [heads]: which heads there are."""
     if cache.dtype.element_ty == tl.float8e4nv:
         scale = tl.load(scales + head, mask=exists, other=1.0)
         return saturated(tl.div_rn(value.to(tl.float32), scale[:, None]))
@@ -46,7 +46,8 @@ def as_stored(value, scales, head, exists, cache):
 
 @triton.jit
 def latent_as_stored(value, cache):
-    """Numbers of a latent, or of the key beside it, in the dtype of `cache`, a pointer. Latents have no scale."""
+    """Convert numbers of a latent, or of the key beside it, to the dtype of `cache`, a pointer. Latents have no
+    scale."""
     if cache.dtype.element_ty == tl.float8e4nv:
         return saturated(value.to(tl.float32))
     else:
@@ -55,7 +56,8 @@ def latent_as_stored(value, cache):
 
 @triton.jit
 def saturated(wide):
-    """Numbers in fp8: too great ones become the greatest, and NaN stays NaN, which tl.clamp would not let it."""
+    """Convert numbers to fp8. Those beyond its range become the greatest number; NaN stays NaN, which tl.clamp would
+    change."""
     wide = tl.where(wide > _MAX_FP8, _MAX_FP8, tl.where(wide < -_MAX_FP8, -_MAX_FP8, wide))
     return wide.to(tl.float8e4nv)
 
@@ -84,8 +86,8 @@ def second_of_pairs(pairs):
 
 @triton.jit
 def load_halves(rows, inside, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
-    """(first, second numbers of pairs) [rows, WIDTH_PAD / 2] of the rows that begin at pointers [rows, 1], 0 where they
-    are not inside."""
+    """Load (first, second numbers of pairs) [rows, WIDTH_PAD / 2] of the rows that begin at pointers [rows, 1]; 0 for
+    rows that are not inside."""
     pair = tl.arange(0, WIDTH_PAD // 2)[None, :]
     at = rows.to(tl.pointer_type(tl.int16), bitcast=True) + pair
     pairs = tl.load(at, mask=inside[:, None] & (pair < WIDTH // 2), other=0)
@@ -94,8 +96,8 @@ def load_halves(rows, inside, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
 
 @triton.jit
 def fit_queries(queries, scale, k_scales, kv_head, k_cache):
-    """(queries [rows, dim], factors of their scores) for products with the keys of a head: both as they are unless the
-    keys are stored in fp8."""
+    """Return (queries [rows, dim], factors of their scores) for products with a head's keys; unchanged unless keys are
+    in fp8."""
     if k_cache.dtype.element_ty == tl.float8e4nv:
         scale = scale * tl.load(k_scales + kv_head)
         return fit_rows(queries, scale)
@@ -105,7 +107,7 @@ def fit_queries(queries, scale, k_scales, kv_head, k_cache):
 
 @triton.jit
 def fit_rows(queries, scale):
-    """As `fit_queries`, for keys in fp8 when `scale` includes the scale of the head already."""
+    """Do what `fit_queries` does, for keys in fp8, when `scale` already includes the scale of the head."""
     if queries.dtype == tl.float32:
         return queries, scale
     else:
@@ -115,7 +117,7 @@ def fit_rows(queries, scale):
 
 @triton.jit
 def row_powers(queries):
-    """(powers of two that bring the rows' greatest numbers near the end of float16's range, their inverses)."""
+    """Return (powers of two that bring the rows' greatest numbers near the end of float16's range, their inverses)."""
     peak = tl.max(tl.abs(queries.to(tl.float32)), axis=1)
     exponent = tl.maximum(peak.to(tl.int32, bitcast=True) >> _FRACTION, _LEAST)
     up = ((254 - exponent + _TOP) << _FRACTION).to(tl.float32, bitcast=True)
@@ -141,7 +143,7 @@ def fit_latent_queries(q_latent, q_rope, scale, cache):
 
 @triton.jit
 def scaled_values(acc, v_scales, kv_head, v_cache):
-    """Weighted values by the scale of their head, where they are stored in fp8."""
+    """Multiply weighted values by the scale of their head, if values are stored in fp8."""
     if v_cache.dtype.element_ty == tl.float8e4nv:
         return acc * tl.load(v_scales + kv_head)
     else:
@@ -150,7 +152,7 @@ def scaled_values(acc, v_scales, kv_head, v_cache):
 
 def check_cache_dtype(name: str, k_cache: torch.Tensor, v_cache: torch.Tensor, shape: tuple[int | None, ...],
                       made: torch.Tensor, scales: HeadScales | None) -> None:
-    """Check that keys and values have this shape, and either the dtype of the tensor that they were made with, or fp8
+    """Check that keys and values have this shape, and either the dtype of the tensor `made` that they come from, or fp8
     with scales."""
     dtype = made.dtype if scales is None else FP8
     require_tensor(name, "k_cache", k_cache, shape, made.device, (dtype,))

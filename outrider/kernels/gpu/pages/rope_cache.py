@@ -1,10 +1,9 @@
 """Rotary embedding and cache write in one pass over a fused q, k, v projection, with optional norms of all three.
 
-Each token row is [q heads | k heads | v heads], [q | k] where values are the keys before their norm, [q] where the
-layer reads another's cache, or without q where queries are made apart. Queries are rotated into a new tensor; keys are
-rotated and, with the values, written to the token's slot. A slot of -1 writes nothing. Knows slots, not requests or
-pages' owners.
-What is not finite is contained as in `cache_write`.
+Each token row is [q heads | k heads | v heads]; [q | k] if values are the keys before their norm; [q] if the layer
+reads another layer's cache; or without q if queries are made elsewhere. Queries are rotated into a new tensor. Keys are
+rotated and written, with the values, to the token's slot; a slot of -1 writes nothing. This file knows slots, not
+requests or owners of pages. Non-finite numbers are contained as in `cache_write`.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ def _rotate(
     eps, values, D: tl.constexpr, ROT: tl.constexpr, HALF_PAD: tl.constexpr, REST_PAD: tl.constexpr,
     HAS_NORM: tl.constexpr, IS_KEY: tl.constexpr,
 ):
-    """Norm heads `head` of one token, each over its whole width, rotate the first ROT columns in halves, and pass the
-    rest. A key becomes NaN if anything in it, or in its head's values, which begin at `values`, is not finite."""
+    """Norm heads `head` of one token, each over its whole width; rotate the first ROT columns in halves; copy the rest.
+    A key becomes NaN if anything in it is not finite, or in its head's values, which begin at `values`."""
     half = tl.arange(0, HALF_PAD)
     in_half = half < ROT // 2
     mask = valid_head[:, None] & in_half[None, :]
@@ -147,11 +146,13 @@ def rope_cache_write(
     eps: float = 1e-6, *, v_norm: bool = False, v_from_k: bool = False, writes: bool = True,
     scales: HeadScales | None = None, out: torch.Tensor | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """qkv [tokens, (heads + 2 * kv heads) * dim] -> rotated queries [tokens, heads, dim]; keys and values go to slots.
+    """Rotate qkv [tokens, (heads + 2 * kv heads) * dim]: returns queries [tokens, heads, dim], and writes keys and
+    values to their slots.
 
-    cos_sin [max_len, rot_dim] float32: cosines in the first half of a row, sines in the second; columns past rot_dim
-    of a head are not rotated. The slot of offset o in page p is p * page_size + o. v_norm divides values by their root
-    mean square; v_from_k takes them from the keys' columns, before their norm; without `writes` there are only queries.
+    cos_sin [max_len, rot_dim] float32: cosines in the first half of a row, sines in the second; columns past rot_dim of
+    a head are not rotated. The slot of offset o in page p is p * page_size + o. v_norm divides values by their root
+    mean square. v_from_k takes values from the keys' columns, before the keys' norm. Without `writes` only queries are
+    computed.
     """
     name, device = "rope_cache_write", qkv.device
     pdl = uses_pdl(device) if pdl is None else pdl

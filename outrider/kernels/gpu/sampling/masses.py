@@ -60,9 +60,9 @@ def weights_within(
 ):
     """Return (weight of all tokens, weights of those strictly nearer than each pivot), for tiles [first, last).
 
-    ABOUT: takes half of the time, and returns bits for `weight_of_bits`: float32 sums of exponentials without their own
-    implementation. A mass is off by less than 5e-6 of itself or 2^-40, a row's sum by less than 2e-5 of all masses;
-    counts of tokens are exact.
+    ABOUT: takes half of the time, and returns bits for `weight_of_bits`: float32 sums with the hardware's exponential.
+    A mass is off by less than 5e-6 of itself or 2^-40, a row's sum by less than 2e-5 of all masses; counts of tokens
+    are exact.
     """
     total = tl.zeros([SIZE], dtype=tl.float32 if ABOUT else tl.int64)
     sum0, sum1, sum2, sum3 = total, total, total, total

@@ -32,7 +32,8 @@ _TOP_K, _TOP_P, _SEARCHED = tl.constexpr(flags.TOP_K), tl.constexpr(flags.TOP_P)
 
 @triton.jit
 def is_weighed(flag, top_k, num_groups):
-    """Whether a row is decided by the weight of likelier tokens: it has a top-p or top-k, and no candidates."""
+    """Whether the weight of likelier tokens decides a row: it has only a top-p, or only a top-k that is without
+    candidates."""
     searched = flag & _SEARCHED
     return (searched == _TOP_P) | ((searched == _TOP_K) & (top_k > num_groups))
 
