@@ -159,7 +159,7 @@ class DeltaSource(StepPart):
 
     @property
     def possible_reach(self) -> DeltaReach:
-        """The kinds of products that deltas may ever change."""
+        """The kinds of products that deltas for this model may change, loaded or not."""
         return DeltaReach.LINEARS
 
     @property

@@ -123,8 +123,8 @@ class SlotHead(DraftHead, ABC):
 
 
 class SlotRotary(Rotary):
-    """The rope of a `SlotHead`: position p uses the angles of p - 1, as in the head's training. Only padding rows have
-    position 0."""
+    """The rope of a `SlotHead`: position p uses the angles of p - 1, as in the head's training. Only dead token rows
+    (padding and warm-up) have position 0."""
 
     def __init__(self, rotary: Rotary) -> None:
         table = rotary.table
