@@ -5,8 +5,8 @@ runs it. Nothing is imported here, so that the command line can read the setting
             -> bodies, protocol (JSON, fields) -> service, admission (prompts, places in the queue)
             -> generation (engine) -> work (one JSON object, or server-sent events)
 
-The worker is a process of its own, so tokenizing and HTTP delay no step; it never outlives the server's process. Long
-work runs in threads that tenants share (`fair_threads`). `engine_host` loads, watches and restarts the engine. Forced
-calls of tools (`forms`) use the model's own format with the parser `hermes`; otherwise they are a JSON list, which
-every model can write.
+The worker is a separate process, so tokenizing and HTTP delay no step. It ends with the server's process. Long work
+runs in threads that tenants share (`fair_threads`). `engine_host` loads, watches and restarts the engine. Forced calls
+of tools (`forms`) use the model's own format with the parser `hermes`; otherwise they are a JSON list, which every
+model can write.
 """

@@ -1,8 +1,8 @@
 """Routes of the server's operator, under vLLM's names: sleep, wake up, empty the prefix cache. They need --admin.
 
-These routes change the server for all clients, and a browser would send a page's request without asking the server
-first, because it has no body. So web pages may call them only from an allowed origin. The guard has already checked the
-host.
+These routes change the server for all clients. Their requests have no body, so a browser would send them for any web
+page without asking the server first. So web pages may call them only from an allowed origin. The guard has already
+checked the host.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def admin_routes(service: Service) -> APIRouter:
     @routes.post("/reset_prefix_cache")
     async def reset_prefix_cache(request: Request,
                                  reset_running_requests: Annotated[str, Query()] = "false") -> dict[str, bool]:
-        """Forget cached pages. Pages of running requests stay, unless `reset_running_requests` preempts the requests.
-        `success` says whether all pages are forgotten."""
+        """Empty the prefix cache. Pages of running requests stay, unless `reset_running_requests` preempts the
+        requests. `success` says whether all pages were removed."""
         check_query(request.query_params, ("reset_running_requests",))
         preempts = truth("reset_running_requests", reset_running_requests)
         return {"success": await carried_out(service.host.llm.reset_prefix_cache(preempts))}
@@ -88,7 +88,7 @@ def admin_routes(service: Service) -> APIRouter:
 
     @routes.post(UNLOAD_ADAPTER)
     async def unload_adapter(body: UnloadAdapterRequest) -> Response:
-        """Stop serving an adapter. Requests that run keep it until they end."""
+        """Stop serving an adapter. Running requests keep it until they end."""
         await service.adapters.unload(service.host.llm, body.lora_name)
         return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
 

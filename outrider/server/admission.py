@@ -1,8 +1,8 @@
 """QueueBound: the number of samples that may be in the engine at once, and the error for requests beyond it.
 
-The queue is bounded by samples, because a request for n samples takes n rows. They are counted in the event loop, so
-that a request is refused before it is tokenized. A full queue refuses only tenants that have their equal part of it:
-the requests of one tenant never keep out another's.
+The queue is bounded by samples, because a request for n samples takes n rows. Samples are counted in the event loop, so
+that a request is refused before it is tokenized. A full queue refuses only tenants that already have their equal part
+of it, so one tenant's requests never keep out another's.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class QueueBound:
 
     @contextmanager
     def admit(self, num_samples: int, max_running: int, tenant: str | None = None) -> Iterator[None]:
-        """Raise the error 429 if the samples would make the queue longer than allowed. tenant: the API key that sent
-        them; None where there are no keys, or none is known."""
+        """Raise the error 429 if the samples would make the queue longer than allowed. tenant: the API key of the
+        request; None if the server has no keys, or the key is unknown."""
         if self._is_full(num_samples, max_running + self._max_queued, tenant):
             raise self._refusal(max_running)
         self.num_live += num_samples
@@ -43,8 +43,8 @@ class QueueBound:
             self._mean_seconds += 0.1 * (time.monotonic() - began - self._mean_seconds)
 
     def check_room(self, max_running: int, num_keys: int) -> None:
-        """Raise the error 429 if a sample of any key would be refused. If one key fills the queue, the server stays
-        ready: otherwise a load balancer would send it no requests of other keys."""
+        """Raise the error 429 if a sample would be refused whichever key it has. If one key alone fills the queue, the
+        server stays ready: otherwise a load balancer would send it no requests of other keys."""
         if len(self._live) < num_keys:
             return
         if all(self._is_full(1, max_running + self._max_queued, tenant) for tenant in self._live or (None,)):

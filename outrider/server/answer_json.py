@@ -1,6 +1,6 @@
-"""Write large answers as JSON in a thread, by calls of the encoder that each take a bounded time.
+"""Writes large answers as JSON in a thread, with calls of the encoder that each take a bounded time.
 
-The encoder lets no other thread run until it is done: a second for the log-probabilities of a few thousand tokens.
+No other thread runs during a call of the encoder, and the log-probabilities of a few thousand tokens take it a second.
 Parts that several choices of an answer share, such as log-probabilities of their prompt, are written and kept once.
 """
 
@@ -19,14 +19,14 @@ BLOCK = 1 << 16  # bytes that are sent at once
 
 
 class Written(list[bytes]):
-    """JSON that is written already. Several places of an answer may hold it."""
+    """A value that is already written as JSON. Several places of an answer may contain it."""
 
     @classmethod
     def from_value(cls, value: Any) -> Written:
         return cls(_blocks(_parts(value, DEPTH)))
 
     def extended(self, more: list[Any]) -> Written:
-        """A new list: this list, followed by more items."""
+        """Make a new list: this list, followed by more items."""
         parts = _parts(more, DEPTH)
         if self == [b"[]"]:
             return Written(parts)
@@ -64,7 +64,7 @@ def _parts(value: Any, depth: int) -> list[bytes]:
 
 
 def _blocks(parts: Iterable[bytes]) -> list[bytes]:
-    """Join short parts, because each part is sent by itself. Long ones stay the objects that they are."""
+    """Join short parts, because each part is sent separately. Long parts are not copied."""
     blocks: list[bytes] = []
     short: list[bytes] = []
     size = 0

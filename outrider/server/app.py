@@ -1,4 +1,4 @@
-"""The application: routes, and errors in OpenAI's form. A server or a test needs only `build_app`."""
+"""Builds the HTTP application: its routes, and errors in OpenAI's form. Servers and tests need only `build_app`."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _text_routes(service: Service) -> APIRouter:
 
 
 def _token_lists(head: dict[str, Any], ids: list[int], name: Callable[[int], str | None] | None) -> bytes:
-    """Write the answer of /tokenize as JSON, in slices: the encoder lets no other thread run until it is done."""
+    """Write the answer of /tokenize as JSON, in slices, because no other thread runs during a call of the encoder."""
     slices = [ids[start : start + WRITTEN_AT_ONCE] for start in range(0, len(ids), WRITTEN_AT_ONCE)]
     numbers = ",".join(compact(part)[1:-1] for part in slices)
     names = "null" if name is None else f"[{','.join(compact([name(i) for i in part])[1:-1] for part in slices)}]"
@@ -208,7 +208,7 @@ def _state_routes(service: Service) -> APIRouter:
     @routes.get("/ready")
     @routes.head("/ready", include_in_schema=False)
     async def ready() -> Response:
-        """Whether a request of some key would be served now: the engine is healthy and awake, and the queue has
+        """Answer 200 if a request of some key would be served now: the engine is healthy and awake, and the queue has
         room."""
         await health()
         pause = service.host.pause

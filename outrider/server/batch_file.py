@@ -111,7 +111,7 @@ def _read(given: dict[str, Any]) -> BatchLine:
 
 
 async def _call(app: ASGIApp, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
-    """Call the application and return the status and body of its answer."""
+    """Call the application with one request, and return the status and body of its answer."""
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     status, parts = 500, []
 

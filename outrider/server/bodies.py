@@ -1,7 +1,7 @@
-"""Large bodies: read as JSON and checked in a thread and in pieces, so that no stream waits for them.
+"""Reads and checks large JSON bodies in a thread and in pieces, so that no stream waits for them.
 
 A body with too many values is refused before it is parsed. The largest bodies of one tenant are read one after another:
-Python runs one thread at a time, so that each further thread would only delay the event loop.
+Python runs one thread at a time, so further threads would only delay the event loop.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Checked = TypeVar("Checked", bound=BaseModel)
 
 
 async def beside_loop(work: Callable[[], Made]) -> Made:
-    """Do work that takes longer the larger the body is. Large bodies are worked on in a thread."""
+    """Do work whose time depends on the size of the body. For a large body it is done in a thread."""
     return await asyncio.to_thread(work) if IS_LARGE.get() else work()
 
 
 class BodyRequest(Request):
-    """A request whose large body does not hold up the event loop while it is read and checked."""
+    """A request whose body, if it is large, is read and checked without blocking the event loop."""
 
     async def read_large(self, kind: Any) -> None:
         """Read a large body. kind: the type of the whole body."""

@@ -16,7 +16,7 @@ MAX_PROBLEMS = 1000  # problems that are looked at: a long list may have one for
 
 
 def bad_body(problems: Sequence[Problem], body: Any, fields: Iterable[str]) -> ApiError:
-    """Make the error for a wrong body. fields: the field names that the whole body may have."""
+    """Make the error for a wrong body. fields: the field names that a body of this route may have."""
     problems = problems[:MAX_PROBLEMS]
     first = next((problem for kind in FIRST for problem in problems if problem["type"] == kind), problems[0])
     place = _place(first, body)
@@ -49,7 +49,7 @@ def check_query(given: Iterable[str], known: Sequence[str]) -> None:
 
 
 def truth(name: str, given: str) -> bool:
-    """The value of a parameter of a query that is true or false."""
+    """Read a query parameter that must be true or false."""
     value = TRUTHS.get(given.lower())
     if value is None:
         raise ApiError(400, f"{name} must be true or false, got {shown(given)}", param=name)
@@ -57,7 +57,7 @@ def truth(name: str, given: str) -> bool:
 
 
 def _place(problem: Problem, body: Any) -> list[str]:
-    """The path to a problem in the body, without the names of union members that pydantic adds."""
+    """The path to a problem in the body, without the names of union members that pydantic adds to it."""
     place, value, parts = list[str](), body, problem["loc"][1:]  # behind "body"
     for index, part in enumerate(parts):
         if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):

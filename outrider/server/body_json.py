@@ -1,8 +1,8 @@
-"""Parse the JSON of a large body, and let other threads run meanwhile.
+"""Parses the JSON of a large body, and lets other threads run meanwhile.
 
 `json.loads` is one call into C, which lets no other thread run until it is done: a third of a second for 15 MB. Here
-every such call gets a bounded number of bytes. Long lists of numbers and long texts are read in pieces, and marks stand
-in their places meanwhile. What is left is parsed by the decoder's own Python code if it is long.
+every such call gets a bounded number of bytes. Long lists of numbers and long texts are read in pieces, and are
+replaced by marks. If the rest is still long, it is parsed by the Python code of the standard decoder.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ESCAPE_BYTES = 12  # of the longest escape, which writes one character as two ha
 
 
 class YieldingDecoder(json.JSONDecoder):
-    """The decoder in Python. Only texts and numbers are read by C."""
+    """A JSON decoder in Python, which uses C code only for texts and numbers. So other threads can run meanwhile."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,12 +33,12 @@ class YieldingDecoder(json.JSONDecoder):
 
 
 def parse_large(body: bytes) -> Any:
-    """See `json.loads`. Lists of natural numbers are NaturalNumbers if they are long."""
+    """Parse JSON like `json.loads`. Long lists of natural numbers become NaturalNumbers."""
     return parse_parts(body, numeric_lists(body))
 
 
 def parse_parts(body: bytes, lists: list[tuple[int, int]]) -> Any:
-    """Parse a body whose long lists of numbers are known."""
+    """Parse a body. lists: the begin and end of each of its long lists of numbers."""
     pieces: list[bytes] = []
     read: dict[str, list[int] | str] = {}
     end = 0  # end of the part of the body that is in `pieces`
@@ -60,7 +60,7 @@ def _decoded(body: bytes) -> str:
 
 
 def numeric_lists(body: bytes) -> list[tuple[int, int]]:
-    """Find the runs of numbers that are whole lists, between brackets and outside texts."""
+    """Find long runs of numbers that are complete lists, between brackets and outside texts."""
     runs = [(first, last) for first, last in _numeric_runs(body)
             if body[first - 1 : first] == b"[" and body[last : last + 1] == b"]"]
     in_texts = are_in_texts(body, [first for first, _ in runs])
@@ -68,7 +68,7 @@ def numeric_lists(body: bytes) -> list[tuple[int, int]]:
 
 
 def _numeric_runs(body: bytes) -> list[tuple[int, int]]:
-    """Find the runs of IN_NUMBERS that are longer than a few slices."""
+    """Find the runs of the bytes IN_NUMBERS that are longer than a few slices."""
     runs: list[tuple[int, int]] = []
     for start in range(0, len(body), SLICE):
         if body[start : start + SLICE].translate(None, IN_NUMBERS):
@@ -115,8 +115,8 @@ def _parse_text(body: bytes, first: int, last: int) -> str:
 
 
 def _whole_characters(piece: bytes) -> int:
-    """How many bytes of a piece of a text are whole characters. A character that is escaped as two surrogates is whole
-    if both escapes are in the piece."""
+    """Count the bytes of a piece of a text that form whole characters. A character that is escaped as two surrogates is
+    whole if both escapes are in the piece."""
     end = len(piece)
     while end > 1 and piece[end - 1] & 0xC0 == 0x80:  # the last character of several bytes is left out, perhaps whole
         end -= 1
@@ -137,7 +137,7 @@ def _whole_characters(piece: bytes) -> int:
 
 
 def _restored(parsed: Any, read: dict[str, list[int] | str]) -> Any:
-    """Replace the marks in `parsed` by what was read in their places."""
+    """Replace the marks in `parsed` by the values that they stand for."""
     match parsed:
         case [str() as mark] if isinstance(read.get(mark), list):
             return read[mark]

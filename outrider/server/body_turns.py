@@ -1,8 +1,8 @@
 """BodyTurns: the pace at which large bodies are received, by tenant.
 
-The event loop copies what arrives. Without a pace, eight clients of one tenant that send 10 MB each keep the loop at
-that, and every event of other tenants waits for a piece of all eight. Here the bodies of one tenant take turns, and
-each turn lets a bounded number of bytes in.
+The event loop copies the bytes that arrive. If eight clients of one tenant sent 10 MB each at full speed, every event
+of other tenants would wait while the loop copies a piece of all eight. Instead the bodies of one tenant take turns, and
+in each turn a bounded number of bytes is received.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class BodyTurns:
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # by tenants who had a turn just now
 
     async def wait(self, tenant: str) -> None:
-        """Wait for the tenant's next turn. Requests of the tenant that wait already come first."""
+        """Wait for the tenant's next turn. Requests of the tenant that are already waiting come first."""
         if tenant not in self._lines:
             self._lines[tenant] = deque()
             self._call_next(tenant)

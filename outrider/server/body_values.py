@@ -1,7 +1,7 @@
-"""Count the values in a JSON body before any of them is built.
+"""Counts the values in a JSON body before any of them is built.
 
-A value takes a byte or two in the body, but up to a thousand bytes and a microsecond as a Python object. The count
-builds no objects and lets other threads run: numpy looks at slices of bytes.
+A value takes a byte or two in the body, but up to a thousand bytes and a microsecond as a Python object. Counting
+builds no objects and lets other threads run, because numpy scans slices of bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ QUOTE, BACKSLASH, COMMA, LIST, OBJECT = b'"\\,[{'
 
 def count_values(body: bytes, most: int) -> int:
     """Count commas and opening brackets outside texts, and stop soon after `most`. The count is at least the number of
-    lists, plus the number of objects, plus the number of items after the first in each of them."""
+    lists and objects, plus the number of their items after the first ones."""
     total, in_text = 0, False
     for _, part, quotes in _slices(body):
         marks = np.flatnonzero((part == COMMA) | (part == LIST) | (part == OBJECT))
@@ -50,7 +50,7 @@ def long_texts(body: bytes, least: int) -> list[tuple[int, int]]:
 
 
 def are_in_texts(body: bytes, places: Sequence[int]) -> list[bool]:
-    """Whether each of some places, in ascending order, is inside a text."""
+    """For each of some places, in ascending order, whether it is inside a text."""
     found: list[bool] = []
     num_before = 0  # quotes that begin and end texts
     for start, part, quotes in _slices(body) if places else ():
@@ -61,7 +61,7 @@ def are_in_texts(body: bytes, places: Sequence[int]) -> list[bool]:
 
 
 def _slices(body: bytes) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """For each slice, yield (place, bytes, places in it of the quotes that begin and end texts)."""
+    """Yield (place, bytes, places of quotes) for each slice. Only quotes that begin or end a text are included."""
     num_backslashes = 0  # at the end of the slice before
     for start in range(0, len(body), SLICE):
         part = np.frombuffer(body, np.uint8, min(SLICE, len(body) - start), start)

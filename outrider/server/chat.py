@@ -96,7 +96,7 @@ def _check(body: ChatRequest, tool_format: str | None) -> None:
 
 
 def _own_names(body: ChatRequest) -> dict[str, str]:
-    """The chat fields that have another name in the engine, for error messages."""
+    """The names of chat fields that the engine's error messages call differently."""
     own = {"logprobs": "top_logprobs"}
     return own if body.max_completion_tokens is None else own | {"max_tokens": "max_completion_tokens"}
 
@@ -223,7 +223,7 @@ class _Chat:
 
 def logprobs_to_json(token_ids: Sequence[int], entries: Sequence[dict[int, Logprob]], most: int, *,
                      by_id: bool = False) -> list[dict[str, Any]]:
-    """Write log-probabilities. most: the number of likeliest tokens that are named beside each token."""
+    """Write log-probabilities as JSON. most: the number of likeliest tokens that are listed beside each token."""
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
         top = [_logprob(other, entry, by_id) for other in top_token_ids(entry, most)]

@@ -11,8 +11,8 @@ Delta = dict[str, Any]
 
 
 class ParsedChoice:
-    """The parsed text of one sample. Reasoning is sent under both names in use, because clients read one or the
-    other."""
+    """The parsed text of one sample. Reasoning is sent under both names that clients use, because each reads only one
+    of them."""
 
     def __init__(self, parser: OutputParser, *, includes_reasoning: bool, tool_format: str | None,
                  is_named: bool = False) -> None:

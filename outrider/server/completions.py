@@ -55,7 +55,7 @@ async def _read_prompts(service: Service, body: CompletionRequest) -> Sequence[T
 
 
 class _PromptParts(NamedTuple):
-    """Parts of a prompt's answer that every choice repeats."""
+    """The parts of an answer that repeat the prompt. All choices of the prompt contain them."""
 
     text: str  # empty unless the answer begins with it
     token_ids: Written | None
@@ -98,7 +98,7 @@ class _Completion:
 
     @property
     def _repeats_prompt(self) -> bool:
-        """Whether each choice has the tokens of its prompt in some form."""
+        """Whether each choice contains its prompt's tokens as text, ids or log-probabilities."""
         return bool(self._body.echo or self._body.return_token_ids or self._body.prompt_logprobs is not None)
 
     async def frames(self) -> AsyncGenerator[bytes, None]:
@@ -159,7 +159,7 @@ class _Completion:
                 f'"logprobs":{logprobs},"finish_reason":{reason}{stop}{ids}}}]{usage}}}\n\n')
 
     def _prompt_parts(self, output: RequestOutput) -> _PromptParts:
-        """Write what the choices of one prompt repeat of it."""
+        """Write the parts that the choices of one prompt repeat of it."""
         text, ids, logprobs, before = "", None, None, None
         if self._body.echo:
             text = self._prompt_text(output.prompt_token_ids)

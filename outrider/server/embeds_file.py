@@ -1,6 +1,6 @@
 """Embeddings in place of prompts: a body has base64 of a safetensors file with one tensor.
 
-Such a file is a JSON header and numbers, so reading it runs nothing that a client sent. Sizes are checked before
+The file consists of a JSON header and numbers, so reading it runs no code of a client. Sizes are checked before
 anything is decoded or allocated.
 """
 

@@ -45,14 +45,14 @@ State = Loading | Serving | Failed
 
 
 class EngineHost:
-    """The engine of one event loop. `start` builds an engine in a thread and may take minutes."""
+    """Loads and watches the engine for one event loop. `start` builds an engine in a thread and may take minutes."""
 
     def __init__(self, start: Callable[[], AsyncLLM], *, stall_timeout: float = 120.0, max_restarts: int = 3,
                  on_failed: Callable[[], None] = lambda: None, on_serving: Callable[[], None] = lambda: None,
                  end_stalled: Callable[[AsyncLLM], None] = lambda llm: None,
                  has_worker: Callable[[AsyncLLM], bool] = lambda llm: True) -> None:
-        """`end_stalled`: make an engine fail that has been stalled for twice the timeout. `has_worker`: whether the
-        engine could run a step; an idle engine does not notice the death of its worker."""
+        """`end_stalled`: a function that makes the engine fail, called if it has been stalled for twice the timeout.
+        `has_worker`: whether the engine's worker is alive; an idle engine does not notice the death of its worker."""
         self.state: State = Loading()
         self.num_restarts = 0
         self.on_failed = on_failed
@@ -91,8 +91,8 @@ class EngineHost:
 
     @property
     def pause(self) -> str:
-        """The reason why requests wait although the engine is healthy, if they do: it sleeps, or an update of its
-        weights was cut off."""
+        """The reason why requests wait although the engine is healthy, or None: it sleeps, or an update of its weights
+        was interrupted."""
         return self.state.llm.engine.pause.reason if isinstance(self.state, Serving) else ""
 
     async def run(self) -> None:
@@ -183,7 +183,7 @@ class EngineHost:
 
 def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[AsyncLLM], llm: AsyncLLM | None,
           error: BaseException | None) -> bool:
-    """Hand the result to the event loop. Returns False if the loop is closed."""
+    """Pass the result to the event loop. Returns False if the loop is closed."""
     def resolve() -> None:
         if done.done():  # cancelled
             if llm is not None:

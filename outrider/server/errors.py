@@ -48,7 +48,7 @@ class ApiError(Exception):
         return {"type": "error", "error": self.body["error"] | {"type": MESSAGES_TYPES.get(self.status, "api_error")}}
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The error with the body's names of fields. `names`: the body's name for each name in the message."""
+        """The same error with the body's field names. `names`: the body's name for each name in the message."""
         if self.param is None or self.param not in names:
             return self
         name = names[self.param]

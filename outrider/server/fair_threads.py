@@ -1,8 +1,8 @@
-"""FairThreads: threads beside the event loop, in which no tenant's work waits for another's.
+"""FairThreads: a pool of threads in which no tenant's work waits for another's.
 
-The server runs here what other programs give to `asyncio.to_thread`: reading large bodies, rendering chat templates,
+The server uses it where other programs use `asyncio.to_thread`: for reading large bodies, rendering chat templates and
 tokenizing. A single template may take seconds, so in an ordinary pool one tenant could occupy all threads. Here a
-tenant without running work always gets a thread, and otherwise the tenant with the least running work comes first.
+tenant without running work always gets a thread. Otherwise the tenant with the least running work comes first.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fals
 
 @dataclass(frozen=True)
 class ForcedCalls:
-    """The tools of which the model must call one, and the format of the calls."""
+    """The tools that the model may call when it must call one, and the format of the calls."""
 
     tools: Sequence[Tool]
     is_named: bool  # the request names the tool
@@ -39,7 +39,7 @@ class ForcedCalls:
         return FORCED_LIST if self.tool_format is None else TOOL_FORMATS[self.tool_format]
 
     def rules(self, tokenizer: Tokenizer) -> str:
-        """The rules of a grammar for the calls. The first rule is `form`."""
+        """Grammar rules for the calls. The first rule is `form`."""
         calls = [self._call(index, tool) for index, tool in enumerate(self.tools)]
         any_call = "any_call: " + " | ".join(f"call_{index}" for index in range(len(calls)))
         if self.tool_format == "hermes":
@@ -81,8 +81,8 @@ def forced_calls(body: ChatRequest, tool_format: str | None) -> ForcedCalls | No
 
 
 def with_allowed_tools(body: ChatRequest) -> ChatRequest:
-    """The body with only those tools that `tool_choice` allows. OpenAI's chats nest the list of allowed tools; its
-    responses do not."""
+    """The body with only the tools that `tool_choice` allows. OpenAI's chat API nests the list of allowed tools; its
+    responses API does not."""
     choice = body.tool_choice
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return body
@@ -102,7 +102,7 @@ def with_allowed_tools(body: ChatRequest) -> ChatRequest:
 
 
 def _named(choice: str | dict[str, Any]) -> str | None:
-    """The tool name in a `tool_choice`. OpenAI's chats nest the name; its responses do not."""
+    """The tool name in a `tool_choice`. OpenAI's chat API nests the name; its responses API does not."""
     if isinstance(choice, str) or choice.get("type") != "function":
         return None
     function = choice.get("function") or choice
@@ -141,7 +141,7 @@ def _thoughts(reasoning: str, prompt_end: str, tokenizer: Tokenizer) -> str | No
 
 
 def _rules(asked: StructuredOutputsParams) -> str:
-    """The requested form as a rule of a grammar."""
+    """The requested form, written as grammar rules."""
     try:
         form_rule = feature_object("grammars", "outrider.features.grammars.answer_rules:form_rule")
         return str(form_rule(asked.to_plain()))
@@ -152,7 +152,7 @@ def _rules(asked: StructuredOutputsParams) -> str:
 
 
 def _markers(text: str, tokenizer: Tokenizer) -> str:
-    """The grammar of a text that may contain several markers."""
+    """Write a text that may contain several markers as an expression of a grammar."""
     return " ".join(_marker(part, tokenizer) for part in re.split(r"(<\|?[^<>|]+\|?>)", text) if part)
 
 
@@ -161,5 +161,6 @@ def _is_special(marker: str, tokenizer: Tokenizer) -> bool:
 
 
 def _marker(marker: str, tokenizer: Tokenizer) -> str:
-    """A marker in a grammar. A special token is named by its id, because it has no text there."""
+    """Write a marker as an expression of a grammar. A special token is written as its id, because it has no text
+    there."""
     return f"<[{tokenizer.token_to_id(marker)}]>" if _is_special(marker, tokenizer) else json.dumps(marker)

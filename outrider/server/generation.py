@@ -44,8 +44,9 @@ NO_RUNS: list[int] = []
 
 
 class ChangeReader:
-    """Makes changes from increments. `first_index`: the index of the first sample's choice. `has_text`: tokens become
-    text; an engine without a tokenizer sends bare tokens. `keeps_runs`: changes contain the lengths of runs."""
+    """Turns increments into changes. `first_index`: the index of the first sample's choice. `has_text`: tokens become
+    text; an engine without a tokenizer gives token ids alone. `keeps_runs`: changes contain the number of tokens of
+    each step (run)."""
 
     def __init__(self, first_index: int = 0, *, has_text: bool = True, keeps_runs: bool = False) -> None:
         self._first_index, self._has_text, self._keeps_runs = first_index, has_text, keeps_runs
@@ -75,7 +76,7 @@ class ChangeReader:
 
 
 def _joined(increments: Sequence[OutputIncrement]) -> list[OutputIncrement]:
-    """Join the increments of each sample to one."""
+    """Join all increments of a sample into one."""
     by_sample: dict[int, OutputIncrement] = {}
     for increment in increments:
         before = by_sample.get(increment.sample.sample_index)
@@ -91,7 +92,7 @@ def _join(one: OutputIncrement, other: OutputIncrement) -> OutputIncrement:
 
 
 class Usage:
-    """The number of tokens of a request so far, over all its prompts and samples."""
+    """Counts the tokens of a request so far, over all its prompts and samples."""
 
     def __init__(self, requests: Sequence[CheckedRequest]) -> None:
         self._num_prompt = sum(len(request.token_ids) for request in requests)
@@ -110,17 +111,17 @@ class Usage:
                 "prompt_tokens_details": {"cached_tokens": num_cached}}
 
     def field_of_chunk(self, body: SamplingFields) -> str:
-        """The usage field of a stream's chunk: the tokens so far, or null where only the last chunk has them."""
+        """The usage field of a stream's chunk: the tokens so far, or null if only the last chunk has them."""
         if body.wants_usage_always:
             return f',"usage":{compact(self.to_json())}'
         return ',"usage":null' if body.wants_usage else ""
 
     def count_completions(self, outputs: Sequence[RequestOutput]) -> None:
-        """Count the tokens of outputs that came without increments."""
+        """Count the tokens of outputs that were not streamed as increments."""
         self._num_completion = sum(output.num_output_tokens for output in outputs)
 
     def leave_out_completions(self) -> None:
-        """Report no completion tokens: the client asked for none."""
+        """Report no completion tokens, because the client asked for no completion."""
         self._num_completion = 0
 
     def metrics_to_json(self) -> dict[str, Any]:
@@ -142,7 +143,7 @@ def drafts_to_json(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
 
 async def checked(llm: AsyncLLM, prompts: Sequence[Prompt], params: RequestParams, priority: int,
                   adapter: LoRARequest | None, tenant: str | None) -> list[CheckedRequest]:
-    """See `llm.check`. Compiling a form may wait for its turn; the wait ends if the client leaves."""
+    """See `llm.check`. If a form must be compiled, this may take long. It ends if the client disconnects."""
     check = llm.check(prompts, params, priority, adapter, tenant)
     has_form = isinstance(params, SamplingParams) and params.structured_outputs is not None
     return await (while_client_waits(check) if has_form else check)
@@ -150,7 +151,7 @@ async def checked(llm: AsyncLLM, prompts: Sequence[Prompt], params: RequestParam
 
 async def generate(llm: AsyncLLM, requests: Sequence[CheckedRequest], request_id: str,
                    metrics: ServerMetrics) -> Increments:
-    """Yield increments with the index of their prompt. Closing the generator aborts every prompt."""
+    """Yield increments with the index of their prompt. If the generator is closed, all prompts are aborted."""
     if len(requests) == 1:
         async with aclosing(_timed(llm, requests[0], request_id, metrics)) as parts:
             async for increments in parts:
@@ -217,14 +218,14 @@ async def _merged(streams: Sequence[AsyncGenerator[list[OutputIncrement], None]]
 
 
 def top_token_ids(entry: dict[int, Logprob], most: int) -> list[int]:
-    """The ids of the likeliest tokens of one position, by rank. most: how many; -1: all."""
+    """The ids of the likeliest tokens at one position, by rank. most: how many; -1: all."""
     ranked = [token_id for token_id, value in entry.items() if value.rank is not None]
     ranked.sort(key=lambda token_id: entry[token_id].rank or 0)
     return ranked if most == MAX_LOGPROBS_ALL else ranked[:most]
 
 
 def named_by_id(token_id: int) -> str:
-    """The name of a token under `return_tokens_as_token_ids`, which differs for tokens with equal text."""
+    """The name of a token under `return_tokens_as_token_ids`. Tokens with equal text have different names."""
     return f"token_id:{token_id}"
 
 

@@ -52,7 +52,7 @@ REQUEST_ID_FORM = re.compile(rb"[!-~]{1,128}")  # letters, digits and signs: not
 
 
 def guard_options(config: ServerConfig) -> dict[str, Any]:
-    """The guard's arguments, which are the same for one engine and for the front of several."""
+    """The guard's arguments, which are the same for a server of one engine and for the front of several replicas."""
     return {"keys": config.api_key, "max_body_bytes": config.max_body_bytes, "hosts": HostNames.from_config(config)}
 
 
@@ -129,7 +129,8 @@ class Guard:
         return hmac.digest(self._secret, key, "sha256")
 
     def _paced(self, scope: Scope, receive: Receive) -> Receive:
-        """Receive a body in turns with the other bodies of its tenant, or of all clients without a key."""
+        """Make the receive function that takes turns with the other bodies of the tenant, or of all clients without a
+        key."""
         num_bytes = 0  # since the last turn
 
         async def receive_in_turn() -> Message:
@@ -236,7 +237,7 @@ async def send_error(send: Send, path: str, error: ApiError, unread: Awaitable[N
 
 
 async def _unread(scope: Scope, receive: Receive) -> None:
-    """Read the rest of a body and drop it. A body that is declared longer than the limit is not read."""
+    """Read the rest of a body and drop it. If its declared length exceeds the limit, it is not read."""
     declared, left = _header(scope, b"content-length"), UNREAD_BYTES
     if scope["method"] in BODILESS_METHODS or scope.get(IS_READ) or (declared.isdigit() and int(declared) > left):
         return
@@ -251,7 +252,7 @@ async def _unread(scope: Scope, receive: Receive) -> None:
 
 
 def _check_kind(scope: Scope) -> None:
-    """Refuse bodies that are not plain JSON. With another content type the framework would read them as no object."""
+    """Refuse bodies that are not plain JSON. The framework would not parse bodies of other content types as JSON."""
     kind = _header(scope, b"content-type").partition(b";")[0].strip().lower()
     if not kind.endswith((b"/json", b"+json")):
         raise ApiError(400, "send the body as JSON, with the header Content-Type: application/json")

@@ -1,5 +1,5 @@
-"""HeldBodies: the bytes of bodies that each tenant's requests hold, bounded so that one tenant cannot fill the memory.
-"""
+"""HeldBodies: the bytes of request bodies in memory, by tenant. They are bounded, so that one tenant cannot fill the
+memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class HeldBodies:
 
 
 class HeldBody:
-    """A body, from its first bytes until the answer to its request begins."""
+    """The body of one request. It counts from its first bytes until the answer to the request begins."""
 
     def __init__(self, bodies: HeldBodies) -> None:
         self._bodies = bodies

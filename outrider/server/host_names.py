@@ -34,9 +34,9 @@ class HostNames:
 
     @classmethod
     def from_config(cls, config: ServerConfig) -> HostNames | None:
-        """The served names; None if every name is served. By default every name is served where a page cannot abuse its
-        name: with API keys, with a certificate (it is for other names), and at a unix socket (browsers cannot open
-        one)."""
+        """The served names; None if every name is served. By default every name is served where a web page cannot abuse
+        its name: with API keys, with a TLS certificate (it is for other names), and at a unix socket (browsers cannot
+        open one)."""
         is_safe = bool(config.api_key) or config.ssl_certfile is not None or config.uds is not None
         if "*" in config.allowed_hosts or (is_safe and not config.allowed_hosts):
             return None

@@ -1,8 +1,8 @@
 """BoundedHttp: uvicorn's HTTP protocol with bounds on the head of a request, which comes before any key is known.
 
 The parser keeps a head of any size for any time, so one client without a key could fill the memory or hold all
-connections. Fields behind a chunked body (trailers) count like fields of the head, and are not used. Bodies are bounded
-in guard.py.
+connections. Header fields after a chunked body (trailers) count as part of the head, and are not used. Bodies are
+bounded in guard.py.
 
 A request that offers to switch protocols is answered in HTTP/1.1. Java's client offers HTTP/2 with every first request
 (`Upgrade: h2c`), and the parser would take the body behind such a head for the other protocol.
@@ -37,7 +37,8 @@ class TooManyParts(Exception):
 
 
 class StayingParser(httptools.HttpRequestParser):
-    """A parser that ignores offers to switch protocols: it returns the request to the connection without the offer."""
+    """A parser that ignores offers to switch to another protocol: it gives the connection the request without the
+    offer."""
 
     def __init__(self, connection: BoundedHttp) -> None:
         super().__init__(connection)
@@ -46,7 +47,8 @@ class StayingParser(httptools.HttpRequestParser):
 
     @property
     def makes_offer(self) -> bool:
-        """Whether the last head offers another protocol. CONNECT demands one, which is not an offer."""
+        """Whether the last head offers to switch to another protocol. CONNECT demands a switch, which is not an
+        offer."""
         return self.should_upgrade() and self.get_method() != b"CONNECT"
 
     def feed_data(self, data: bytes) -> None:  # type: ignore[override]

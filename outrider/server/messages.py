@@ -113,7 +113,7 @@ class OutputConfig(Body):
 
 
 class MessagesPrompt(Body):
-    """The fields of a request that become the prompt, and the form of the answer, which `count_tokens` does not
+    """The fields of a request from which the prompt is made, and the form of the answer, which `count_tokens` does not
     count."""
 
     model: str | None = None
@@ -153,7 +153,7 @@ class MessagesRequest(MessagesPrompt):
 
 
 async def count_tokens(service: Service, body: MessagesPrompt) -> int:
-    """Count the tokens of the prompt that the messages become."""
+    """Count the tokens of the prompt that is made from the messages."""
     service.check_model(body.model)
     tools = None if body.tool_choice is not None and body.tool_choice.type == "none" else _tools(body)
     messages = await beside_loop(lambda: chat_messages(body))
@@ -324,7 +324,8 @@ class ContentBlocks:
 
 
 def error_event(error: ApiError) -> bytes:
-    """An error as an event of a stream. It has a name, because clients of this API ignore events without one."""
+    """Write an error as an event of a stream. It has an event name, because clients of this API ignore events without
+    one."""
     return _framed([("error", error.body_for("/v1/messages"))])
 
 

@@ -1,6 +1,6 @@
 """Metrics in Prometheus' text form, under the names that dashboards for vLLM already read. No client library is used.
 
-Counts of the engine are read from its own statistics when metrics are asked for; times of requests are observed here.
+The engine's counts are read from its statistics when a client asks for metrics. Times of requests are measured here.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class ServerMetrics:
                                  for drafter, reason in list(stats.drafters_off)})
 
     def _report_lines(self, report: ResultPart) -> Iterable[str]:
-        """The lines about a feature."""
+        """The metric lines of a feature's report."""
         for figure in report.figures():
             if figure.is_count:
                 yield from self._counter(figure.name, figure.help_text, {"": figure.value})

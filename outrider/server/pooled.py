@@ -70,7 +70,8 @@ def prompt_usage(requests: Sequence[CheckedRequest]) -> dict[str, int]:
 
 async def write_vectors(answer: dict[str, Any], kind: str, name: str, vectors: Sequence[Vectors],
                         encoding: Encoding | None) -> list[bytes]:
-    """Write `answer` as JSON in parts. Its `data` has an object of the kind `kind` for each vector or matrix."""
+    """Write `answer` as JSON, in parts. Its field `data` is a list with one object, of the type `kind`, for each vector
+    or matrix."""
     def write() -> list[bytes]:
         parts = [compact(answer)[:-1].encode(), b',"data":[']
         for i, vector in enumerate(vectors):

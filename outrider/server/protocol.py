@@ -99,7 +99,7 @@ def type_tag(value: Any) -> str:
 
 
 class NaturalNumbers(list[int]):
-    """A list of numbers that was read digit by digit, so its items need no check."""
+    """A list of natural numbers. Its items need no check, because the numbers were read digit by digit."""
 
 
 def _unless_read(value: Any, check: ValidatorFunctionWrapHandler) -> list[int]:
@@ -123,7 +123,7 @@ class StreamOptions(Body):
 
 
 class Scheduled(Body):
-    """The fields that say when a request runs and with which requests it shares pages."""
+    """The fields that say when a request is scheduled, and which requests may share its pages."""
 
     priority: int | None = Field(default=None, description="requests of a lower number are served first")
     cache_salt: str | None = Field(default=None, description="prefix hits come only from requests with the same salt")
@@ -137,7 +137,7 @@ class Scheduled(Body):
 
 
 class Prompted(Scheduled):
-    """The fields of requests with prompts, which become token ids."""
+    """The fields of requests with prompts. Prompts are converted to token ids."""
 
     request_id: Annotated[str, Field(pattern="^[!-~]{1,128}$")] | None = Field(
         default=None, description="the answer's id ends with it")
@@ -251,7 +251,7 @@ class SamplingFields(Generated, Prompted):
             raise bad_value(error, type(self).model_fields) from None
 
     def sampling(self, **more: Any) -> SamplingParams:
-        """The sampling parameters. `more`: parameters that the two kinds of request spell differently."""
+        """The sampling parameters. `more`: parameters whose fields have different names in completions and chats."""
         names = SamplingParams.__dataclass_fields__.keys() - set(OTHER_FORM)
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         given["structured_outputs"], given["extra_args"] = self.form(), self.vllm_xargs
@@ -274,7 +274,8 @@ class SamplingFields(Generated, Prompted):
             raise bad_value(error, type(self).model_fields) from None
 
     def _check_sizes(self) -> None:
-        """Refuse long lists of texts: each text is searched for after every token, or tokenized before the first."""
+        """Refuse long lists of texts. Each text is searched for after every token, or tokenized before the first one,
+        so long lists take too much time."""
         for name, most in MAX_TEXTS.items():
             given = getattr(self, name) or []
             if isinstance(given, list) and len(given) > most:

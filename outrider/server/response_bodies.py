@@ -35,7 +35,7 @@ class InputText(Body):
 
 
 class InputItem(Body):
-    """The fields that items have because an answer had them. They have no effect."""
+    """An item of the input. Some of its fields only repeat those of an earlier answer, and have no effect."""
 
     id: str | None = None
     status: str | None = None
@@ -82,7 +82,7 @@ class ResponseTool(Function):
 
 
 class TextFormat(Body):
-    """A response format with the schema's fields beside its type, not below it as in a chat."""
+    """A response format whose schema fields are beside its type, not nested below it as in a chat."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None

@@ -13,7 +13,7 @@ Json = dict[str, Any]
 
 
 class ResponseItems:
-    """The items of the output, and the changes of them that a stream sends. One item is open at a time."""
+    """The items of the output, and the changes of them that a stream sends. At most one item is open at a time."""
 
     def __init__(self) -> None:
         self.items: list[Json] = []

@@ -1,6 +1,7 @@
-"""ResponseStore: stored responses that clients retrieve, continue or delete. They are in memory only, and bounded.
+"""ResponseStore: stored responses that clients retrieve, continue or delete. They are kept in memory only, and their
+number and size are bounded.
 
-Every API key has its own responses and its own bounds: no client sees or displaces the responses of another key. The
+Every API key has separate responses and separate bounds: no client sees or displaces the responses of another key. The
 oldest responses are dropped first.
 """
 
@@ -60,7 +61,7 @@ class ResponseStore:
         self._responses: dict[str | None, dict[str, tuple[float, StoredResponse]]] = {}
 
     def add(self, tenant: str | None, response: StoredResponse) -> None:
-        """Store a response, unless it is larger than everything that a key may store."""
+        """Store a response, unless it alone is larger than the space of a key."""
         self._forget_old()
         if response.num_bytes > MAX_BYTES or response.num_items > MAX_ITEMS:
             return
@@ -73,7 +74,7 @@ class ResponseStore:
             num_bytes, num_items = num_bytes - oldest.num_bytes, num_items - oldest.num_items
 
     def find(self, tenant: str | None, response_id: str, param: str = "response_id") -> StoredResponse:
-        """Find a stored response. `param`: the field that names it, for the error if there is none."""
+        """Find a stored response. `param`: the field that names the response, for the error if it is not found."""
         self._forget_old()
         found = self._responses.get(tenant, {}).get(response_id)
         if found is None:

@@ -95,7 +95,7 @@ def _item_page(items: tuple[StoredItem, ...], limit: int, after: str | None) -> 
 
 
 async def _ready(parts: list[bytes]) -> list[bytes]:
-    """An answer that is sent in parts. The parts are the stored items themselves, so that a client that reads slowly
+    """Make an answer that is sent in parts. The parts are the stored items themselves, so a client that reads slowly
     causes no copies."""
     return parts
 
@@ -222,7 +222,8 @@ class _Response:
                               tuple(map(StoredItem.from_json, response["output"])))
 
     def _keep(self, response: StoredResponse) -> None:
-        """Store the response; called before the client knows that it has ended and may continue it."""
+        """Store the response. This is called before the client learns that the response has ended and may continue
+        it."""
         if self._is_stored:
             self._store.add(self._tenant, response)
 
@@ -249,7 +250,8 @@ class _Response:
 
 
 def _input_item(item: Item) -> Json:
-    """An item in the form of `GET .../input_items`: with an id, and a plain text as a list of one part."""
+    """Convert an item to the form of `GET .../input_items`: it has an id, and a plain text becomes a list of one
+    part."""
     prefix = {"message": "msg", "reasoning": "rs"}.get(item.type, "fc")
     given = {"id": new_id(prefix), "status": "completed"} | item.model_dump(exclude_none=True)
     if isinstance(item, InputMessage) and isinstance(item.content, str):

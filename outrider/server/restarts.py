@@ -1,7 +1,7 @@
-"""Restarts: how often a failed engine is started again, and after which growing wait.
+"""Restarts: limits how often a failed engine is restarted, and makes the wait before each restart longer.
 
-The wait grows because an engine that fails twice within seconds may need something that takes longer to come back, such
-as device memory that another process still holds.
+The wait grows because an engine that fails twice within seconds may need a resource that becomes free later, such as
+device memory that another process still holds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MOST_SECONDS = 60.0
 
 class Restarts:
     def __init__(self, most: int) -> None:
-        """most: the number of restarts within the window."""
+        """most: the number of restarts that are allowed within the time window."""
         self._most = most
         self._times: deque[float] = deque()  # of the restarts within the window, when they were decided
 

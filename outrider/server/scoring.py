@@ -146,7 +146,7 @@ def _texts(given: Any) -> list[Any]:
 
 async def _pairs(service: Service, body: PooledRequest, ones: list[Any], others: list[Any],
                  tenant: str | None) -> list[CheckedRequest]:
-    """Requests for a model that scores two texts together, one request for each pair."""
+    """Make one request for each pair of texts, for a model that scores two texts together."""
     truncation = service.truncation(body)
     try:
         prompts = await asyncio.to_thread(service.host.llm.engine.checks.join_pairs, ones, others)
@@ -158,7 +158,7 @@ async def _pairs(service: Service, body: PooledRequest, ones: list[Any], others:
 
 async def _scores(service: Service, ones: Sequence[CheckedRequest], others: Sequence[CheckedRequest],
                   request_id: str) -> list[float]:
-    """The scores of all pairs of texts. `ones` is empty if each request in `others` already holds a pair."""
+    """The scores of all pairs of texts. If `ones` is empty, each request in `others` already contains a pair."""
     vectors = await pooled_vectors(service, [*ones, *others], request_id)
     if not ones:
         return [float(vector[0]) for vector in vectors]

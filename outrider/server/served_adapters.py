@@ -31,7 +31,7 @@ class ServedAdapters:
         return None if adapter is None else adapter.request
 
     def card(self, name: str) -> dict[str, str]:
-        """The fields of /v1/models that only adapters have: the name of the folder, and the model that it adapts."""
+        """The fields of /v1/models that only adapters have: the name of the adapter's folder, and its base model."""
         adapter = self._named.get(name)
         if adapter is None:
             return {}

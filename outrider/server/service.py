@@ -1,4 +1,5 @@
-"""Service: what the routes share. It knows the models' names, turns prompts into token ids, and decides who may run."""
+"""Service: the state that all routes share. It knows the models' names, turns prompts into token ids, and decides which
+requests may run."""
 
 from __future__ import annotations
 
@@ -152,7 +153,7 @@ class Service:
         return await asyncio.to_thread(work)  # a template may take seconds
 
     def with_defaults(self, body: Sampled) -> Sampled:
-        """The body with the server's settings in fields that the body leaves empty."""
+        """Copy the body, with the server's settings in fields that the body leaves empty."""
         given: dict[str, Any] = {}
         if body.receipt and not body.use_beam_search and getattr(body, "logprobs", None) in (None, False):
             given["logprobs"] = True if "top_logprobs" in type(body).model_fields else 0
@@ -167,7 +168,8 @@ class Service:
 
     async def check_sampled(self, body: SamplingFields, prompts: Sequence[TokensOrEmbeds], tenant: str | None,
                             **more: Any) -> list[CheckedRequest]:
-        """Make one checked request for each prompt. `more`: sampling parameters that the body spells differently."""
+        """Make one checked request for each prompt. `more`: sampling parameters whose fields have other names in the
+        body."""
         limits = self.host.llm.engine.limits
         for name in ("allowed_token_ids", "stop_token_ids"):  # before each of millions is checked
             num_ids = len(getattr(body, name) or ())
@@ -198,7 +200,7 @@ class Service:
             raise bad_value(error, type(body).model_fields, names) from None
 
     def deadline(self, body: Scheduled) -> float | None:
-        """The seconds that the request may take: its own limit or the server's, the smaller one."""
+        """The seconds that the request may take: the smaller of its own limit and the server's."""
         return min((limit for limit in (body.timeout, self.config.request_timeout) if limit is not None), default=None)
 
     # Running
@@ -225,13 +227,13 @@ class Service:
         return outputs
 
     def check_load(self, tenant: str | None = None) -> None:
-        """Refuse the request before it is tokenized, if not one more sample of the tenant may wait."""
+        """Refuse the request, before it is tokenized, if no further sample of its tenant may wait in the queue."""
         with self.admission.admit(1, self.host.llm.engine.limits.max_requests, tenant):
             pass
 
     def _encoded(self, text: str, param: str, add_special_tokens: bool, truncation: Truncation | None) -> list[int]:
-        """Tokenize a text. A text that cannot fit is refused or shortened first, by the most characters that a token
-        can have."""
+        """Tokenize a text. If it has so many characters that it cannot fit, it is refused or shortened first: a token
+        has a known maximum of characters."""
         max_len = self.host.llm.engine.limits.max_len
         if len(text) > max_len and len(text) > max_len * self._longest_token:
             if truncation is None:
@@ -251,8 +253,8 @@ class Service:
 
 
 def _check_roles(messages: Sequence[ChatMessage], text: str) -> None:
-    """Refuse messages with unusual roles that the chat template left out. Each message is searched for behind the
-    previous one, because searching the whole text for each of many thousands would take minutes."""
+    """Refuse messages with unusual roles that the chat template left out. The search for each message begins after the
+    previous one: searching the whole text for each of many thousands would take minutes."""
     end = 0
     for message in messages:
         if message.role not in ROLES:

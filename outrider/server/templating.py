@@ -1,4 +1,4 @@
-"""Convert messages and tools to the form that chat templates read: contents as text, arguments of calls as objects."""
+"""Converts messages and tools to the form that chat templates read: contents as text, arguments of calls as objects."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def plain_text(content: str | list[TextPart] | None) -> str:
 
 
 def _arguments(text: str) -> Any:
-    """The arguments of a tool call as a dict, which templates write in the model's own form."""
+    """The arguments of a tool call as a dict, which each template writes in its model's format."""
     try:
         value = json.loads(text) if text else {}
     except (ValueError, RecursionError):

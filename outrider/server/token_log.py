@@ -34,7 +34,8 @@ class TokenLog:
         self._waiting += zip(offsets, token_ids, entries, strict=True)
 
     def take(self, num_characters: int, is_last: bool) -> dict[str, list[Any]]:
-        """Return the entries of all tokens that begin within the text given so far and these next characters."""
+        """Return the entries of all tokens that begin within the text so far, including the given characters that are
+        next."""
         self._num_given += num_characters
         num_ready = len(self._waiting) if is_last else sum(offset <= self._num_given for offset, _, _ in self._waiting)
         ready, self._waiting = self._waiting[:num_ready], self._waiting[num_ready:]

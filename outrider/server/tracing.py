@@ -27,7 +27,7 @@ class Tracing:
 
     @classmethod
     def to(cls, endpoint: str, service_name: str) -> Tracing:
-        """Send spans to a collector that takes OTLP over HTTP."""
+        """Make a Tracing that sends spans to a collector, as OTLP over HTTP."""
         try:
             from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource

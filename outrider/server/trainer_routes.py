@@ -39,7 +39,7 @@ class UpdateWeightsRequest(Body):
 
 
 class WeightChecker:
-    """Compares the checksums of weights with those of an earlier time."""
+    """Compares the checksums of the weights with those of an earlier check."""
 
     def __init__(self) -> None:
         self._baseline: dict[str, str] | None = None  # of the first checksum after a comparison
@@ -90,8 +90,8 @@ def _add_pauses(routes: APIRouter, service: Service) -> None:
     @routes.post("/pause")
     async def pause(request: Request, mode: Annotated[str, Query()] = "abort",
                     clear_cache: Annotated[str, Query()] = "true") -> dict[str, str]:
-        """Run no step until /resume. Running requests end (`abort`), run to their ends first (`wait`), or stay (`keep`)
-        and are computed again after an update of weights, unless `clear_cache` is false."""
+        """Run no step until /resume. Running requests are aborted (`abort`), finish first (`wait`), or stay (`keep`).
+        Those that stay are computed again after an update of weights, unless `clear_cache` is false."""
         check_query(request.query_params, ("mode", "clear_cache"))
         clears = truth("clear_cache", clear_cache)
         await carried_out(service.host.llm.pause_generation(mode=mode, clear_cache=clears))
@@ -99,7 +99,7 @@ def _add_pauses(routes: APIRouter, service: Service) -> None:
 
     @routes.post("/resume")
     async def resume() -> dict[str, str]:
-        """Go on after /pause."""
+        """Continue after /pause."""
         await carried_out(service.host.llm.resume_generation())
         return {"status": "resumed"}
 
@@ -113,14 +113,14 @@ def _add_updates(routes: APIRouter, service: Service) -> None:
 
     @routes.post("/start_weight_update")
     async def start_weight_update() -> dict[str, str]:
-        """Begin an update in chunks. Until it has ended, requests that come are refused and those that run wait."""
+        """Begin an update in chunks. Until it has ended, new requests are refused and running ones wait."""
         await carried_out(service.host.llm.start_weight_update())
         return {"status": "started"}
 
     @routes.post("/update_weights")
     async def update_weights(body: UpdateWeightsRequest) -> dict[str, Any]:
-        """Replace weights by those of a file below --weights-root: the next chunk of an update that has begun, or by
-        itself an update that is taken whole or not at all."""
+        """Replace weights by those of a file below --weights-root. The file is the next chunk of an update that has
+        begun. Otherwise it is a complete update, which is applied as a whole or not at all."""
         llm, info = service.host.llm, body.update_info
         path = weights_path(service.config.weights_root, info.path)
         try:
@@ -139,7 +139,7 @@ def _add_updates(routes: APIRouter, service: Service) -> None:
 
     @routes.post("/finish_weight_update")
     async def finish_weight_update() -> dict[str, Any]:
-        """End an update in chunks. One that lacks weights is refused with their names."""
+        """End an update in chunks. If weights are missing, it is refused with their names."""
         llm = service.host.llm
         report = await carried_out(llm.finish_weight_update())
         return {"status": "finished", "num_tensors": report.num_tensors, "weights_version": llm.weights_version}
@@ -147,7 +147,8 @@ def _add_updates(routes: APIRouter, service: Service) -> None:
     @routes.post("/weight_checker")
     @routes.post("/weights_checker", include_in_schema=False)  # SGLang's name
     async def check_weights(body: WeightCheckerRequest) -> dict[str, Any]:
-        """Compute the SHA-256 of each weight by its name in the checkpoint, or compare it with an earlier one."""
+        """Compute the SHA-256 of each weight by its name in the checkpoint, or compare it with that of an earlier
+        check."""
         if body.action == "reset":
             raise ApiError(400, "action must be checksum or compare: weights are not destroyed to see that new ones "
                                 "come, as an update that is not whole is refused", param="action")

@@ -1,4 +1,5 @@
-"""TranslatedChat: a chat that comes through another API than chat completions. Messages in, events out, one sample."""
+"""TranslatedChat: a chat that arrives through another API than chat completions. It takes messages and yields events,
+for one sample."""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ class TranslatedChat:
         self._waiting: list[dict[str, Any]] = []  # log-probabilities of tokens that no event has been made of
 
     async def prepare(self, tenant: str | None) -> None:
-        """Check the request, and raise its error."""
+        """Check the request. Raises ApiError if it is refused."""
         try:
             self.model, requests, self._choices = await prepare_chat(self._service, self._body, tenant)
         except ApiError as error:
@@ -38,7 +39,7 @@ class TranslatedChat:
         self.usage = Usage(requests)
 
     async def events(self, request_id: str) -> AsyncGenerator[ChatPart, None]:
-        """Yield events as they arrive if the chat is streamed, otherwise all at the end."""
+        """Yield events. If the chat is streamed they come as they arrive, otherwise all at the end."""
         reader, held = ChangeReader(), list[ChatPart]()
         async with aclosing(self._service.run(self._requests, request_id)) as parts:
             async for i, increments in parts:
@@ -58,9 +59,9 @@ class TranslatedChat:
                 yield ChatPart([event], logprobs.get(id(event), []))
 
     def _content_logprobs(self, events: list[Event], change: Change) -> list[dict[str, Any]]:
-        """The log-probabilities of content. A parser does not say which tokens make an event, so the content's tokens
-        are found by length: the last ones with texts as long as the content. The tokens before them are markers,
-        reasoning and calls."""
+        """The log-probabilities of the content's tokens. A parser does not say which tokens an event is made of, so
+        they are found by length: the last tokens whose texts are as long as the content. The tokens before them are
+        markers, reasoning and calls."""
         if change.logprobs is None:
             return []
         self._waiting += logprobs_to_json(change.token_ids, named(change.logprobs), self._body.top_logprobs or 0)

@@ -25,8 +25,8 @@ class Truncation:
 
     @classmethod
     def from_body(cls, body: Prompted, max_len: int, side: Side, num_new: int = 0) -> Truncation | None:
-        """Read the truncation from a body. side: the side that is cut by default. num_new: the number of tokens after
-        the prompt."""
+        """Read the truncation from a body. side: the side that is cut by default. num_new: the number of tokens that
+        follow the prompt."""
         num_tokens = body.truncate_prompt_tokens
         if num_tokens is None:
             if body.truncation_side is not None:

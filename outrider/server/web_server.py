@@ -1,4 +1,4 @@
-"""WebServer: uvicorn's server for a terminal, where a user presses Ctrl-C and then presses it again."""
+"""WebServer: uvicorn's server for a terminal, on which a user may press Ctrl-C once or twice."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from outrider.server.settings import ServerConfig
 
 
 def web_options(config: ServerConfig, tls: Mapping[str, Any]) -> dict[str, Any]:
-    """uvicorn's options, which are the same for one engine and for the front of several."""
+    """uvicorn's options, which are the same for a server of one engine and for the front of several replicas."""
     return {"http": BoundedHttp, "log_level": config.uvicorn_log_level, "lifespan": "on", "server_header": False,
             "log_config": None, "timeout_graceful_shutdown": int(config.shutdown_timeout),
             "access_log": config.uvicorn_log_level != "warning", **tls}
 
 
 class WebServer(uvicorn.Server):
-    """uvicorn's server. `tell` shows a line to the user who stops it."""
+    """uvicorn's server. `tell` shows a line to the user who stops the server."""
 
     def __init__(self, config: uvicorn.Config, tell: Callable[[str], None]) -> None:
         super().__init__(config)

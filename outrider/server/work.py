@@ -1,8 +1,8 @@
 """Responses that run a request: one JSON object at the end, or server-sent events while it runs.
 
-The client is watched meanwhile. When it leaves, or the deadline passes, the work is cancelled, which aborts the request
-in the engine and frees its pages. Nothing is sent before the first result, so an error until then has its own status; a
-later error is an event.
+When the client disconnects, or the deadline passes, the work is cancelled. This aborts the request in the engine and
+frees its pages. Nothing is sent before the first result, so an error until then has its own HTTP status; a later error
+is an event of the stream.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ LAST_SECONDS = 1.0  # for a client to take the error that ends its stream
 
 
 class Work(Response):
-    """A response that is produced once: `_produce` makes the answer and sends it."""
+    """A response whose body is produced while it is sent: `_produce` makes the answer and sends it."""
 
     def __init__(self, timeout: float | None) -> None:
         self.background = None
@@ -125,7 +125,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 def api_error(error: Exception) -> ApiError:
-    """The error that a client gets for an exception. Details that the client must not see go to the log."""
+    """The error that a client gets for an exception. Details that the client must not see are only logged."""
     match error:
         case ApiError():
             return error
@@ -146,7 +146,7 @@ def api_error(error: Exception) -> ApiError:
 
 
 async def carried_out(action: Awaitable[Made]) -> Made:
-    """The answer of an action on the engine. A refusal becomes the error that the client gets."""
+    """The response to an action on the engine. If the engine refuses, the client gets the error."""
     try:
         return await action
     except ValueError as error:
@@ -156,7 +156,8 @@ async def carried_out(action: Awaitable[Made]) -> Made:
 
 
 async def while_client_waits(work: Awaitable[Made]) -> Made:
-    """Do work that may wait long before there is a response. It is cancelled when the client leaves."""
+    """Await work that may take long before the response begins. If the client disconnects meanwhile, the work is
+    cancelled and ApiError 408 is raised."""
     receive = CLIENT.get()
     if receive is None:
         return await work

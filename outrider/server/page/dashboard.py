@@ -1,6 +1,5 @@
-"""The page at `/`, built from the files of this folder and nothing from elsewhere. It contains no data: its script asks
-/metrics.
-"""
+"""The page at `/`. It is built from the files of this folder and loads nothing from elsewhere. It contains no data: its
+script reads them from /metrics."""
 
 from __future__ import annotations
 

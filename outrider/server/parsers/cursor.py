@@ -1,7 +1,7 @@
 """Cursor: text that comes in pieces, and a place in it.
 
-Readers of calls are generators, so they are written as if the whole text was there: they yield events, and None where
-they need more text. The methods here that may need more text are generators of the same kind.
+Readers of calls are generators, so they can be written as if the whole text was available. They yield events, and yield
+None where they need more text. Methods of Cursor that may need more text are generators of the same kind.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class Cursor:
         return self._place == len(self._text)
 
     def mark(self, num_back: int = 0) -> None:
-        """Set the mark this many characters before the place. All of them must have been taken since the last feed."""
+        """Set the mark `num_back` characters before the current place. These characters must have been taken since the
+        last feed."""
         self._past.clear()
         self._mark = self._place - num_back
 
@@ -84,7 +85,7 @@ class Cursor:
         return self.while_matches(_SPACE)
 
     def takes(self, token: str) -> Waiting[bool]:
-        """Take the token if the text goes on with it. Returns whether it did."""
+        """Take the token if the text continues with it. Returns whether it did."""
         while True:
             rest = self._text[self._place:self._place + len(token)]
             if rest == token:
@@ -99,7 +100,7 @@ class Cursor:
             raise ValueError(f"no {token}")
 
     def until(self, *markers: str) -> Waiting[tuple[str, str | None]]:
-        """Take the text before the first marker, and the marker. At the end of the text the marker is None."""
+        """Take the text before the first marker, and the marker. If the text ends first, the marker is None."""
         pieces = []
         while True:
             text, marker = self.piece(*markers)
@@ -109,7 +110,7 @@ class Cursor:
             yield None
 
     def until_needed(self, *markers: str) -> Waiting[str]:
-        """Take the text before the first marker, and the marker. The call is malformed if the marker does not come."""
+        """Take the text before the first marker, and the marker. If the text ends first, the call is malformed."""
         text, marker = yield from self.until(*markers)
         if marker is None:
             raise ValueError(f"no {markers[0]}")

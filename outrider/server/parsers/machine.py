@@ -83,7 +83,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _merged(events: Iterable[Event]) -> list[Event]:
-    """Join neighbouring events with arguments to one."""
+    """Join neighbouring events with arguments into one."""
     result: list[Event] = []
     for kind, run in groupby(events, type):
         if kind is CallArguments:
@@ -108,7 +108,7 @@ def settled(events: Iterable[Event]) -> list[Event]:
 
 
 class StrayEnd(Enum):
-    """The treatment of an end marker of reasoning where no reasoning is open."""
+    """What to do with an end marker of reasoning that occurs while no reasoning is open."""
 
     TEXT = "a part of the content, as any other text"
     DROPPED_AT_START = "dropped before all content, and part of it later"

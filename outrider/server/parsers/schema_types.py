@@ -22,7 +22,7 @@ def parameters(schema: Any) -> dict[str, Any]:
 
 
 def schema_types(schema: Any, depth: int = 0) -> set[str]:
-    """The types that a schema allows. A schema without types allows text."""
+    """The names of the types that a schema allows. A schema without types allows text."""
     if not isinstance(schema, dict) or depth > _MAX_NESTED:
         return {"string"}
     given = schema.get("type")
@@ -58,7 +58,7 @@ def typed(text: str, types: set[str]) -> Any:
 
 
 def _read(text: str) -> Any:
-    """Read JSON, or an object or a list in Python's form."""
+    """Parse JSON, or an object or a list in Python's notation."""
     try:
         return read_json(text)
     except ValueError:
@@ -71,7 +71,7 @@ def _read(text: str) -> Any:
 
 
 def _fits(value: Any, types: set[str]) -> bool:
-    """Whether a value has one of the types, strings excluded."""
+    """Whether a value that is not a string has one of the types."""
     match value:
         case bool() | str() | None:
             return False
