@@ -1,1 +1,1 @@
-"""Which tokens of which requests the next step computes. No torch here."""
+"""The scheduler: decides which tokens of which requests the next step computes. No torch here."""

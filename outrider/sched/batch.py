@@ -1,6 +1,6 @@
-"""BatchBuilder: the requests of one batch, as the scheduler adds them, and the ScheduledBatch they make.
+"""BatchBuilder: collects the requests that the scheduler adds to one batch, and makes a ScheduledBatch of them.
 
-Advances bounds as tokens are scheduled. Which requests and how many tokens is not decided here.
+It advances the upper bounds of the requests' lengths. The scheduler decides which requests and how many tokens to add.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BatchBuilder:
 
     @property
     def only_decodes(self) -> bool:
-        """Whether every request has one known token and samples."""
+        """Whether every request of the batch computes one known token and samples the next one."""
         return all(self._samples) and max(self._num_known, default=1) == 1
 
     @property
@@ -63,8 +63,8 @@ class BatchBuilder:
 
     @property
     def progress(self) -> dict[int, StateProgress]:
-        """How far each request's recurrent states get. Tokens known at admission are never in doubt, and drafts are
-        not stored in the step that checks them."""
+        """How many tokens the stored recurrent state of each request covers before and after the step. Tokens that were
+        known at admission are certain. Drafts enter the state only after the step that checks them."""
         progress: dict[int, StateProgress] = {}
         for request, known, before in zip(self.requests, self._num_known, self._before, strict=True):
             sure = min(request.admitted_len, before)  # computed when the step begins, whatever is in flight

@@ -1,7 +1,7 @@
-"""DecodeRun: many steps of a scheduler at once, while every running request decodes and nothing else happens.
+"""DecodeRun: makes many steps of a scheduler at once, while every running request decodes and nothing else happens.
 
-For simulations. Afterwards the scheduler is in the state, page for page, that the same steps would have left one by
-one.
+Simulations use it to save time. Afterwards the scheduler and the pages are in the same state as if the steps had been
+made one by one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ SETTLE, RESERVE = 0, 1  # in the order in which a turn of the engine does them
 
 
 class DecodeRun:
-    """A scheduler between two turns of its engine. A turn takes the oldest result and schedules one more step."""
+    """Advances a scheduler by several turns of its engine. A turn takes the oldest result and schedules one more
+    step."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -36,8 +37,8 @@ class DecodeRun:
         return list(self._scheduler._in_flight.values())
 
     def num_turns(self) -> int:
-        """How many turns from now on would only decode. In such a turn every running request gets one token and the
-        next step is scheduled; no request ends, starts or lacks a page."""
+        """The number of turns from now on that only decode: every running request gets one token, and no request ends,
+        starts or lacks a page."""
         scheduler, cache = self._scheduler, self._scheduler.cache
         # The last token of a prompt, alone in its step, looks like a decoded one, and may promise a page.
         running, is_pure = scheduler._running, self._is_possible and not (cache.has_folds or cache.promises)

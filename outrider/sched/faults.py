@@ -1,15 +1,15 @@
-"""Suspects: which of the requests whose steps failed is to blame. No torch, no tokens, no pages.
+"""Suspects: finds out which request makes steps fail. No torch, no tokens, no pages.
 
 A step may fail by chance, or because of one request's data. The requests of a failed step are suspects until each has
 come further than the step would have brought it:
 
-    first failure    all are computed again together, beside everybody else
+    first failure    the suspects are computed again, in steps with all other requests
     second failure   the requests of that step are tried in two halves, one after the other; no other runs meanwhile
-    a half fails     it is halved again, and so on; a request that fails twice alone is the culprit
+    a half fails     it is halved again, and so on; a request that fails twice alone is ended with an error
 
-So a request that fails whenever it runs takes part in at most 3 + log2(requests) failed steps, and its mates in fewer.
-Where steps fail only because of how many requests they hold (memory), every half passes: each time that happens again,
-the halves run longer before they are put together.
+So a request that fails whenever it runs takes part in at most 3 + log2(requests) failed steps, and other requests in
+fewer. If steps fail only because they have too many requests for the memory, both halves pass. Each time that happens
+again, the halves run separately for longer.
 """
 
 from __future__ import annotations

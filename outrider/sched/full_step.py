@@ -1,4 +1,5 @@
-"""UnboundedPrompts: prompts fill whole steps. FullStep is the room for them in one step, PromptLine their line."""
+"""UnboundedPrompts: lets prompts fill whole steps. FullStep: the room for prompts in one step. PromptLine: the queue of
+prompts."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from outrider.sched.waiting import WaitingRequests
 
 
 class PromptLine(NamedTuple):
-    """Prompts that are to be computed."""
+    """The prompts that wait to be computed, or to be computed further."""
 
     begun: list[Request]  # computed in part
     waiting: WaitingRequests
@@ -45,7 +46,7 @@ def _is_less_urgent(request: Request, other: Request) -> bool:
 
 
 class FullStep:
-    """Room for prompts in a step that delays no decoding request: all the tokens that are left."""
+    """The room for prompts in a step without a time limit: all tokens that decoding requests leave."""
 
     def __init__(self, budget: int, line: PromptLine) -> None:
         self.tokens_left = budget  # a range of a prompt that cannot be cut may take them all
@@ -77,11 +78,11 @@ class FullStep:
 
 
 class UnboundedPrompts:
-    """A step that prompts may fill completely, even if requests that decode then wait long for their next token."""
+    """Lets prompts fill a step completely, even if requests that decode then wait long for their next token."""
 
     def begin(self, decoding: list[Request], num_tokens: int, budget: int, line: PromptLine, step: int) -> FullStep:
-        """The room for prompts in the step with this number, in which these requests decode `num_tokens` tokens in
-        all."""
+        """Return the room for prompts in step number `step`, in which the requests `decoding` already have `num_tokens`
+        tokens. budget: tokens that are left."""
         return FullStep(budget, line)
 
 

@@ -1,7 +1,8 @@
-"""Which running request gives way to others when rows or pages are short: one of the tenant that holds the most.
+"""Chooses the running request to preempt when rows or pages are short: one of the tenant that holds the most.
 
-Tenants share pages equally as long as each request fits into its tenant's part. A larger one would be given up again
-and again for requests of others, which hold less, and never end. So a request that gave way a few times has tenure.
+Tenants share pages equally as long as each request fits into its tenant's share. A larger request would be preempted
+again and again for tenants that hold less, and never end. So a request that was preempted a few times gets tenure:
+other requests are preempted for it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from outrider.sched.waiting import Rank, WaitingRequests
 
 
 def held_tokens(running: Iterable[Request]) -> Counter[Tenant]:
-    """Tokens that the pages of each tenant's requests have room for."""
+    """For each tenant, the number of tokens that the pages of its running requests have room for."""
     held: Counter[Tenant] = Counter()
     for request in running:
         held[request.input.tenant] += request.covered
@@ -24,8 +25,8 @@ def held_tokens(running: Iterable[Request]) -> Counter[Tenant]:
 
 def least_important(requests: Sequence[Request], running: Iterable[Request],
                     rank: Callable[[Request], Rank]) -> Request:
-    """The request to preempt, out of `requests`: of the tenant that holds the most tokens, the last by priority and
-    arrival."""
+    """The request to preempt, out of `requests`. It is the last by priority and arrival of the tenant that holds the
+    most tokens."""
     tenants = {request.input.tenant for request in requests}
     if len(tenants) > 1:
         held = held_tokens(running)
@@ -38,7 +39,8 @@ MOST_GIVEN_WAY = 3  # times that a request gives way beside other tenants, until
 
 
 class Tenure:
-    """One request at a time, the holder, keeps its row and pages, and all others give way to it until it ends."""
+    """Protects one request at a time, the holder: it is never preempted, and others are preempted for it until it
+    ends."""
 
     def __init__(self) -> None:
         self.is_short = False  # the holder lacked pages in the last step

@@ -1,23 +1,19 @@
-"""PromptTime: how many tokens of prompts fit into a step without holding up the requests that decode in it.
+"""PromptTime: limits the prompt tokens of a step, so that prompts do not hold up the requests that decode in it.
 
-Every step yields a token for each request that decodes, so the longest step is the longest gap between two tokens of a
-request. A step with prompts and with requests that decode is therefore kept below a number of seconds, by measured
-costs, and takes hardly longer than decoding alone where prompts have time. Steps are longer while a burst of requests
-begins, since those that decode then have come with those that wait. Without requests that decode, steps are full.
-
-Every step yields tokens for all requests that decode, so a long step is a long gap in every stream. With `max_step_ms`
-(12 for `AsyncLLM` and the server, no bound for `LLM` and on a CPU) a step that has both gets as many tokens of prompts
-as fit into that time. `Scheduler._begin_prompts` asks `PromptTime.begin` (`sched/prompt_time.py`), and
-`TimedStep.most_tokens` answers for each prompt. A long prompt of a request for embeddings leaves up to half of a step's
-tokens to short prompts behind it (`FullStep.room_for`, `sched/full_step.py`).
+Every step yields a token for each request that decodes, so a long step is a long gap in every stream. With
+`max_step_ms` (12 for `AsyncLLM` and the server, no limit for `LLM` and on a CPU) a step with prompts and with requests
+that decode gets as many prompt tokens as fit into that time. Steps without requests that decode are full.
+`Scheduler._begin_prompts` calls `PromptTime.begin` for each step, and `TimedStep.most_tokens` for each prompt. A long
+prompt of a request for embeddings leaves up to half of a step's tokens to short prompts behind it
+(`FullStep.room_for`, `sched/full_step.py`).
 
 - The time is predicted from costs that the worker measures at start-up (`runner/graphs/mixed_costs.py`): captured steps
   by their number of tokens, the reading of contexts, and attention by pairs of tokens and keys. Sizes far beyond the
-  bound are not measured but taken in proportion.
+  limit are not measured but taken in proportion.
 - Chunks fill captured sizes. The first prompt of a step always advances.
-- Where decoding takes more than half of the bound, prompts get as much time as decoding.
+- If decoding takes more than half of the limit, prompts get as much time as decoding.
 
-`PromptTime.begin` takes one of three bounds:
+`PromptTime.begin` chooses one of three limits. "The bound" is `max_step_ms`:
 
 | case | the step takes at most |
 |---|---|
@@ -26,21 +22,21 @@ tokens to short prompts behind it (`FullStep.room_for`, `sched/full_step.py`).
 | otherwise | the bound, or twice the time of decoding if that is more |
 
 **Bursts.** If a hundred requests arrive at once, the first of them decode while the others wait. Short steps would
-serve those few at the cost of the others. `max_step_ms` is therefore a promise to *established* requests only: those
-that had their first token before the burst came, and every request after 128 steps (`Burst`). A step of a burst may
-take `burst_bounds` times `max_step_ms`, at least 1, which is the smallest of:
+serve those few at the cost of the others. `max_step_ms` therefore holds for *established* requests only: those that had
+their first token before the burst came, and every request after 128 steps (`Burst`). A step of a burst may take
+`max_step_ms` times a factor, `burst_bounds`. The factor is at least 1, and the smallest of:
 
 - the number of prompts in line, divided by the number of established requests that decode, if any do;
 - two thirds of the number of requests that decode, so that prompts begin to decode in growing groups;
 - 16, or 5 in a burst of more than 64 requests, which has many long gaps in any case.
 
-Where decoding is slow, the step may take longer still: twice the time of decoding, times `burst_bounds` or 5, whichever
+If decoding is slow, the step may take longer still: twice the time of decoding, times `burst_bounds` or 5, whichever
 is less. A burst ends with the first step without prompts.
 
-**Small steps.** A step reads the weights for the requests that decode in any case, so its first few tokens of prompts
-cost little. Prompts get small steps if three things hold: small steps compute each prompt within 40 ms, they compute
-all prompts within 250 ms, and a small step has room for 4 tokens of prompts for each request that decodes, so that
-prompts which keep arriving find no queue.
+**Small steps.** A step reads the weights for the requests that decode in any case, so its first few prompt tokens cost
+little. Prompts get small steps under three conditions: small steps compute each prompt within 40 ms and all prompts
+within 250 ms, and a small step has room for 4 prompt tokens for each request that decodes. The last condition keeps
+prompts that go on arriving from forming a queue.
 
 docs/decisions.md has the rules that were tried.
 """
@@ -64,8 +60,8 @@ LEAST_SHARE = 4  # tokens of prompts in a small step for each request that decod
 
 
 class Patience(NamedTuple):
-    """Seconds that prompts may take in small steps. Prompts that would take longer are computed as fast as the bound of
-    a step allows."""
+    """How many seconds prompts may take in small steps. Prompts that would take longer are computed as fast as the time
+    limit of a step allows."""
 
     one_prompt: float
     all_prompts: float  # those that have begun and those that wait
@@ -87,7 +83,7 @@ PATIENCE = Patience(one_prompt=0.040, all_prompts=0.250)
 
 
 class TimedStep(FullStep):
-    """Room for prompts in a step whose requests wait for their next tokens."""
+    """The room for prompts in a step with a time limit, because other requests decode in it."""
 
     def __init__(self, costs: MixedStepCosts, max_seconds: float, num_tokens: int, budget: int, seconds: float,
                  line: PromptLine) -> None:
@@ -118,19 +114,18 @@ class TimedStep(FullStep):
 
 
 class Burst:
-    """A burst of requests: it lasts as long as every step has prompts.
+    """A burst of requests. It lasts as long as every step has prompts.
 
-    The first requests of a burst decode while its other requests still wait. Only established requests, which decoded
-    before the burst came, are promised short steps; serving the burst's first requests steadily would delay the
-    others."""
+    The first requests of a burst decode while its other requests still wait. Short steps for these first requests would
+    delay the others, so only established requests, which decoded before the burst came, are promised short steps."""
 
     def __init__(self) -> None:
         self._last_step = -2
         self._since = 0  # settled steps when the burst came
 
     def num_established(self, decoding: list[Request], line: PromptLine, step: int) -> int:
-        """How many of the requests that decode had their first token before the burst came, or long ago. To be asked in
-        every step with prompts."""
+        """The number of requests in `decoding` that had their first token before the burst came, or long ago. Must be
+        called in every step with prompts."""
         if step > self._last_step + 1:
             self._since = line.first.arrived_at
         self._last_step = step
@@ -139,7 +134,7 @@ class Burst:
 
 
 class PromptTime(UnboundedPrompts):
-    """Bounds the time of steps that compute prompts while other requests decode."""
+    """Limits the time of steps that compute prompts while other requests decode."""
 
     def __init__(self, max_seconds: float, costs: MixedStepCosts, patience: Patience = PATIENCE) -> None:
         self._max_seconds, self._costs, self._patience = max_seconds, costs, patience
@@ -158,7 +153,7 @@ class PromptTime(UnboundedPrompts):
         return TimedStep(self._costs, max_seconds, num_tokens, budget, reading, line)
 
     def _small_step(self, lengths: list[int], num_tokens: int, reading: float, line: PromptLine) -> float:
-        """Seconds of a small step; infinite if prompts have no time for small steps."""
+        """Seconds that a small step takes; infinite if small steps would make prompts too slow."""
         decoding = self._costs.step(num_tokens) + reading
         size = self._costs.largest_size(SMALL_STEP * decoding - reading)
         room, seconds = size - num_tokens, self._costs.step(size) + reading
@@ -170,12 +165,11 @@ class PromptTime(UnboundedPrompts):
 
 
 def burst_bounds(num_prompts: int, num_decoding: int, num_established: int) -> float:
-    """How many times its usual bound a step may take in a burst, in which more prompts are in line than established
-    requests decode.
+    """How many times its usual time limit a step may take in a burst.
 
-    The more requests decode, the longer the step, so that prompts begin to decode in growing groups: there are few
-    steps, and most requests meet one or two long ones. A large burst has many steps in any case; its steps are no
-    longer than it takes to compute prompts at nearly full speed. Established requests make steps shorter."""
+    The more requests decode, the longer the step may be, so that prompts begin to decode in growing groups: then there
+    are few steps, and most requests wait for one or two long ones. A large burst has many steps in any case; its steps
+    are no longer than is needed to compute prompts at nearly full speed. Established requests make steps shorter."""
     most = SMALL_BURST_BOUNDS if num_prompts + num_decoding <= SMALL_BURST else LARGE_BURST_BOUNDS
     growing = max(1.0, BOUNDS_PER_REQUEST * num_decoding)
     return min(most, growing, num_prompts / num_established if num_established else inf)

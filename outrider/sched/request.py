@@ -1,8 +1,8 @@
-"""Request: the host's view of one generation, from arrival to its last run.
+"""Request: the scheduler's state of one generation, from its arrival to its last tokens.
 
-Three types: CheckedRequest is what the request asks and never changes; Request is where one of its samples stands;
-RequestStats is what was counted on the way. The truth about lengths is on the device; here are the settled length and
-the bound (see core).
+There are three types: CheckedRequest has what the caller asks for, and never changes; Request has the progress of one
+of its samples; RequestStats has counts. Only the device knows exact lengths. A Request has a lower and an upper bound:
+`settled` and `bound` (`core/lengths.py`).
 """
 
 from __future__ import annotations

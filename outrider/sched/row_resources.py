@@ -1,7 +1,7 @@
-"""RowResource: something that a request must have on the device to run, beside a row and pages. No torch.
+"""RowResource: what a request needs on the device to run, beside a row and pages, such as an adapter. No torch.
 
-A feature gives the scheduler its resources. A request without room waits and is passed over, and once it has waited
-for long, no other request that needs the resource starts before it, of whatever tenant.
+A feature gives the scheduler its resources. A request for which a resource has no room waits, and other requests may
+start before it. Once it has waited for long, no other request that needs the resource may, of whatever tenant.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Room(enum.Enum):
 class RowResource(ABC):
     @abstractmethod
     def room_for(self, asked: CheckedRequest) -> Room:
-        """Changes nothing. Called often: `take` decides."""
+        """Whether the request needs the resource, and whether there may be room. Changes nothing; `take` decides."""
 
     @abstractmethod
     def take(self, asked: CheckedRequest) -> bool:
@@ -38,7 +38,7 @@ class RowResource(ABC):
 
     @abstractmethod
     def give(self, asked: CheckedRequest) -> None:
-        """A request that has taken the resource ends, or is preempted."""
+        """Give the resource back. Called when a request that has taken it ends or is preempted."""
 
     @abstractmethod
     def forget_all(self) -> None:
@@ -46,7 +46,7 @@ class RowResource(ABC):
 
     @abstractmethod
     def take_orders(self) -> BatchPart | None:
-        """Take the orders that the device must carry out before the next step."""
+        """Return the orders that the device must carry out before the next step, and forget them."""
 
     @abstractmethod
     def check_integrity(self) -> None:
@@ -94,21 +94,22 @@ class RowResources:
 
 
 class Overdue:
-    """The one request that no other may overtake, because it has waited for long for room, among several tenants."""
+    """Keeps the one request that no other may overtake, because it has waited for a resource for long. There is none
+    if all requests are of one tenant."""
 
     def __init__(self) -> None:
         self._request: Request | None = None
 
     def note(self, request: Request, step: int, tenants: AbstractSet[Tenant]) -> bool:
-        """Note that the resource has no room for a request in a step. tenants: the tenants that have requests. Returns
-        whether the request has waited for long."""
+        """Note that a resource had no room for the request in this step. tenants: all tenants that have requests.
+        Returns whether the request has waited for long."""
         is_late = step - request.arrived_at >= PATIENCE
         if is_late and self._request is None and tenants != {request.input.tenant}:
             self._request = request
         return is_late
 
     def holds_up(self, request: Request) -> bool:
-        """Whether a request that needs a resource must let another one pass."""
+        """Whether this request must not take a resource now, because another request is overdue."""
         return self._request is not None and self._request is not request
 
     def forget(self, request: Request) -> None:

@@ -1,8 +1,8 @@
-"""Scheduler: running and waiting requests in, one ragged batch of tokens out, results back in.
+"""Scheduler: makes one ragged batch of tokens for each step from running and waiting requests, and applies the results.
 
-There are no prefill and decode phases: a request has known tokens, of which some are computed, and a step computes
-some more, with drafts behind them. A batch is scheduled before the last step's result is back, so nothing here may
-use a token or an exact length of a step in flight.
+There are no prefill and decode phases. A request has known tokens, of which some are computed; a step computes more of
+them, and checks drafts after the last one. A batch is scheduled before the result of the last step has come, so nothing
+here may use a token or an exact length of a step in flight.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Scheduler:
             self._waiting.arrive(request)
 
     def end(self, request_id: int, finish: Finish, error: str | None = None) -> None:
-        """End a request from the host: an abort, a stop string, an error. Results in flight for it are dropped."""
+        """End a request because of an abort, a stop string or an error. Its results of steps in flight are dropped."""
         if request_id in self._requests:
             request = self._requests[request_id]
             request.error = error
@@ -130,8 +130,8 @@ class Scheduler:
         return self._finish_batch(batch, started)
 
     def update(self, result: StepResult, seconds: float | None = None) -> list[Update]:
-        """Apply a step's result. Returns the parts of requests that were not ended or preempted since the step was
-        scheduled. seconds: from the end of the step before to the end of this one, if nobody waited between."""
+        """Apply a step's result. Returns the results of requests that were not ended or preempted since the step was
+        scheduled. seconds: time since the end of the step before; None if there were no requests in between."""
         batch = self._in_flight.pop(result.step)
         updates: list[Update] = []
         requests = self._requests
@@ -156,9 +156,9 @@ class Scheduler:
         return updates
 
     def recover(self, error: str) -> None:
-        """Recover after the oldest step in flight has failed and no step runs any more. The content of all rows, and of
-        everything that these steps wrote, is unknown. So every request with a row begins again from its settled tokens,
-        in a new generation of steps. The request that caused the failure is ended as soon as it is known."""
+        """Recover after the oldest step in flight has failed and no step runs any more. The content of all rows and of
+        all pages that these steps wrote is unknown. So every running request is preempted and computed again from its
+        settled tokens, in a new generation of steps. The request that causes failures is ended once it is found."""
         batches = list(self._in_flight.values())
         self._in_flight.clear()
         self._generation += 1
@@ -240,7 +240,7 @@ class Scheduler:
         return self._shares.in_turn({request.input.tenant for request in prefills} | self._waiting.tenants.keys())
 
     def _begin_prompts(self, batch: BatchBuilder, budget: int, prefills: list[Request]) -> FullStep:
-        """The room that the requests which decode leave for prompts."""
+        """Return the room that the decoding requests of the batch leave for prompts."""
         line = PromptLine(prefills, self._waiting, min(self._waiting.num_ready, len(self._free_rows)))
         if batch.is_empty or not (prefills or self._waiting.has_next):
             return FullStep(budget, line)
@@ -267,10 +267,10 @@ class Scheduler:
 
     def _admit(self, tenant: Tenant, step: FullStep, batch: BatchBuilder,
                without_pages: list[Tenant]) -> list[Request]:
-        """Give rows to requests of a tenant that wait; returns these requests. A request whose beginning others are
-        computing, or whose long prompt gets no room beside short ones, waits for a later step, and holds up none of
-        those behind it. So does a request for which a resource of rows has no room, which needs no row meanwhile; once
-        it has waited for long, no other that needs a resource starts before it, of whatever tenant."""
+        """Start waiting requests of a tenant, and return them. A request is passed over, so that those behind it may
+        start, in three cases: other requests are computing the beginning of its prompt, its long prompt has no room
+        beside short ones, or a RowResource has no room for it. Once a request has waited for a resource for long, no
+        other request that needs one starts before it, of whatever tenant."""
         waiting = self._waiting
         passed_over: list[Request] = []
         without_room: list[Request] = []
@@ -315,7 +315,7 @@ class Scheduler:
         return started
 
     def _is_overdue(self, request: Request, step: int) -> bool:
-        """Whether a request that finds no room for a resource has waited for long."""
+        """Note that a resource has no room for a request. Returns whether the request has waited for long."""
         return self._overdue.note(request, step, self._waiting.tenants.keys() | self._shares.rows.keys())
 
     def _lets_pass(self, request: Request) -> bool:
@@ -343,7 +343,7 @@ class Scheduler:
         self._admissions.append(request.admission(self.cache.restored(request.id)))
 
     def _make_way(self) -> None:
-        """Preempt a request of the tenant with the most, if a request of another tenant waits for want of rows or of
+        """Preempt a request of the tenant that holds the most, if a request of another tenant waits for a row or for
         pages. Nothing is preempted if the two tenants would only swap places. The request with tenure is never
         preempted; if it lacked pages, another request is preempted for it."""
         waiting = self._waiting.tenants
@@ -379,9 +379,9 @@ class Scheduler:
         self._preempt(request)
 
     def _make_room(self, request: Request, bound: int, batch: BatchBuilder) -> bool:
-        """Get pages for the request up to the length `bound`. If pages are short, waits for results in flight, then
-        preempts the least important request, perhaps this one. The request with tenure is not preempted: it waits for
-        the next step, in which another request gives way."""
+        """Get pages for the request up to the length `bound`. Returns False if it must wait. If pages are short, the
+        request waits for results in flight; without any, the least important request is preempted, perhaps this one.
+        The request with tenure is not preempted: it waits for the next step, and another one is preempted for it."""
         target, holder = Bound(bound), self._tenure.holder
         while not self.cache.reserve(request.id, target):
             if request is holder:
@@ -400,13 +400,14 @@ class Scheduler:
         return True
 
     def _preempt(self, request: Request) -> None:
-        """Give its row and pages back; it is computed again from its settled tokens."""
+        """Free the row and pages of a request and publish its checkpoints. The request waits, and is computed again
+        from its settled tokens."""
         self.cache.retire(request.id, request.token_ids, request.settled, request.folded, is_exact=False)
         self._give_up_row(request)
 
     def _give_up_row(self, request: Request) -> None:
-        """Give back the row and pages of a request without publishing its checkpoints. The request waits, and is
-        computed again from its settled tokens."""
+        """Free the row and pages of a request without publishing its checkpoints. The request waits, and is computed
+        again from its settled tokens."""
         self.stats.num_preemptions += 1
         request.stats.num_preemptions += 1
         self._release(request)
@@ -414,15 +415,14 @@ class Scheduler:
         self._waiting.push(request)
 
     def _start_again(self, request: Request) -> None:
-        """Let a request begin again because the cached values it began from turned out not to be finite. It computes
-        them itself."""
+        """Let a request start again without promised pages, because a promise that it started from was broken."""
         request.shares_promises = False
         self.stats.num_restarts += 1
         self._give_up_row(request)
 
     def _try_suspects(self, is_new: bool = False) -> None:
-        """Called before a step, and after a failed one (`is_new`). Preempt and hold back the requests that are not on
-        trial."""
+        """Preempt and hold back the requests that are not on trial. Called before a step, and after a failed step
+        (`is_new`)."""
         computed = {request.id: request.settled.at_least for request in self._requests.values()}
         if not (self._suspects.clear(computed) or is_new):
             return

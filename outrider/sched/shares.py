@@ -1,13 +1,13 @@
-"""TenantShares: what each tenant has of the engine, so that no tenant's requests can stop another's. Pure accounting.
+"""TenantShares: how much of the engine each tenant uses, so that no tenant's requests can stop another's.
 
-A tenant is whoever a request counts for: a server's API key, or None for all callers of one process. Tenants share two
-things, rows and tokens of prompts:
+A tenant is the user on whose account a request runs: a server's API key, or None for all callers of one process.
+Tenants share rows and prompt tokens:
 
-    rows      a free row goes to the tenant that has the fewest of those that wait; where none is free, the tenant
-              with the most gives one up, unless the two would only swap places
-    prompts   the tenant that has had fewer tokens of its prompts computed goes first in a step
+    rows      a free row goes to the waiting tenant that has the fewest rows; if no row is free, the tenant with the
+              most gives one up, unless the two would only swap places
+    prompts   the tenant that has had fewer prompt tokens computed goes first in a step
 
-A request's priority orders the requests of its own tenant alone. With one tenant nothing here decides anything.
+A request's priority only orders the requests of its own tenant. With one tenant this file changes nothing.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ NO_TENANT = NoTenant.NO_TENANT
 
 class TenantShares:
     def __init__(self, max_rows: int, max_lag: int) -> None:
-        """max_lag: how many prompt tokens a tenant may be behind another tenant at most. The bound keeps a tenant that
-        was idle for long from catching up on everything that other tenants computed in that time."""
+        """max_lag: the most prompt tokens that a tenant can be behind another tenant. Without this limit, a tenant that
+        was idle for long would go first until it had caught up with all that others computed in that time."""
         self.rows: Counter[Tenant] = Counter()  # of running requests
         self._max_rows, self._max_lag = max_rows, max_lag
         self._computed: dict[Tenant, int] = {}  # tokens of prompts

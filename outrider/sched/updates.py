@@ -1,4 +1,4 @@
-"""The scheduler's reports: each request's part of a settled step, and counts over the scheduler's life."""
+"""The scheduler's reports: the result of a step for one request, and counts since the scheduler was made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class SchedulerStats:
 
 
 class Update(NamedTuple):
-    """One request's part of a settled step, as everything after the scheduler sees it."""
+    """One request and its result of a step, which has been applied to the request."""
 
     request: Request
     result: RequestResult

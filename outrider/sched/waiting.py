@@ -1,4 +1,4 @@
-"""WaitingRequests: requests without a row, in a line for each tenant: by priority, then arrival."""
+"""WaitingRequests: the requests without a row, in one queue for each tenant, ordered by priority, then arrival."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class WaitingRequests:
         return (request for line in self._lines.values() for request in line)
 
     def rank(self, request: Request) -> Rank:
-        """The place of a request within its tenant's line: the greater the rank, the less important the request."""
+        """The rank of a request within its tenant's queue. The greater the rank, the less important the request."""
         return self._ranks[request.id]
 
     def arrive(self, request: Request) -> None:
@@ -109,7 +109,7 @@ class WaitingRequests:
         self.push(request)
 
     def push(self, request: Request) -> None:
-        """Put a request that has arrived before back in its old place."""
+        """Put a request back into its queue, at the rank that it got when it arrived."""
         if not self._may_run(request):
             self._held_back[request.id] = request
             return
@@ -123,7 +123,7 @@ class WaitingRequests:
         return request
 
     def hold_back_all_but(self, on_trial: Container[int]) -> None:
-        """Hold back all requests but these."""
+        """Hold back all waiting requests except those on trial."""
         self._on_trial = on_trial
         self._line_up([*self.ready, *self._held_back.values()])
 
