@@ -1,7 +1,7 @@
-"""Arena: which integers of one fixed buffer belong to whom. First fit, no tensors.
+"""Arena: allocates ranges of integers in one buffer of fixed size, first fit. It only keeps accounts and holds no
+tensor.
 
-The buffer never moves, so that captured graphs may hold its address; a list that does not fit is for the caller to
-handle.
+The buffer never moves, so that captured graphs may hold its address. The caller must handle a list that does not fit.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Arena:
         return sum(end - start for start, end in self._free)
 
     def allocate(self, size: int) -> int | None:
-        """The start of `size` integers, or None if no gap is that long."""
+        """Allocate `size` integers and return the index of the first; None if no gap is that long."""
         assert size > 0, "an empty list needs no place"
         for index, (start, end) in enumerate(self._free):
             if end - start >= size:

@@ -1,7 +1,9 @@
-"""TokenCounts: how often each row's outputs hold each token of the vocabulary, and which tokens its prompt holds.
+"""TokenCounts: counts for penalties. For each row and each token of the vocabulary: how often the token was generated,
+and whether the prompt has it.
 
-Built when a request with penalties takes a row (its prompt and settled outputs, after a resumption too), then moved by
-accepted tokens only. Its memory, rows x vocabulary, is taken when the first request asks.
+A row's counts are built from the prompt and the settled outputs when a request with penalties is admitted, also after a
+preemption; then only accepted tokens change them. The memory, rows x vocabulary, is allocated when the first request
+asks for a penalty.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class TokenCounts:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the token counts. The memory is taken when a request first asks for a penalty."""
+        """Bytes of the token counts, whether or not they are allocated yet."""
         return 4 * self._limits.extent(Axis.ROWS) * self._limits.extent(Axis.VOCAB)
 
     def admit(self, admissions: list[Admission]) -> None:
@@ -56,6 +58,6 @@ class TokenCounts:
         flat.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def add_runs(self, row: torch.Tensor, run: torch.Tensor, run_len: torch.Tensor) -> None:
-        """Adds run[i, :run_len[i]] to row[i]. Rows without penalties count as well, once the memory is there: their
-        counts are not read, and are built anew when a request takes the row."""
+        """Add the tokens run[i, :run_len[i]] to the counts of row[i]. Rows without penalties are counted too, once the
+        memory is there: their counts are not read, and are built anew when a request with penalties is admitted."""
         ops.count_runs(row, run, run_len, self.table)

@@ -1,4 +1,6 @@
-"""Drawing tokens: the choice from logits that need no more than a temperature, and the choice from prepared logits."""
+"""Draws tokens: from logits of requests that set no more than a temperature, and from logits that edits and filters
+have prepared.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,10 @@ from outrider.sample.philox import gumbel
 
 def _choose_scaled(scaled: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: SamplingKeys,
                    any_sampled: bool) -> torch.Tensor:
-    """[L]: the greatest logit, after noise where the temperature is not 0; ties to the lowest id.
+    """Choose the token [L] with the greatest logit, after Gumbel noise is added where the temperature is not 0. The
+    lowest id wins a tie.
 
-    Logits [L, V] are divided by their temperatures already; keys are those of all rows."""
+    `scaled`: logits [L, V] that are already divided by their temperatures. `keys`: the keys of all rows."""
     if not any_sampled:
         return scaled.argmax(dim=1)
     noise = gumbel(keys.seed[row], keys.sample_index[row], position, None, scaled.shape[1], scaled.dtype)
@@ -30,8 +33,8 @@ choose_scaled = Operation(
 
 def _draw_tokens(logits: torch.Tensor, row: torch.Tensor, position: torch.Tensor, keys: SamplingKeys,
                  any_sampled: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """([L] tokens, [L] bool whether a row is bad) for logit rows [L, V] that use no sampling parameter except a
-    temperature. A row is bad if the logit of its chosen token is not finite; its token is then 0."""
+    """Draw tokens [L] from logits [L, V] of requests that use no sampling parameter except a temperature. Also return
+    [L] bool: whether the logit of the chosen token is not finite; the token is then 0."""
     best = choose_scaled(scale(logits, row, keys) if any_sampled else logits, row, position, keys, any_sampled)
     bad = ~logits.gather(1, best[:, None]).squeeze(1).isfinite()
     return best.masked_fill(bad, 0), bad

@@ -1,7 +1,8 @@
-"""Steps that change single logits: allowed tokens, bad words, min_tokens, logit bias, penalties, masks. In place.
+"""The sampling stages that change single logits, in place: allowed tokens, bad words, min_tokens, logit bias,
+penalties, masks.
 
-Each takes a chunk's logits [L, V], which it owns, and touches a logit row only by that row's own request. Forbidding
-adds -inf, so that entries that meet in one cell may come in any order.
+Each gets the logits [L, V] of a chunk as its own copy, and changes a logit row only as that row's request asks. A token
+is forbidden by adding -inf, so that several changes of one logit may come in any order.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def forbid_bad_words(logits: torch.Tensor, bad_words: BadWords, logit_rows: Logi
 
 
 def forbid_early_stops(logits: torch.Tensor, logit_rows: LogitRows, rows: SamplingRows) -> None:
-    """Forbid stop ids at positions before the request's min_tokens."""
+    """Forbid the stop ids at positions before the request's min_tokens."""
     row = logit_rows.row
     early = logit_rows.position - rows.prompt_len[row] < rows.min_tokens[row]
     forbidden = rows.stop_mask(row) & early[:, None]
@@ -45,8 +46,8 @@ def add_bias(logits: torch.Tensor, bias: LogitBias) -> None:
 def penalise(
     logits: torch.Tensor, logit_rows: LogitRows, rows: SamplingRows, history: History, needs: StepNeeds
 ) -> None:
-    """Apply penalties. Repetition looks at prompt and outputs, presence and frequency at outputs. The row's counts are
-    those of its known tokens; the drafts before each logit row are added here."""
+    """Apply penalties. The repetition penalty counts tokens of the prompt and the outputs, the others tokens of the
+    outputs. The row's counts cover its known tokens; the drafts before each logit row are added here."""
     row, packed = logit_rows.row, rows.counts.packed
     assert packed is not None, "a row with penalties was not admitted"
 
@@ -68,7 +69,8 @@ def penalise(
 
 
 def allow_by_masks(logits: torch.Tensor, logit_rows: LogitRows, rows: SamplingRows) -> None:
-    """Forbid, in place, the tokens that the row's masks forbid. It has one for each number of drafts before it."""
+    """Forbid, in place, the tokens that a feature's masks forbid. A row has a mask for each number of drafts before its
+    logit row."""
     words = rows.masks.words
     assert words is not None, "a row with masks was not admitted"
     own = words[logit_rows.row, logit_rows.draft_index.clamp_max(words.shape[1] - 1)]  # [L, mask words]

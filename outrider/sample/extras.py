@@ -1,7 +1,8 @@
-"""StepNeeds and StepExtras: what the host knows of a batch's sampling, worked out before the step.
+"""StepNeeds and StepExtras: what the requests of a batch ask of the sampler, worked out by the host before the step.
 
-Needs are flags: a stage that no request asks for costs nothing. Extras are the rare per-request lists (logit bias,
-allowed tokens, bad words) as flat index tensors over the step's logit rows. Neither knows a token or a length.
+StepNeeds are flags, so that a stage that no request asks for costs nothing. StepExtras are the rarely used lists of
+requests (logit bias, allowed tokens, bad words), as flat index tensors over the step's logit rows. Neither depends on
+the tokens or lengths of requests.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from outrider.kernels.buffers import to_device
 
 @dataclass(frozen=True)
 class StepNeeds:
-    """Which stages the requests that have logit rows in this batch ask for."""
+    """The stages of the sampler that a batch needs, because a request with logit rows asks for them."""
 
     any_sampled: bool = False
     any_allowed: bool = False
@@ -63,8 +64,8 @@ class StepNeeds:
 
     @classmethod
     def everything(cls, max_logprobs: int | None) -> StepNeeds:
-        """The needs of a captured step that serves any batch: the rows' own data says what is done for each. Only
-        kernels may get these needs; the torch code needs exact ones."""
+        """Return the needs of a captured step that serves any batch: every stage runs, and reads from the rows which of
+        them use it. Only kernels can run with these needs; the torch code needs the batch's own."""
         return cls(True, True, True, True, True, any_repetition=True, any_output_counts=True, any_masks=True,
                    any_min_p=True, any_top_p=True, max_top_k=1, max_logprobs=max_logprobs)
 
@@ -88,13 +89,15 @@ class StepNeeds:
 
     @property
     def is_draw(self) -> bool:
-        """Whether all requests only draw at a temperature: logits are neither edited, filtered nor reported."""
+        """Whether the step only chooses tokens, greedily or at a temperature: no logits are edited or filtered, and no
+        log-probabilities reported."""
         return not (self.any_edits or self.any_filters or self.max_logprobs is not None)
 
 
 @dataclass(frozen=True)
 class LogitBias:
-    """Entry e adds value[e] to token[e] in logit row logit_row[e]. No (logit row, token) pair occurs twice."""
+    """The logit biases of a step. Entry e adds value[e] to the logit of token[e] in logit row logit_row[e]. No pair of
+    a logit row and a token occurs twice."""
 
     logit_row: torch.Tensor  # [E] int64, ascending
     token: torch.Tensor  # [E] int64
@@ -103,7 +106,7 @@ class LogitBias:
 
 @dataclass(frozen=True)
 class AllowedTokens:
-    """Entry e leaves logit row logit_row[e] only the tokens of masks[mask[e]]."""
+    """The allowed tokens of a step. Entry e allows logit row logit_row[e] only the tokens of masks[mask[e]]."""
 
     logit_row: torch.Tensor  # [E] int64, ascending
     mask: torch.Tensor  # [E] int64: which of the n masks
@@ -112,8 +115,8 @@ class AllowedTokens:
 
 @dataclass(frozen=True)
 class BadWords:
-    """Entry e forbids token last[e] in logit row logit_row[e] where the tokens before it, latest first, are
-    before[e, :num_before[e]]."""
+    """The bad words of a step. Entry e forbids token last[e] in logit row logit_row[e] if the tokens before it, latest
+    first, are before[e, :num_before[e]]."""
 
     logit_row: torch.Tensor  # [E] int64, ascending
     last: torch.Tensor  # [E] int64
@@ -122,24 +125,24 @@ class BadWords:
 
 
 class LogitEditor(Protocol):
-    """A feature's code, which changes the logit rows [L, V] of one step in place."""
+    """The interface of a feature's code that changes the logit rows [L, V] of one step in place."""
 
     failed_rows: list[int]  # logit rows from which no token may be chosen
 
     @property
     def failures(self) -> Mapping[int, str]:
-        """Messages, by the request's index in the batch."""
+        """Error messages, by the request's index in the batch."""
 
     def edit(self, logits: torch.Tensor) -> None: ...
 
     def shape(self, scaled: torch.Tensor) -> None:
-        """Called after `edit`, with logits that are divided by their temperatures."""
+        """Change logits that are already divided by their temperatures, in place. Called after `edit`."""
 
 
 @dataclass(frozen=True)
 class StepExtras:
-    """Lists of rarely used parameters for one step; a field is None if no request of the step uses it. Each `*_rows`
-    field has the logit row of every entry, on the host."""
+    """The lists of rarely used parameters for one step. A field is None if no request of the step uses it. Each
+    `*_rows` field has the logit rows of all entries, on the host."""
 
     bias: LogitBias | None = None
     allowed: AllowedTokens | None = None
@@ -166,7 +169,7 @@ class StepExtras:
         assert asked == given, f"logit bias, allowed tokens, bad words, editor: asked {asked}, given {given}"
 
     def between(self, start: int, stop: int) -> StepExtras:
-        """The entries of logit rows start to stop, counted from start."""
+        """Return the entries of logit rows start to stop, with logit rows counted from start."""
         assert self.editor is None, "an editor sees all logit rows of a step together"
         bias, allowed, bad_words = self.bias, self.allowed, self.bad_words
         if bias is not None:
@@ -186,7 +189,7 @@ Layout = list[tuple[SamplingParams, range]]
 
 
 def _layout(params: list[SamplingParams], logit_counts: list[int]) -> Iterator[tuple[SamplingParams, range]]:
-    """Each request's parameters with its logit rows."""
+    """Yield the parameters of each request with the range of its logit rows."""
     start = 0
     for p, count in zip(params, logit_counts, strict=True):
         yield p, range(start, start + count)

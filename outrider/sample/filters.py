@@ -1,7 +1,7 @@
-"""Temperature, min-p, top-k and top-p: which tokens may be drawn, and how sharply.
+"""The sampling stages that scale logits by the temperature and drop unlikely tokens: min-p, top-k and top-p.
 
-Scaled logits have their greatest at 0. No floats are summed: probabilities are compared as integers, so what a
-logit row keeps cannot depend on the order in which a device adds. Everything tied with a threshold is kept.
+The greatest scaled logit of a row is 0. Probabilities are summed and compared as integers, so the tokens that a logit
+row keeps cannot depend on the order in which a device adds. All tokens tied with a threshold are kept.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _POWER = (0.0002161380834877491, 0.0012467376654967666, 0.009675532579421997, 0.
 
 
 def scale(logits: torch.Tensor, row: torch.Tensor, rows: SamplingRows | SamplingKeys) -> torch.Tensor:
-    """A new [L, V]: (logits - greatest) / temperature. Subtracting first keeps a tiny temperature from making the
-    greatest logits infinite, hence equal. Greedy logit rows are only shifted, which keeps their order and ties."""
+    """Return new logits [L, V]: (logits - greatest) / temperature. The greatest is subtracted first, because a tiny
+    temperature could otherwise make the greatest logits infinite, hence equal. Greedy logit rows are only shifted,
+    which keeps their order and ties."""
     temperature = rows.temperature[row].to(logits.dtype)[:, None]
     return _below_greatest(logits).div_(torch.where(temperature > 0, temperature, 1))
 
@@ -33,7 +34,8 @@ def _below_greatest(logits: torch.Tensor) -> torch.Tensor:
 
 def keep_likely(scaled: torch.Tensor, row: torch.Tensor, rows: SamplingRows, needs: StepNeeds,
                 editor: LogitEditor | None = None) -> None:
-    """Apply min-p, the editor, top-k and top-p in this order, in place. Top-p sees only the tokens that top-k left."""
+    """Apply min-p, the editor, top-k and top-p in this order, in place. Top-p counts only the tokens that top-k has
+    kept."""
     if needs.any_min_p:
         scaled.masked_fill_(scaled < rows.min_p_floor[row].to(scaled.dtype)[:, None], -torch.inf)
     if editor is not None:
@@ -52,7 +54,8 @@ def _keep_from(scaled: torch.Tensor, threshold: torch.Tensor) -> None:
 
 
 def _greatest(scaled: torch.Tensor, needs: StepNeeds) -> torch.Tensor:
-    """[L, depth] in descending order, as deep as a threshold of this batch can lie."""
+    """Return the greatest scaled logits [L, depth] in descending order, as many as a top-k or top-p of this batch may
+    need."""
     vocab = scaled.shape[1]
     if needs.any_top_p_alone or needs.max_top_k >= vocab:
         return scaled.sort(dim=1, descending=True).values
@@ -60,18 +63,18 @@ def _greatest(scaled: torch.Tensor, needs: StepNeeds) -> torch.Tensor:
 
 
 def _top_k_threshold(greatest: torch.Tensor, top_k: torch.Tensor, vocab: int) -> torch.Tensor:
-    """[L, 1]: the k-th greatest, or -inf where there is no top-k."""
+    """Return the k-th greatest logit [L, 1], or -inf for rows without a top-k."""
     index = (top_k - 1).clamp(0, greatest.shape[1] - 1)[:, None]
     is_open = (top_k <= 0) | (top_k >= vocab)
     return torch.where(is_open[:, None], -torch.inf, greatest.gather(1, index))
 
 
 def _top_p_threshold(greatest: torch.Tensor, scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """The scaled logit [L, 1] of the last token that top-p keeps: the tokens likelier than it have a mass below p. -inf
-    where p is 1.
+    """Return the scaled logit [L, 1] of the last token that top-p keeps: the tokens likelier than it have a total
+    probability below p. -inf where p is 1.
 
-    `greatest` may hold tokens that top-k has taken from `scaled`; they come after all that it left, where the
-    mass before them is the whole mass, so they never get in."""
+    `greatest` may contain tokens that top-k has dropped from `scaled`. They come after all kept tokens, whose
+    probabilities add up to the total, so top-p never keeps them."""
     total = probability_mass(scaled).sum(dim=1, keepdim=True)
     mass = probability_mass(greatest)
     before = mass.cumsum(dim=1) - mass
@@ -81,9 +84,9 @@ def _top_p_threshold(greatest: torch.Tensor, scaled: torch.Tensor, top_p: torch.
 
 
 def probability_mass(scaled: torch.Tensor) -> torch.Tensor:
-    """exp(scaled) in units of 2^-40, as integers: their sums are exact in any order.
+    """Return exp(scaled) as integers in units of 2^-40, because sums of integers are exact in any order.
 
-    In float32 the exponential is written out, in steps that every device rounds alike: kernels take the same ones."""
+    In float32 the exponential is computed in steps that every device rounds alike. Kernels compute the same steps."""
     if scaled.dtype != torch.float32:
         return (scaled.exp() * 2.0**_MASS_BITS).to(torch.int64)
     power = (scaled * _LOG2_E).clamp_(min=-64.0)

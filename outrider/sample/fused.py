@@ -1,7 +1,9 @@
-"""The sampler as kernels: everything that a request may ask for, read from row state, in a fixed sequence of launches.
+"""The sampler on a GPU: a fixed sequence of kernel launches that serves all sampling parameters, which it reads from
+row state.
 
-The torch code of this folder is its specification, to the token. Logit rows whose rows ask for nothing are drawn as
-`draw_tokens` draws them: their token does not depend on whether a mate asks for more. Importing this needs triton.
+It chooses exactly the tokens that the torch code of this folder chooses. Logit rows without parameters get the token
+that `draw_tokens` would draw, so their token does not depend on what other requests of the batch ask for. Importing
+this needs triton.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""RowLists: lists of token ids that rows bring along: logit biases and bad words, in one arena, and allowed tokens.
+"""RowLists: the lists of token ids among the sampling parameters of rows: logit biases and bad words, in one arena, and
+allowed tokens.
 
     logit bias of n tokens     n ids, then n values (the bits of float32)
     n bad words                n pairs (offset, length), then the words' tokens, each word backwards
 
-A row's lists are written when a request takes the row and stay until another does. Where a request's lists find no
-place, its row is `unplaced`: batches that name it are sampled by the torch code, which takes `StepExtras`.
+A row's lists are written when a request is admitted to the row, and stay until the next admission. If there is no room
+for a request's lists, its row is `unplaced`: batches with this row are sampled by the torch code, which reads
+`StepExtras`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ NUM_KEPT = 16  # packed lists
 
 @dataclass(frozen=True)
 class ListPlaces:
-    """Places of a row's lists in the arena."""
+    """Where a row's lists lie in the arena."""
 
     bias_start: int = 0
     bias_len: int = 0
@@ -39,8 +41,8 @@ NOWHERE = ListPlaces()
 
 
 class PackedLists:
-    """The last lists that were packed, as device tensors: a list that many requests share is packed once. Known by
-    identity, which is safe because the engine's copies of a caller's lists never change."""
+    """Keeps the lists that were packed last, as device tensors, so that a list that many requests share is packed once.
+    Lists are found by identity, which is safe because the engine's copies of a caller's lists never change."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -77,7 +79,7 @@ class RowLists:
         self.unplaced.clear()
 
     def admit(self, row: int, params: SamplingParams) -> ListPlaces:
-        """Writes the lists of the request that takes a row, and frees the lists of the row's last owner."""
+        """Write the lists of a request that is admitted to the row, and free the lists of the row's last request."""
         self.unplaced.discard(row)
         for start in self._starts.pop(row, ()):
             self._arena.free(start)

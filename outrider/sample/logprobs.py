@@ -1,8 +1,8 @@
-"""Log-probabilities of chosen tokens and of the most likely ones, for sampled tokens and for prompts alike.
+"""Computes log-probabilities of chosen tokens and of the most likely ones, for sampled tokens and for prompts.
 
-Every device has one function for them, with one order of additions for a logit row: `report_tokens`, which kernels that
-sample call too. Ties among the most likely go to the lowest id. `HostLogprobs` forms what a result carries; it does not
-know which request asked for how many.
+All go through `report_tokens`, which kernels that sample call too. It adds the terms of a logit row in one fixed order
+on each kind of device. The lowest id wins a tie among the most likely tokens. `HostLogprobs` makes the tuples that a
+step's result contains.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ KERNEL_MAX_LOGPROBS = 128  # most likely tokens that kernels report
 
 @dataclass(frozen=True)
 class LogprobRows:
-    """Log-probabilities [L logit rows] of the chosen token and of the N likeliest tokens. They are packed in two
-    tensors, because each tensor that is copied to the host costs time in every step."""
+    """The log-probabilities of L logit rows: of the chosen token and of the N likeliest tokens. They are packed into
+    two tensors, because copying each tensor to the host costs time in every step."""
 
     ids: torch.Tensor  # [L, 2 + N] int64: the chosen token's rank, the chosen token, the likeliest first
     values: torch.Tensor  # [L, 1 + N]: of the chosen token, of the likeliest first
 
     @property
     def num_top(self) -> int:
-        """The likeliest tokens of each logit row."""
+        """The number of likeliest tokens that each logit row reports."""
         return self.values.shape[1] - 1
 
     @property
     def rank(self) -> torch.Tensor:
-        """[L] 1 + the number of likelier tokens"""
+        """Ranks [L] of the chosen tokens: 1 + the number of likelier tokens."""
         return self.ids[:, 0]
 
     @property
@@ -66,9 +66,10 @@ class LogprobRows:
 
 
 def logprob_rows(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int) -> LogprobRows:
-    """Log-probabilities of the tokens [L] that follow logits [L, V], and of the `num` likeliest tokens, -1 for all.
+    """Compute the log-probabilities of the chosen tokens [L], and of the `num` likeliest tokens (-1: all), from logits
+    [L, V].
 
-    Takes scratch of the logits' size: callers with many logit rows come in chunks."""
+    This needs scratch memory as large as the logits, so callers with many logit rows pass them in chunks."""
     vocab = logits.shape[1]
     width = vocab if num == MAX_LOGPROBS_ALL else min(num, vocab)
     if width > KERNEL_MAX_LOGPROBS:
@@ -78,14 +79,14 @@ def logprob_rows(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int) -> Lo
 
 
 def many_logprob_rows(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int, found: ReportedLogprobs) -> LogprobRows:
-    """Log-probabilities of more tokens than kernels can report, with the same bits as from a kernel. found: the
-    kernels' report of these logit rows."""
+    """Compute the log-probabilities of more likeliest tokens than kernels can report, with the same bits as kernels.
+    found: the kernels' report of the same logit rows."""
     ids = rank_tokens(logits, chosen_ids, num)
     return LogprobRows(ids, logits.gather(1, ids[:, 1:]) - found.most[:, None] - found.norm[:, None])
 
 
 def _report_tokens(logits: torch.Tensor, tokens: torch.Tensor, num: int) -> ReportedLogprobs:
-    """Log-probabilities of tokens [L] that follow logits [L, V], and of the `num` likeliest tokens."""
+    """Compute the log-probabilities of tokens [L], and of the `num` likeliest tokens, from logits [L, V]."""
     most = logits.amax(dim=1)
     norm = sum_by_halves((logits.double() - most[:, None].double()).exp_()).log().to(logits.dtype)
     ids = rank_tokens(logits, tokens, num)
@@ -101,8 +102,8 @@ report_tokens = Operation(
 
 
 def sum_by_halves(terms: torch.Tensor) -> torch.Tensor:
-    """Sums [L] of terms [L, V], where the second half of the terms is added to the first until one is left. A library's
-    sum adds in an order that depends on the number of rows, of threads and on where a row begins."""
+    """Sum the terms [L, V] of each row: the second half of the terms is added to the first half until one term is left.
+    A library's sum would add in an order that depends on the number of rows and threads, and on where a row begins."""
     width = 1 << (terms.shape[1] - 1).bit_length()
     sums = torch.nn.functional.pad(terms, (0, width - terms.shape[1]))
     while width > 1:
@@ -112,15 +113,16 @@ def sum_by_halves(terms: torch.Tensor) -> torch.Tensor:
 
 
 def rank_tokens(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int) -> torch.Tensor:
-    """[L, 2 + num]: the chosen token's rank, the chosen token, and the `num` likeliest tokens."""
+    """Return [L, 2 + num]: the chosen token's rank, the chosen token, and the `num` likeliest tokens."""
     at = chosen_ids[:, None]
     rank = (logits > logits.gather(1, at)).sum(dim=1, keepdim=True) + 1
     return torch.cat([rank, at, _top_ids(logits, min(num, logits.shape[1]))], dim=1)
 
 
 def _top_ids(logits: torch.Tensor, num: int) -> torch.Tensor:
-    """[L, num]: the greatest logits, ties by id. topk alone leaves ties open, so float32 logits and their ids are
-    packed into integers without ties; wider ones, and whole vocabularies, are sorted."""
+    """Return the ids [L, num] of the greatest logits, the lowest id first among ties. topk alone leaves the order of
+    ties open, so float32 logits and their ids are packed into integers without ties; wider logits, and whole
+    vocabularies, are sorted."""
     vocab = logits.shape[1]
     if logits.dtype != torch.float32 or num == vocab:
         return logits.sort(dim=1, descending=True, stable=True).indices[:, :num]
@@ -135,8 +137,8 @@ _entry = partial(tuple.__new__, TokenLogprobs)  # from an iterable; the type's o
 
 
 class HostLogprobs:
-    """Log-probabilities as tuples of the host. Whole tensors are converted at once: a step has hundreds of logit rows,
-    and reading them one by one would take longer than the step."""
+    """The log-probabilities of a step as Python tuples on the host. Whole tensors are converted at once: a step has
+    hundreds of logit rows, and reading them one by one would take longer than the step."""
 
     def __init__(self, rows: LogprobRows, num: int, count: int | None = None) -> None:
         """Convert the first `count` logit rows (None: all), each with its `num` likeliest tokens (-1: all). `rows` must
@@ -150,8 +152,8 @@ class HostLogprobs:
         self._num = num
 
     def between(self, start: int, stop: int, num: int) -> list[TokenLogprobs]:
-        """Logit rows start to stop for a request that asked for `num`: the chosen token, then the `num` likeliest in
-        order of rank, so that the chosen one may come twice."""
+        """Return the entries of logit rows start to stop for a request that asked for `num` tokens: first the chosen
+        token, then the `num` likeliest, among which the chosen one may come again."""
         entries = self._entries[start:stop]
         if num in (self._num, MAX_LOGPROBS_ALL):
             return entries
@@ -159,5 +161,5 @@ class HostLogprobs:
 
 
 def to_host(rows: LogprobRows, start: int, stop: int, num: int) -> list[TokenLogprobs]:
-    """Logit rows start to stop for a request that asked for `num`."""
+    """Convert logit rows start to stop for a request that asked for `num` tokens."""
     return HostLogprobs(rows.map(lambda field: field[start:stop]), num).between(0, stop - start, num)

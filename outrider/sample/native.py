@@ -1,8 +1,9 @@
-"""The sampler as native code of the CPU: everything that a request may ask for, read from row state, in one call.
+"""The sampler on a CPU: one call of C code that serves all sampling parameters, which it reads from row state.
 
-The torch code of this folder is its specification, to the token. All logit rows in float32 go through here, so that a
-logit row's bits do not depend on what its mates ask for: where the C code cannot read a row's lists, or cannot report
-so many log-probabilities, the torch code does that part with operations that every library rounds alike.
+It chooses exactly the tokens that the torch code of this folder chooses. All float32 logits go through it, so that the
+bits of a logit row's result do not depend on what other requests of the batch ask for. If the C code cannot read a
+row's lists, or cannot report so many log-probabilities, the torch code does that part, with operations that every
+library rounds alike.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def sample_native(logits: torch.Tensor, asked: Asked) -> Sampled:
 
 def _many_logprobs(logits: torch.Tensor, edited: torch.Tensor | None, tokens: torch.Tensor, reported: ReportedLogprobs,
                    asked: Asked) -> LogprobRows:
-    """Compute more log-probabilities than the C code reports, of the logits that they are of."""
+    """Compute more log-probabilities than the C code reports, from raw or processed logits as the report needs."""
     num = asked.needs.max_logprobs
     assert num is not None
     shown = logits
@@ -74,7 +75,8 @@ _rows: WeakKeyDictionary[SamplingRows, tuple[torch.Tensor | None, torch.Tensor |
 
 
 def _packed(rows: SamplingRows) -> bytes:
-    """The rows as the C code reads them, packed once."""
+    """Return the rows in the form that the C code reads. They are packed once, and again when counts or masks are
+    allocated."""
     counts, masks = rows.counts.packed, rows.masks.words
     known = _rows.get(rows)
     if known is None or known[0] is not counts or known[1] is not masks:

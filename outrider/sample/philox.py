@@ -1,7 +1,6 @@
 """Counter-based noise: Philox 4x32-10, and Gumbel noise keyed by (seed, sample index, position, token id).
 
-Integer arithmetic only until the last step, so the bits are the same on every device and for every batch shape.
-It knows nothing of logits, rows or requests.
+All arithmetic before the last step is on integers, so the bits are the same on every device and for every batch shape.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ _LARGEST_BELOW_ONE = 1 - 2**-24  # as float32 knows it; also used in float64, so
 
 
 def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
-    """Four words of 32 random bits per element. All tensors are int64 in [0, 2^32) and broadcast together.
+    """Return four words of 32 random bits for each element. All tensors are int64 in [0, 2^32) and are broadcast
+    together.
 
-    Words that do not vary along an axis may have extent 1 there: the first rounds then stay small."""
+    Counter words that do not vary along an axis may have size 1 there, which makes the first rounds cheaper."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
@@ -33,8 +33,8 @@ def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
 
 
 def _multiply(word: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low halves of a 32 x 32 bit product. The product wraps in int64, which keeps its 64 bits; the
-    shift drags the sign along, which the mask removes."""
+    """Return the high and low halves of a 32 x 32 bit product. The product wraps around in int64, which keeps its 64
+    bits. The right shift fills the high half with sign bits, which the mask removes."""
     product = word * multiplier
     return (product >> 32) & _MASK, product & _MASK
 
@@ -42,7 +42,8 @@ def _multiply(word: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.
 def random_words(
     seed: torch.Tensor, sample_index: torch.Tensor, position: torch.Tensor, token_ids: torch.Tensor | None, vocab: int
 ) -> torch.Tensor:
-    """[L, V] int64 in [0, 2^32): word `id % 4` of Philox at counter (id // 4, position, sample index, 0)."""
+    """Return random words [L, V], int64 in [0, 2^32): for each token id, word `id % 4` of Philox at the counter (id //
+    4, position, sample index, 0)."""
     key = (seed[:, None] & _MASK, (seed[:, None] >> 32) & _MASK)
     if token_ids is None:
         counters = torch.arange(-(-vocab // LANES), device=seed.device)
@@ -66,9 +67,11 @@ def gumbel(
     vocab: int,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[L, V] noise in `dtype` for keys [L] (int64). `token_ids` [V] are the columns' ids in the target; None: 0 to V.
+    """Return Gumbel noise [L, V] in `dtype` for keys [L] (int64). `token_ids` [V]: the columns' token ids in the target
+    model; None: 0 to V.
 
-    Small uniforms give the large values that win, and small floats are dense: the winners are finely resolved."""
+    The large values, which win a draw, come from uniform numbers near 0, where floats are dense, so that they are
+    finely resolved."""
     words = random_words(seed, sample_index, position, token_ids, vocab)
     uniform = ((words.to(dtype) + 0.5) * 2**-32).clamp_(max=_LARGEST_BELOW_ONE)
     return uniform.neg_().log1p_().neg_().log_().neg_()

@@ -1,7 +1,8 @@
-"""RowMasks: the tokens that features allow in the logit rows of a step, a bit for each token of the vocabulary.
+"""RowMasks: masks of the tokens that features allow in the logit rows of a step, with a bit for each token of the
+vocabulary.
 
 A feature writes the masks of its rows between forward and finish of every step in which they sample (`HostTurn`). Their
-memory, rows x tokens of a run x vocabulary bits, is taken when the first request with masks comes, and never moves:
+memory, rows x tokens of a run x vocabulary bits, is allocated for the first request with masks. It never moves, because
 captured steps hold its address.
 """
 
@@ -25,7 +26,7 @@ class RowMasks:
 
     @property
     def num_words(self) -> int:
-        """Words of one mask."""
+        """The number of 32-bit words in one mask."""
         return self._limits.extent(Axis.MASK_WORDS)
 
     def admit(self, admissions: list[Admission]) -> None:
@@ -36,7 +37,7 @@ class RowMasks:
             log.info("masks of allowed tokens take %.0f MiB for all rows", self.words.nbytes / 2**20)
 
     def write(self, cells: list[int], words: np.ndarray) -> None:
-        """Masks words [cells, mask words] of cells, where cell j of row r is r * run + j."""
+        """Write masks [cells, mask words] into these cells. Cell r * run + j has the mask of row r after j drafts."""
         assert self.words is not None, "a row with masks was not admitted"
         flat = self.words.view(-1, self.words.shape[2])
         flat.index_copy_(0, to_device(cells, torch.int64, self._device), send(torch.from_numpy(words), self._device))

@@ -1,7 +1,7 @@
-"""The sampler: one token for every logit row, with drafts or without, greedy or sampled. There is no other.
+"""The sampler: chooses one token for every logit row, with drafts or without, greedily or at random. All steps use it.
 
-A logit row's token is a function of its logits, its request's parameters, its history and its key: not of the other
-logit rows, their order or number. No device tensor is read by the host. It does not know what becomes of the tokens.
+A logit row's token depends on its logits, its request's parameters, its history and its key, and not on the other logit
+rows, their order or number. The host reads no device tensor. What is done with the tokens is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """The requests behind some logit rows, and everything that they ask of the sampler."""
+    """Some logit rows with their requests' parameters: everything but the logits that the sampler needs."""
 
     logit_rows: LogitRows
     rows: SamplingRows
@@ -71,9 +71,9 @@ def sample(
     chunk_elements: int | None = None,
     row_by_row: bool = False,
 ) -> Sampled:
-    """Chooses from logits [L, V], float32 or float64, which are left as they are. Kernels read all parameters from the
-    rows; the torch code takes lists from `extras`, which must be those of the batch where it runs. row_by_row: what a
-    library rounds is computed one logit row at a time, so that it cannot depend on the others."""
+    """Choose a token for each row of logits [L, V], which are float32 or float64 and stay unchanged. Kernels read all
+    parameters from the rows. The torch code takes lists from `extras`, which must then be those of the batch.
+    row_by_row: compute one logit row at a time where a library's rounding could depend on the other rows."""
     num, vocab = logits.shape
     assert num == len(logit_rows), f"{num} rows of logits for {len(logit_rows)} logit rows"
     assert logits.dtype in (torch.float32, torch.float64), f"logits are {logits.dtype}; narrower ones make ties"
@@ -102,7 +102,7 @@ def sample(
 
 
 def _sample_chunk(logits: torch.Tensor, asked: Asked) -> Sampled:
-    """The steps of sampling, in order, over logit rows that are worked on together."""
+    """Run the stages of the sampler in order, over all logit rows of a chunk."""
     at, rows, needs, editor = asked.logit_rows, asked.rows, asked.needs, asked.extras.editor
     asked.extras.check(needs)
     num_logprobs, is_raw = needs.max_logprobs, asked.logprobs == "raw"
@@ -124,21 +124,23 @@ def _sample_chunk(logits: torch.Tensor, asked: Asked) -> Sampled:
 
 
 def shape_logits(edited: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """Edited logits as tokens are drawn from them: divided by the temperatures, and -inf where a filter drops them."""
+    """Prepare edited logits for a draw: divide them by the temperatures, and set the tokens that a filter drops to
+    -inf."""
     shaped = scale(edited, asked.logit_rows.row, asked.rows)
     keep_likely(shaped, asked.logit_rows.row, asked.rows, asked.needs, asked.extras.editor)
     return shaped
 
 
 def process_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """The logits that tokens would be drawn from, which the log-probabilities of a processed report are of."""
+    """Edit, scale and filter logits as for a draw. Log-probabilities in mode "processed" are computed from the
+    result."""
     asked.extras.check(asked.needs)
     return shape_logits(edit_logits(logits, asked) if asked.needs.any_edits else logits, asked)
 
 
 def edit_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """A copy of the logits in which single logits are changed as requests ask. The order of the changes matters and is
-    fixed."""
+    """Return a copy of the logits in which single logits are changed as requests ask. The order of the changes is
+    fixed, because it matters."""
     own, at, extras = logits.clone(memory_format=torch.contiguous_format), asked.logit_rows, asked.extras
     if extras.allowed is not None:
         allow_only(own, extras.allowed)
@@ -158,8 +160,8 @@ def edit_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
 
 
 def kernels_serve(needs: StepNeeds) -> bool:
-    """Whether kernels can sample a step with these needs. They cannot report a whole vocabulary's log-probabilities,
-    nor read lists that found no place on the device, nor call an editor."""
+    """Whether kernels can sample a step with these needs. They can neither report the log-probabilities of a whole
+    vocabulary, nor read lists that found no room on the device, nor call an editor."""
     num = needs.max_logprobs
     return needs.are_lists_placed and not needs.is_edited and (num is None or 0 <= num <= KERNEL_MAX_LOGPROBS)
 

@@ -1,7 +1,7 @@
-"""The sampler's view of a step: its logit rows, and the history that each of them follows.
+"""What the sampler sees of a step: its logit rows, and the tokens before each of them.
 
-Views of device state, valid for one step. Logit row l chooses the token at `position[l]` of its request, after
-the known tokens and the first `draft_index[l]` drafts.
+These are views of device state, valid for one step. Logit row l chooses the token at `position[l]` of its request,
+which follows the known tokens and the first `draft_index[l]` drafts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class LogitRows:
 
 @dataclass(frozen=True)
 class History:
-    """Row r's sequence is tokens[r, :known[r]], then drafts[r]. What lies beyond is stale and never read as history."""
+    """The tokens before each logit row. Row r's sequence is tokens[r, :known[r]], then drafts[r]. What lies beyond is
+    stale and never read as history."""
 
     tokens: torch.Tensor  # [ROWS, LENGTH] int64
     known: torch.Tensor  # [ROWS] int64
@@ -39,7 +40,8 @@ class History:
     bound: int  # no row of this batch has more known tokens
 
     def at(self, row: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-        """Tokens of rows [n] at positions [n, m]. Positions outside the sequence give some token: mask them."""
+        """Return the tokens of rows [n] at positions [n, m]. Positions outside the sequence return arbitrary tokens,
+        which the caller must mask."""
         inside = position.clamp(0, self.tokens.shape[1] - 1)
         known = self.tokens[row[:, None], inside]
         if self.drafts.shape[1] == 0:

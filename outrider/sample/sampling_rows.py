@@ -1,8 +1,8 @@
-"""SamplingRows: what the device keeps of every running request's sampling parameters.
+"""SamplingRows: the sampling parameters of all running requests on the device, one row for each request.
 
-Written once when a request takes a row, by host-to-device copies only; read by every stage of the sampler. Lists of any
-length are `lists`, what penalties count is `counts`, what features allow is `masks`. It does not know batches: a stage
-picks its rows itself.
+A row is written once, when a request is admitted, by host-to-device copies only; every stage of the sampler reads it.
+`lists` has lists of any length, `counts` the token counts for penalties, `masks` the tokens that features allow. It
+does not know batches: each stage picks the rows that it needs.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _ALIGNED = 16  # fields begin at multiples of so many elements: kernels are comp
 
 
 class SamplingRows:
-    """The sampling parameters of all rows, one element per row in every field. The null row is greedy and asks for
-    nothing."""
+    """The sampling parameters of all rows: every field has one element per row. The null row is greedy and sets no
+    parameter."""
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self.limits = limits
@@ -63,7 +63,8 @@ class SamplingRows:
         self.masks = RowMasks(limits, device)
 
     def admit(self, admissions: list[Admission]) -> None:
-        """Writes the rows of `admissions`: two copies to the device, then one indexed copy for each kind of field."""
+        """Write the rows of the admitted requests: two copies to the device, then one indexed copy for each kind of
+        field."""
         if not admissions:
             return
         stops = [stop_ids_of(a.params, a.eos_ids) for a in admissions]
@@ -92,13 +93,13 @@ class SamplingRows:
         return SamplingKeys(self.temperature, self.seed, self.sample_index)
 
     def stop_mask(self, row: torch.Tensor) -> torch.Tensor:
-        """[n, stop ids] bool for rows [n]: which entries of `stop_ids[row]` count."""
+        """Return [n, stop ids] bool for rows [n]: which entries of `stop_ids[row]` are used, and not padding."""
         return torch.arange(self.stop_ids.shape[1], device=self.device) < self.num_stop_ids[row][:, None]
 
 
 def _float_fields(params: SamplingParams) -> list[float]:
-    """The values of FLOAT_FIELDS, in their order. A greedy row has no filters: they cannot change its token, and a
-    batch of greedy requests must not pay for them."""
+    """Return the values of FLOAT_FIELDS, in their order. A greedy row gets no filters: they cannot change its token,
+    and a batch of greedy requests should not pay for them."""
     top_p, min_p = (1.0, 0.0) if params.is_greedy else (params.top_p, params.min_p)
     (min_p,) = struct.unpack("f", struct.pack("f", min_p))
     penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
@@ -106,7 +107,7 @@ def _float_fields(params: SamplingParams) -> list[float]:
 
 
 def _int_fields(admission: Admission, num_stop_ids: int, places: ListPlaces, vocab: int) -> list[int]:
-    """The values of INT_FIELDS, in their order."""
+    """Return the values of INT_FIELDS, in their order."""
     params = admission.params
     top_k = 0 if params.is_greedy else max(params.top_k, 0)
     min_tokens = params.min_tokens if params.edits_early_stops else 0  # stages run for all rows if one asks for them
@@ -118,7 +119,7 @@ def _int_fields(admission: Admission, num_stop_ids: int, places: ListPlaces, voc
 
 
 def flags_of(request: CheckedRequest, vocab: int) -> int:
-    """Which stages of the sampler a request asks for, as bits of `sampling_flags`."""
+    """Return the sampler stages that a request needs, as bits of `sampling_flags`."""
     params = request.sampling
     is_sampled = not params.is_greedy
     asked = {
