@@ -1,8 +1,8 @@
-"""Builds the ForwardBatch of a step from what the host scheduled and what the rows hold.
+"""Builds the ForwardBatch of a step from the batch that the host scheduled and the state of its rows on the device.
 
-The host's part is one packet of integers, copied once; the device's part is fixed-shape tensor operations on it, which
-can be captured. Padding happens here, once, after the plan is final: padded requests have the null row, no tokens and
-length 0. Which scheduled tokens are live is known on the device only.
+The host packs its part into one packet of integers, which is copied once. The device then runs tensor operations of
+fixed shape on it, which can be captured. Batches are padded only here: padded requests have the null row, no tokens and
+length 0. Only the device knows which of the scheduled tokens are live, so that their results count.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from outrider.sample.sampling_batch import LogitRows
 
 @dataclass(frozen=True)
 class PaddedSize:
-    """Sizes that an uncaptured batch is padded to."""
+    """The numbers of requests and tokens that an uncaptured batch is padded to."""
 
     requests: int
     tokens: int
@@ -56,7 +56,7 @@ class EagerShape(StepExtents):
 
     @cached_property
     def logit_rows_are_tokens(self) -> bool:
-        """Whether logit row l comes from token row l, because every request samples and has one known token."""
+        """Whether logit row l comes from token row l: every request samples and has one known token."""
         lens, known = self.queries.lens, self.known.lens[: self.scheduled_requests]
         return set(known) <= {1} and all(n == m for n, m in zip(self.logit_counts, lens, strict=False))
 
@@ -98,14 +98,14 @@ StepShape = EagerShape | CapturedShape
 
 
 def shares_drafts(shape: StepShape) -> bool:
-    """Whether a step of this shape can divide its token rows among drafts on the device, if a batch asks for it. Other
-    steps check the scheduled number of drafts of each request."""
+    """Whether a step of this shape can decide on the device how many drafts each request gets, if the batch asks for
+    that. Other steps check the number of drafts that was scheduled for each request."""
     return isinstance(shape, CapturedShape) and shape.logit_rows_are_tokens and shape.max_drafts > 0
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a step: the batch, and for each request the data that the finish half and the drafter need as well.
+    """The inputs of a step: the batch, and the data of each request that the finish half and the drafter need too.
     Request tensors are padded."""
 
     shape: StepShape
@@ -192,7 +192,7 @@ def _spread(lens: list[int]) -> tuple[list[int], list[int]]:
 
 def build_inputs(shape: StepShape, ints: torch.Tensor, state: RowState, groups: tuple[Group, ...],
                  max_len: int) -> Inputs:
-    """Make a step's inputs from `ints`, the integers that `pack_eager` or `pack_captured` made, on the device."""
+    """Make a step's inputs on the device, from the packed integers of `pack_eager` or `pack_captured`."""
     packet = unpack(shape, ints)
     if shares_drafts(shape):
         ops.share_drafts(packet, state, max_drafts=shape.max_drafts)
@@ -252,7 +252,7 @@ def admitted_view(admissions: Sequence[Admission], state: RowState, *, pads: boo
 
 
 def dead_view(view: BatchView) -> BatchView:
-    """A copy of the view in which no token is live."""
+    """Copy the view with no token live, so that it changes nothing."""
     nothing = torch.zeros_like(view.live)
     return replace(view, live=nothing, lengths=nothing, live_int32=nothing.int(), lengths_int32=nothing.int())
 

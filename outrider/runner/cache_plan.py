@@ -1,5 +1,6 @@
-"""The layout of an engine's cache, from what its layers claim and the type that keys and values are stored as, and the
-attention backend that serves that type."""
+"""Plans the layout of an engine's cache, from the needs of its layers and the type that keys and values are stored as,
+and chooses the attention backend for that type.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ FP8_LATENT_DIMS = range(256, 512 + 1, 64)
 
 def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = None, *,
                whole_parts: bool = False) -> CacheLayout:
-    """Plan the groups of the target's and the drafter's layers. Both store keys and values as the same type.
+    """Plan the cache groups for the layers of the target and the drafter, which store keys and values as the same type.
     whole_parts: see `Backend.needs_whole_parts`."""
     own_layers = [] if drafter is None else drafter.cache_layers()
     if drafter is not None and any(layer.is_recurrent for layer in own_layers):

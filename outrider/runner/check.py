@@ -1,6 +1,7 @@
-"""Refuses a model, its drafter or their lengths by arithmetic, before weights are read or gigabytes allocated.
+"""Refuses models, drafters and lengths that cannot work, by their configs and sizes alone, before weights are read or
+memory is allocated.
 
-A model is checked by its outline: the same modules on torch's meta device, which has shapes and no memory.
+The check reads the model's outline: the same modules on torch's meta device, where tensors have shapes and no memory.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def _check_weights(outline: Model, device: torch.device) -> None:
 
 
 def device_bytes(device: torch.device) -> int:
-    """All memory of a device, in use or not; with the swap space on a CPU."""
+    """Return the size of a device's memory, in use or not. For a CPU swap space counts too."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     swap = re.search(r"SwapTotal:\s*(\d+) kB", _read("/proc/meminfo"))

@@ -19,8 +19,8 @@ class NoClock:
 
 
 class StepClock(NoClock):
-    """Times the parts of a step, from its construction on. It reads the host's time only, so its laps are right only
-    where the host itself computes."""
+    """Measures the times of a step's parts, from its construction on. It reads the host's clock, so a part's time is
+    right only if the host computes the part itself."""
 
     def __init__(self) -> None:
         self._began = time.time()

@@ -1,14 +1,13 @@
 """Commands to a worker beside batches: typed, answered, and carried out in order with steps. No torch here.
 
-A command says in `carry_out` what the worker does with it, so that a further one is a class in a file of its own, which
-may also lie outside the package. It is plain data: a worker in another process gets it through a pipe.
+A command's method `carry_out` does its work in the worker, so a new command is one class, which may also be defined
+outside the package. A command is plain data: a worker in another process gets it through a pipe.
 
 Beside batches a worker takes *commands* (`runner/commands.py`): typed, picklable, each with a typed answer.
 `Runner.command` returns a future of the answer. Commands and steps share one order: a command runs after all steps that
 were submitted before it and before all that are submitted later, on the thread that runs the steps. A worker in its own
 process gets commands through the same pipe as batches. If a command raises, or one process cannot unpickle an object of
-the other, the exception is the command's answer, and steps go on. `Command.carry_out(worker)` says what is done, so a
-new command is one file.
+the other, the exception is the command's answer, and steps go on. `Command.carry_out(worker)` does the work.
 
 `engine/maintenance.py` builds `sleep`, `wake_up` and `update_weights` on commands. First `Engine.rest` waits for the
 steps in flight, preempts all requests and empties the cache. The engine stays paused until its weights and cache are
@@ -40,8 +39,8 @@ Answer = TypeVar("Answer")
 
 
 class Command(ABC, Generic[Answer]):
-    """Something that a worker does between two steps: steps submitted before it have run, later ones have not begun. If
-    it raises, the exception is the command's answer, and steps go on."""
+    """Work that a worker does between two steps: steps submitted before it have run, later ones have not begun. If the
+    command raises an exception, the exception is its answer, and steps go on."""
 
     @abstractmethod
     def carry_out(self, worker: Any) -> Answer:
@@ -86,7 +85,7 @@ def done_errand() -> Future[Any]:
 
 @dataclass(frozen=True)
 class SleepReport:
-    """Memory that a worker gave back when it went to sleep."""
+    """How much memory a worker freed when it went to sleep, and how long that took."""
 
     total_bytes: int = 0  # of the weights and the cache that were on the device
     freed_bytes: int = 0  # of these, what the device has back
@@ -96,7 +95,8 @@ class SleepReport:
 
 @dataclass(frozen=True)
 class WakeReport:
-    """How long a worker took to wake up. Captured steps are made anew once all parts are awake."""
+    """How long a worker took to wake up, and the state of its weights. Captured steps are made anew once all parts are
+    awake."""
 
     seconds: float = 0.0
     num_captured: int = 0
@@ -107,7 +107,7 @@ class WakeReport:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """Result of an update of weights."""
+    """How many tensors an update of weights replaced, and how long it took."""
 
     num_tensors: int = 0
     seconds: float = 0.0
@@ -122,7 +122,7 @@ class WeightsIncomplete(RuntimeError):
 
 @dataclass(frozen=True)
 class CountPaddedSteps(Command[int]):
-    """The number of steps whose batches were padded."""
+    """Count the steps whose batches were padded."""
 
     def carry_out(self, worker: Any) -> int:
         return int(worker.num_padded_steps)

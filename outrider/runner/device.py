@@ -1,4 +1,4 @@
-"""Which device and which dtype a model runs in, from the settings, the machine and the checkpoint."""
+"""Chooses the device and the dtype that a model runs in, from the settings, the machine and the checkpoint."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def pick_device(name: str) -> torch.device:
 
 
 def gpu_bytes(device: torch.device) -> int | None:
-    """Total memory of a GPU; None for a CPU."""
+    """Return the total memory of a GPU; None for a CPU."""
     return torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
 
 
 def pick_dtype(name: str, source: ModelSource, device: torch.device) -> torch.dtype:
-    """The dtype of the model. "auto" on a GPU is the checkpoint's dtype, and bfloat16 for quantised GGUF files; on a
-    CPU it is float32, because narrower types are slower there."""
+    """Return the dtype of the model. "auto" on a GPU is the checkpoint's dtype, or bfloat16 for quantised GGUF files;
+    on a CPU it is float32, because narrower types are slower there."""
     if name == "auto":
         name = str(source.config.get("dtype") or source.config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
         if device.type == "cpu":

@@ -25,10 +25,11 @@ Rebuild = tuple[Callable[..., torch.Tensor], tuple[Any, ...]]
 
 
 class DeviceRanks:
-    """A `RankGroup` over processes whose GPUs reach each other, or that share one."""
+    """A `RankGroup` over processes whose GPUs can read each other's memory, or that share one GPU."""
 
     def __init__(self, device: torch.device, max_wait_s: float, group: dist.ProcessGroup | None = None) -> None:
-        """group: processes that exchange Python objects (gloo), the default group of the process if None."""
+        """group: a torch.distributed group (gloo) in which the processes exchange Python objects; None: the default
+        group."""
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
         own = torch.zeros(BUFFER_BYTES, dtype=torch.uint8, device=device)
         torch.cuda.synchronize(device)  # it is zero before anyone writes into it

@@ -1,5 +1,6 @@
-"""Refuses at start-up, by name, every setting and operation that exact mode cannot serve. The table of operations says
-which operations are exact."""
+"""Refuses at start-up, by name, every setting and operation that exact mode cannot serve. Each operation declares
+whether it is exact (`Exactness`).
+"""
 
 from __future__ import annotations
 

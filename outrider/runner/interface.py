@@ -102,5 +102,5 @@ class RunningWorker(Runner, Protocol):
     def info(self) -> WorkerInfo: ...
 
     def begin(self, errand: Errand) -> Future[None]:
-        """Have the worker do an errand beside its steps. Any thread may ask. The future raises ValueError if a rank
-        could not do it."""
+        """Have the worker do an errand beside its steps. Any thread may call this. The future raises ValueError if a
+        rank could not do the errand."""

@@ -50,7 +50,7 @@ class LocalRunner:
         self.num_padded_steps = 0
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
-        """Queue a step. The caller's thread packs the batch, while earlier steps run."""
+        """Queue a step. The caller's thread packs the batch while earlier steps run."""
         size = self._padding.size_for(batch)
         self.num_padded_steps += size.requests > batch.num_requests or size.tokens > batch.num_tokens
         return self._thread.submit(self._run, batch, self.device_step.pack(batch, size))
@@ -60,8 +60,9 @@ class LocalRunner:
         return self._thread.submit(work)
 
     def on_thread(self, work: Callable[[], Made]) -> Made:
-        """Run `work` on the thread of steps, and return its result. Measurements use it, because each thread that runs
-        products has its own pool of helper threads, and products run at another speed if several pools exist."""
+        """Run `work` on the thread of steps, and return its result. Measurements use it: each thread that computes
+        matrix products has its own pool of helper threads, and products run at another speed if there are several
+        pools."""
         return self.in_order(work).result()
 
     def idle(self, quiet_seconds: float) -> float | None:

@@ -70,7 +70,7 @@ def _first_line(error: Exception) -> str:
 
 
 class FeatureBytes(NamedTuple):
-    """Device memory that a feature takes and that is therefore not available to pages."""
+    """Device memory that a feature takes, so that it is not available for pages."""
 
     buffers: int = 0  # made with each step; on a GPU they are measured with the largest one
     later: int = 0  # that it will take beside what it holds already

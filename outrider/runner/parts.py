@@ -29,7 +29,7 @@ from outrider.sample.sampler import LogprobsMode
 
 @dataclass(frozen=True)
 class StepParts:
-    """A model, its drafter and everything else that their steps need, except for the pool."""
+    """A model, its drafter and everything else that their steps need, except the page pool."""
 
     model: Model
     drafter: Drafter | None

@@ -1,4 +1,5 @@
-"""StepPlan: the host's decisions about a step, beside its shape. StepPlanner makes the plan of an uncaptured batch.
+"""StepPlan: the host's decisions about a step, apart from the step's shape. StepPlanner makes the plan of an uncaptured
+batch.
 
 The plan of a captured step follows from its key (`GraphKeys.plan`).
 """

@@ -47,7 +47,7 @@ def device_of_rank(name: str, link: RankLink) -> str:
 
 
 def join_ranks(link: RankLink, status: RankStatus, device_name: str) -> WorkerRanks:
-    """Connect to the other ranks. `device_name`: the result of `device_of_rank`."""
+    """Connect to the other ranks. `device_name`: a setting as `device_of_rank` returns it."""
     if link.count == 1:
         return ONE_RANK
     device = pick_device(device_name)

@@ -47,21 +47,20 @@ STATUS_FIELDS = 5  # numbers that a rank shows of itself
 
 
 class RankStatus:
-    """The state of one rank, in memory shared with its parent. The rank's process writes it, and the parent reads
-    it."""
+    """The state of one rank in shared memory, which the rank's process writes and its parent reads."""
 
     def __init__(self, numbers: MutableSequence[int]) -> None:
         """numbers: STATUS_FIELDS shared 64-bit integers, zero at first."""
         self._numbers = numbers
 
     def beat(self) -> None:
-        """Show that the process runs."""
+        """Count up, to show that the process runs."""
         self._numbers[_BEATS] += 1
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Show, while the context lasts, that the rank waits for other ranks: in a sum, or for an agreement. During the
-        wait another thread of the rank may take the next step from the parent."""
+        """A context that shows that the rank waits for other ranks, in a sum or for an agreement. During the wait
+        another thread of the rank may take the next step from the parent."""
         self._numbers[_WAITS] = 1
         yield
         self._numbers[_WAITS] = 0

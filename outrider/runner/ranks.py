@@ -1,4 +1,4 @@
-"""ProcessRanks: ranks that are processes of a torch.distributed group.
+"""ProcessRanks: sums tensors over the processes of a torch.distributed group.
 
 Sums are gathered and then added in the order of ranks, because an all-reduce may choose its order by the tensor's size.
 """
@@ -15,7 +15,7 @@ class ProcessRanks:
     """A `RankGroup` over the processes of an existing torch.distributed group."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        """group: the default group of the process if None."""
+        """group: the torch.distributed group; None: the process's default group."""
         self._group = group
         self.rank, self.count = dist.get_rank(group), dist.get_world_size(group)
 

@@ -193,8 +193,8 @@ class Residence:
         return self._end_update(len(names), start)
 
     def _check_whole(self, update: weight_update.WeightUpdate, names: Collection[str]) -> None:
-        """Refuse an update that leaves the model without some of its weights. If weights were only dropped, those that
-        the update lacks are first read from the files."""
+        """Raise WeightError if the update would leave the model without some of its weights. If weights were only
+        dropped, they are read from the files first."""
         if self._are_incomplete and self._are_unread and not update.is_whole(names, self._doubtful):
             self._read_weights()
         if self._are_incomplete:
@@ -391,7 +391,7 @@ class Residence:
                 slots[name].target.copy_(values[name].target)
 
     def _prepare(self) -> None:
-        """Make again what depends on weights: derived tensors, packed copies, fused layers."""
+        """Make again everything that is derived from weights: derived tensors, packed copies, fused layers."""
         for module in (self._parts.model, *self._modules()):
             module.finalize()
         before = self._packed_bytes
@@ -424,8 +424,8 @@ class Residence:
             self._lacks_captures = True
 
     def _capture_again(self) -> tuple[int, float]:
-        """Capture the dropped steps again, once all parts are awake with whole weights. Returns (number of steps,
-        seconds)."""
+        """Capture the dropped steps again, if all parts are awake and the weights are whole. Returns the number of
+        captured steps and the seconds that it took."""
         if not self._lacks_captures or not self.can_run:
             return 0, 0.0
         assert not isinstance(self._runner, LocalRunner)

@@ -1,7 +1,7 @@
 """One step on the device: forward, finish (sample, accept, commit), draft. Fixed-shape tensor operations on row state.
 
-Nothing in here waits for the device or reads it, so that the sequence can be captured and the host can run ahead. The
-result stays on the device until `results.read_result` is asked for it.
+No function here waits for the device or reads it, so that a step can be captured and the host can queue further steps.
+The result stays on the device until `results.read_result` is asked for it.
 """
 
 from __future__ import annotations

@@ -72,7 +72,8 @@ def _part_of(group: RankGroup, model: Model) -> Model:
 
 
 def declare_stored(model: Model, config: EngineConfig, source: ModelSource, device: torch.device) -> None:
-    """Let a model's layers keep weights in the format of their files, if the config allows it."""
+    """Let layers keep their weights in the quantised format of the files, or quantise them while they are read, if the
+    config asks for it."""
     asked = config.quantization if config.quantization in QUANTIZATIONS else None  # others name the files' own form
     if asked is not None and not config.keep_quantized:
         raise ValueError(f"quantization={asked!r} needs keep_quantized")

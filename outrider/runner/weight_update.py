@@ -40,14 +40,13 @@ PIECE = 1 << 24  # numbers that are checked together: the device may be full
 
 
 def is_buffer(name: str) -> bool:
-    """Whether the weight is a buffer in transformers instead of a parameter. Trainers do not have buffers, so a buffer
-    is kept when parameters are dropped.
-    """
+    """Whether the weight is a buffer and not a parameter in transformers. Trainers do not send buffers, so a buffer is
+    kept when parameters are dropped."""
     return name.endswith(BUFFERS)
 
 
 class UpdatedWeights:
-    """The weights of a model, and of its prediction modules, that an update may replace."""
+    """The weights that an update may replace: those of a model and of its prediction modules (MTP)."""
 
     def __init__(self, model: Model, modules: Sequence[LayeredModule]) -> None:
         """modules: the modules of the drafters."""
@@ -93,8 +92,8 @@ class UpdatedWeights:
         return self._model.ignores(name) or any(name in head.description.names.shared for head in self._heads)
 
     def missing(self, names: Collection[str], doubtful: Collection[str]) -> Collection[str]:
-        """The model's weights that are missing from `names`. A missing buffer counts only if it is in `doubtful`, the
-        names of weights that a failed update has replaced; other buffers keep their values."""
+        """Return the names of the model's weights that are missing from `names`. A missing buffer counts only if it is
+        in `doubtful`, the names of buffers that a failed update has replaced; other buffers keep their values."""
         lacking = self._model.weights().keys() - set(names)
         return {name for name in lacking if name in doubtful or not is_buffer(name)}
 
@@ -137,7 +136,7 @@ class WeightUpdate:
         return not self._weights.missing(names, doubtful)
 
     def check_whole(self, names: Collection[str], doubtful: Collection[str]) -> None:
-        """Raise WeightError if the names of the update lack a weight of the model."""
+        """Raise WeightError if a weight of the model is missing from the names of the update."""
         if missing := self._weights.missing(names, doubtful):
             raise WeightError("the model's weights were dropped (sleep level 2), or an update that failed has changed "
                               f"some of them, and this update lacks {some_names(missing)}: give all weights; where "
@@ -189,7 +188,8 @@ class WeightStream:
 
 
 def _quantization_of(path: Path, stored: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `quantization_config` of the update's files, or of the model's files if the update's files have none."""
+    """Return the `quantization_config` of the update's files, or that of the model's files if the update has no
+    config.json."""
     return quantization_section(read_config(path)) if (path / "config.json").is_file() else stored
 
 

@@ -59,8 +59,8 @@ class Worker:
                  ranks: WorkerRanks = ONE_RANK) -> None:
         """`drafter`: an existing drafter, used if the config asks for none. `prepare` is called with the model and the
         drafter before anything runs; benchmarks use it to change what routers choose. `fill` loads the weights of a
-        model that was built blank, while kernels are compiled. `source`: where dropped weights are read again. `ranks`:
-        the ranks that share the model; every rank runs the same steps."""
+        model that was built blank, while kernels are compiled. `source`: the files from which dropped weights are read
+        again. `ranks`: the ranks that share the model; every rank runs the same steps."""
         if model.device.type == "cuda" and model.device.index is not None:
             torch.cuda.set_device(model.device)  # streams and graphs are made on the current one
         clock = Laps()

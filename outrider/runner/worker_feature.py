@@ -37,7 +37,7 @@ class WorkerFeature:
         return FeatureBytes()
 
     def observers(self) -> Sequence[DraftObserver]:
-        """The observers of drafts that the feature adds. Called once, when the limits are known."""
+        """Return the feature's observers of drafts. Called once, when the limits are known."""
         return ()
 
     def background(self) -> BackgroundWork:
@@ -51,7 +51,7 @@ class WorkerFeature:
 
 
 class StepLine(Protocol):
-    """The runner of a worker's steps."""
+    """The part of a runner that runs work in order with steps."""
 
     def in_order(self, work: Callable[[], None], /) -> Future[None]: ...
 

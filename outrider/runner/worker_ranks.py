@@ -52,7 +52,7 @@ class WorkerRanks:
     @contextmanager
     def without_sums(self) -> Iterator[None]:
         """A context in which sums over ranks raise an error. It surrounds users' code, which may fail on one rank
-        alone; the other ranks would then wait for ever in a sum."""
+        alone, while the other ranks would wait for ever in a sum."""
         if not isinstance(self.group, WatchedRanks):
             yield
             return

@@ -1,5 +1,6 @@
-"""The sampler, which every step uses to choose tokens: parameters per row, needs and extras per batch, and the functions
-`sample` and `accept` per step."""
+"""The sampler, which every step uses to choose tokens: parameters per row, needs and extras per batch, and the
+functions `sample` and `accept` per step.
+"""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,5 @@
-"""Captured steps: a whole step (inputs, forward, finish, draft) as one CUDA graph per key, or its halves as two.
+"""Captures steps: a whole step (inputs, forward, finish, draft) as one CUDA graph for each key, or each half of a split
+step as one graph.
 
 The host copies the batch's integers into the graph's buffer and replays; lengths are read on the device. Which steps
 are captured, and when, is decided elsewhere (`runner/graphs/chooser.py`).
@@ -76,7 +77,7 @@ class StepGraphs:
         return self._step.finish_half(half, plan)
 
     def load(self, key: GraphKey) -> None:
-        """Compile and load the kernels that a capture of the key needs, unless this has been done."""
+        """Compile and load the kernels that a capture of the key needs, unless that has been done."""
         if key not in self.loaded:
             shape = self.keys.shape(key)
             with self._step.model.one_layer_each():
@@ -91,8 +92,8 @@ class StepGraphs:
 
     @contextmanager
     def borrowed(self, key: GraphKey) -> Iterator[CapturedStep]:
-        """Lend the key's graph for timing. A graph that checks drafts and proposes none serves no batch, so it is
-        dropped afterwards."""
+        """Lend the key's graph for a measurement. A graph that checks drafts and proposes none is dropped afterwards,
+        because no batch uses it."""
         yield self.get(key)
         if key.has_drafts and not key.num_wanted:
             torch.cuda.synchronize()
@@ -178,7 +179,8 @@ class StepGraphs:
         return self._capture(key)
 
     def drop(self) -> None:
-        """Drop all captures, whose addresses are about to change, and free their memory. No step is in flight."""
+        """Drop all captures and free their memory, because the addresses that they hold are about to change. No step
+        may be in flight."""
         self._dropped += self.captured
         self.captured.clear()
         self._reserved = None

@@ -76,7 +76,7 @@ class CaptureChooser:
         self._ways: dict[GraphKey, Replay | _Substitute] = {}  # how steps of a key run, until the next capture
 
     def choose(self, batch: ScheduledBatch, state: RowState) -> StepChoice:
-        """Choose how the batch runs. Called after the batch's admissions. Reads only the host's data about rows."""
+        """Choose how the batch runs, from the host's data about rows alone. Called after the batch's admissions."""
         key = self.keys.key_for(batch, state)
         if isinstance(key, Uncaptured):
             return RunEagerly(key)
@@ -137,7 +137,7 @@ class CaptureChooser:
         self._ways.clear()
 
     def end_start(self) -> None:
-        """Note that start-up has made all captures that it makes."""
+        """Note that start-up is over: captures made from now on count as later ones."""
         self._num_at_start = len(self._captured)
         self._usual = list(self.keys.usual())
         num_full = sum(key.sampler is not SamplerForm.DRAW for key in self._captured)

@@ -1,6 +1,7 @@
-"""CudaRunner: steps on a CUDA stream. The host queues a step and goes on; the result is read when it is asked for.
+"""CudaRunner: runs steps on a CUDA stream. The host queues a step and goes on; the result is read when it is asked for.
 
-Steps replay graphs where one serves. Host data goes through pinned memory, so that queueing never waits for the device.
+A step replays a captured graph if one fits. Host data goes through pinned memory, so that queueing never waits for the
+device.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ Made = TypeVar("Made")
 
 
 class PendingStep(Future[StepResult]):
-    """A queued step. `result()` waits for its copy to the host and reads it."""
+    """A queued step. `result()` waits until the step's result has been copied to the host, and reads it."""
 
     def __init__(self, batch: ScheduledBatch, result: DeviceResult, uncaptured: Uncaptured | None = None) -> None:
         super().__init__()
@@ -187,7 +188,7 @@ class CudaRunner:
 
     @torch.inference_mode()
     def capture_again(self) -> int:
-        """Capture the steps that were dropped, as far as there is memory for them. Returns how many are captured."""
+        """Capture the dropped steps again, as far as there is memory for them. Returns the number of captured steps."""
         if self.graphs is None:
             return 0
         dropped = list(self.graphs.take_dropped())

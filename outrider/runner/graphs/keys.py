@@ -1,9 +1,10 @@
-"""Which captured step serves a batch, or why none does. Captures nothing itself.
+"""GraphKeys: finds the key of the captured step that serves a batch, or the reason why none can. It captures nothing
+itself.
 
-A request's number of drafts is data, not a key, and so are its sampling parameters: a graph serves any batch that fits
-its padded requests and tokens and asks no more of the sampler than its form has. So that few graphs serve all, decode
-steps come in four kinds for each number of requests: plain, plain with a proposal, with d drafts for each request,
-which proposes d again, and with token rows that requests with different numbers of drafts share
+The number of drafts and the sampling parameters of a request are data in a graph and no part of its key. A graph serves
+any batch that has no more requests and tokens than it, and needs no more of the sampler. Few graphs suffice, because
+decode steps have four kinds for each number of requests: no drafts; no drafts, but a proposal; d drafts for each
+request and a proposal of d; and a number of token rows that requests with different numbers of drafts share
 (`core/decode_sizes.py`).
 """
 
@@ -168,7 +169,7 @@ class GraphKeys:
                                                wide.takes_checkpoints, wide.longest), default=None)
 
     def plan(self, key: GraphKey) -> StepPlan:
-        """The plan of the captured step with this key. (`shape` has its sizes.)"""
+        """Return the plan of the captured step with this key. (`shape` returns its sizes.)"""
         checkpoints = RowCheckpoints() if key.takes_checkpoints else NoCheckpoints()
         needs = StepNeeds(any_sampled=True)
         if key.sampler is not SamplerForm.DRAW:
@@ -266,7 +267,7 @@ class GraphKeys:
                 yield GraphKey(requests, self.sizes.prompt_tokens[0], num_wanted, has_drafts, has_prompts=True)
 
     def largest_with_prompts(self) -> GraphKey | None:
-        """The largest step with prompts; None if no step with prompts can be captured."""
+        """Return the key of the largest step with prompts; None if no step with prompts can be captured."""
         if not self._takes_prompts:
             return None
         max_drafts, sizes = self.limits.max_drafts, self.sizes
@@ -318,7 +319,7 @@ class GraphKeys:
                               takes_checkpoints=self.takes_checkpoints, sampler=sampler)
 
     def largest(self) -> GraphKey:
-        """The key with the most tokens among the keys that start-up captures."""
+        """Return the key with the most tokens among the keys that start-up captures."""
         return self.largest_with_prompts() or next(chain(self.with_parameters(), self.decoding()))
 
     def shape(self, key: GraphKey) -> CapturedShape:

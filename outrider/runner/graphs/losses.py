@@ -37,7 +37,7 @@ class LossRates:
 
     @property
     def least_own_tokens(self) -> float:
-        """Tokens of the smallest step that is launched at its own size, without a graph."""
+        """The number of tokens from which on a step with prompts is launched at its own size, without a graph."""
         return MARGIN * self.launch_seconds / self.token_seconds if self.token_seconds else math.inf
 
     def own_size(self, key: GraphKey, num_tokens: int) -> GraphKey | None:
@@ -61,7 +61,7 @@ class LossRates:
 
 
 class Losses:
-    """Seconds that steps have lost so far because a graph was missing, by the key of the missing graph."""
+    """The seconds that steps have lost so far because a graph was missing, added up by the key of the missing graph."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.times = LossRates()
@@ -80,7 +80,7 @@ class Losses:
         return self._lost[key] > 0 and self._lost[key] >= reason and self._clock() >= self._next
 
     def worst(self, excluded: Collection[GraphKey] = ()) -> GraphKey | None:
-        """The key that has lost the most; None if none has lost anything."""
+        """Return the key that has lost the most seconds; None if none has lost any."""
         lost = {key: seconds for key, seconds in self._lost.items() if seconds > 0 and key not in excluded}
         return max(lost, key=lost.__getitem__, default=None)
 

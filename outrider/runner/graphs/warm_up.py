@@ -62,8 +62,8 @@ def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, num_wanted: 
 
 def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, device: torch.device, *,
                         use_graphs: bool) -> StepMemory:
-    """Measure the memory that steps take, on CUDA only. `make_step` makes a step around a pool of a page or two, which
-    is dropped afterwards. Kernels stay compiled."""
+    """Measure the memory that steps take, on CUDA only. `make_step` makes a step with a pool of a page or two, which is
+    dropped afterwards; its compiled kernels are kept."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     with enough_memory("a step of max_num_batched_tokens", ADVICE):
@@ -110,7 +110,7 @@ def _count_nothing(step: DeviceStep, limits: Limits) -> None:
 
 
 def run_largest(step: DeviceStep, limits: Limits) -> int:
-    """Run the largest step. Returns the most bytes that were reserved on the device during the step."""
+    """Run the largest step. Returns the most bytes that torch had reserved on the device during the step."""
     device = step.state.device
     torch.cuda.synchronize(device)
     torch.cuda.empty_cache()
