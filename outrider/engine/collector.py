@@ -34,7 +34,7 @@ def collections_paused() -> Iterator[None]:
 
 def freeze_heap(engine: object) -> None:
     """Exclude all objects that exist now from garbage collection, until every engine that froze the heap has ended.
-    Collections go on and look only at objects that are made later."""
+    Collections go on, but look only at objects that are made later."""
     gc.collect()
     gc.freeze()
     _engines.add(id(engine))

@@ -125,7 +125,7 @@ def _is_streamable(step: dict[str, Any]) -> bool:
 
 
 class _ByteLevel:
-    """Decodes tokens that are bytes. A character comes out when its bytes are complete."""
+    """Decodes tokens that stand for bytes. A character is returned when its bytes are complete."""
 
     num_waiting = 0
 

@@ -31,7 +31,7 @@ log = logging.getLogger("outrider")
 
 
 class Engine:
-    """Runs requests on a worker. Single-threaded: one owner calls `add`, `step` and `abort`."""
+    """Runs requests on a worker. Single-threaded: the one owner of the engine calls `add`, `step` and `abort`."""
 
     def __init__(self, make_scheduler: Callable[[int], Scheduler], worker: WorkerLine, checks: RequestChecks,
                  requests: LiveRequests, stats: EngineStats, *, watchers: Sequence[StepWatcher] = (),
@@ -90,7 +90,7 @@ class Engine:
     # Requests
 
     def add(self, requests: Mapping[str, CheckedRequest]) -> dict[str, CheckedRequest]:
-        """Queue requests, given by id. If one is refused with a ValueError, none is added. Returns the requests with
+        """Queue requests, given by id. If any is refused with a ValueError, none is added. Returns the requests with
         the seeds that were drawn for them."""
         self.check_running()
         self.pause.admit_requests()
@@ -164,15 +164,15 @@ class Engine:
         self._flush()
 
     def drop_unused(self) -> None:
-        """Drop what features keep for requests that are gone. Called after `reset`, and after `resume` of the requests
-        that are still wanted."""
+        """Drop what features keep for requests that are gone. Called after `reset`, when `resume` has added the
+        requests that are still wanted."""
         self.keepers.drop_unused()
 
     # One step
 
     def step(self) -> list[OutputIncrement]:
-        """Advance by one step. Returns the tokens and texts that the step added to requests, and which requests
-        ended."""
+        """Queue a step or read the result of one, or both. Returns the tokens and texts that were added to requests,
+        and the ends of requests."""
         self.check_running()
         working_thresholds.begin(self)
         depth = self.limits.steps_in_flight
@@ -190,7 +190,8 @@ class Engine:
         return increments
 
     def idle(self, quiet_seconds: float) -> float | None:
-        """Let the worker prepare for later steps. quiet_seconds: how long there was no work. See `Runner.idle`."""
+        """Let the worker prepare for later steps: see `Runner.idle`. quiet_seconds: for how long there has been no
+        work."""
         return self.runner.idle(quiet_seconds)
 
     def close(self) -> None:

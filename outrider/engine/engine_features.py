@@ -23,8 +23,8 @@ PartMaker = Callable[[], RequestPart]
 
 
 class EngineFeatures:
-    """The features that the settings ask for, and those that requests ask for by a parameter. A feature of the second
-    kind is made when the first such request is checked. May be used by several threads."""
+    """The features that the settings ask for, and those that requests ask for by a parameter, which are made when the
+    first such request is checked. May be used by several threads."""
 
     def __init__(self, config: EngineConfig, of_settings: Sequence[EngineFeature], tools: EngineTools) -> None:
         self.of_settings = tuple(of_settings)

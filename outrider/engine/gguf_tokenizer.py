@@ -106,7 +106,8 @@ def _sentencepiece(meta: Mapping[str, Any], merges: list[tuple[str, str]]) -> To
 
 
 def _wordpiece(meta: Mapping[str, Any]) -> Tokenizer:
-    """Build a WordPiece tokenizer. GGUF files mark the first piece of a word; BERT's files mark all other pieces."""
+    """Build a WordPiece tokenizer. GGUF files mark the first piece of a word, and BERT's own files mark all other
+    pieces."""
     tokens, kinds = meta["tokenizer.ggml.tokens"], meta.get("tokenizer.ggml.token_type")
     vocab = {}
     for i, token in enumerate(tokens):

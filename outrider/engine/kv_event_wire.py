@@ -49,7 +49,8 @@ class EventWriter:
         self._state_size = layout.recurrent.page_tokens
 
     def write(self, events: Iterable[CacheEvent]) -> list[Event]:
-        """Write events. Pages that follow one another in a prompt, or are removed one after another, share an event."""
+        """Convert events into the wire format. Pages that follow one another in a prompt, or are removed one after
+        another, share one event."""
         written: list[Event] = []
         last: tuple[type[CacheEvent], int, bytes] | None = None  # of the event before: its type, group and digest
         for event in events:

@@ -55,7 +55,7 @@ STREAMING = "an update of weights has begun: reset_prefix_cache() ends it"
 
 @dataclass
 class _Stream:
-    """An unfinished weight update whose tensors arrive one by one."""
+    """An update of weights that goes on, whose tensors come one by one."""
 
     is_session: bool  # `start_weight_update` began it, and only `finish_weight_update` ends it
     lacked_before: str  # why no request could run before; empty if some could
@@ -63,7 +63,7 @@ class _Stream:
 
 
 class _Load:
-    """A call of `load_weights` that has not returned."""
+    """Marks a call of `load_weights` that has not returned."""
 
 
 class Maintenance:
@@ -306,7 +306,7 @@ class Maintenance:
         return not self._engine.has_requests
 
     def pause(self, mode: str, *, clears_cache: bool) -> None:
-        """Run no step until `resume`. clears_cache: forget the cached pages of requests that have ended."""
+        """Run no further step until `resume`. clears_cache: forget the cached pages that no request holds."""
         running = PauseMode.from_names(mode, clears_cache)
         self._engine.settle()
         self._is_paused, self._will_pause = True, False

@@ -13,7 +13,7 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplateError(ValueError):
-    """Raised if there is no chat template, or if it is not valid, refused the messages or exceeded a limit."""
+    """There is no chat template, or the template is not valid, refused the messages or exceeded a limit."""
 
 
 def with_plain_content(message: Message) -> Message:

@@ -1,8 +1,10 @@
-"""RankAnswers: steps and commands that all ranks of a worker got, and what the ranks have answered so far. No torch.
+"""RankAnswers: collects the answers of all ranks to each step and command, and resolves their futures. No torch.
+
+What the ranks have answered, and what follows:
 
     a step that rank 0 has run                 its result
     a step that failed on every rank           its failure; the engine admits its requests anew, on every rank
-    a step that failed on some ranks alone     the end of all ranks: the others are in sums without these
+    a step that failed on some ranks alone     the end of all ranks: the others wait in sums for these
     a command that every rank has carried out  the answers, combined
     a command that failed on some ranks alone  the end of all ranks: they hold different states from now on
 """
@@ -62,7 +64,7 @@ class RankAnswers:
         return bool(self._asked)
 
     def take(self, rank: int, number: int, answer: Any) -> WorkerDied | None:
-        """Note a rank's answer. Returns an error if the ranks cannot go on."""
+        """Note a rank's answer to the step or command of this number. Returns an error if the ranks cannot go on."""
         with self._lock:
             asked = self._asked.get(number)
             if asked is None:  # rank 0 has answered before

@@ -28,7 +28,7 @@ STRAGGLER_SECONDS = 30.0  # that ranks may take to fail in a step in which anoth
 
 @dataclass
 class RankProcess:
-    """The process of one rank, and the status that the process shares with its parent."""
+    """A rank's process, with the status that the process shares with its parent."""
 
     rank: int
     process: BaseProcess

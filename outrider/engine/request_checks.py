@@ -29,7 +29,8 @@ ONLY_TEXT = "only text, token ids and embeddings are served"
 
 @dataclass(frozen=True, slots=True)
 class RequestChecks:
-    """Checks requests. Every method raises a ValueError that says what to change if the request cannot be served."""
+    """Checks requests. If a request cannot be served, the methods raise a ValueError that tells the caller what to
+    change."""
 
     model: ServedModel
     features: EngineFeatures
@@ -158,7 +159,7 @@ class RequestChecks:
 
 
 def _as_dict(prompt: Prompt) -> dict[str, Any]:
-    """Convert a prompt of any form into the dict form, which has a key for every field."""
+    """Convert a prompt of any form into the dict form."""
     if isinstance(prompt, str):
         return {"prompt": prompt}
     if isinstance(prompt, (list, tuple)):

@@ -50,7 +50,7 @@ class ServedModel:
 
     @cached_property
     def receipts(self) -> Receipts:
-        """The writer of receipts. Its first use may hash the model's files."""
+        """The object that writes receipts. Its first use may hash the model's files."""
         made: Receipts = request_half("receipts")(self)
         return made
 

@@ -58,7 +58,7 @@ class CallersScript:
 
 def spawn_process(target: Callable[..., None], args: tuple[Any, ...], *, name: str,
                   daemon: bool = False) -> SpawnProcess:
-    """Start a process that imports the caller's script and calls `target` with the arguments."""
+    """Start a process that imports the caller's script and then calls `target` with the arguments."""
     script = CallersScript.of_this_process()
     process = multiprocessing.get_context("spawn").Process(target=_run, args=(script, target, *args), name=name,
                                                            daemon=daemon)

@@ -1,4 +1,4 @@
-"""Starts the loading of torch's shared libraries before torch is imported. No torch."""
+"""Loads torch's shared libraries in the background, before torch is imported. No torch."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def _from_header(name: str, held: dict[str, Any], begin: int) -> Stored:
 
 
 def _arrays(path: Path, data: np.ndarray[Any, np.dtype[np.uint8]], tensors: Sequence[Stored]) -> Iterator[NamedArray]:
-    """Check that the file has all tensors, then copy one after the other."""
+    """Check that the file contains all tensors, then copy them one after the other, each when it is asked for."""
     for tensor in tensors:
         if tensor.start + tensor.num_bytes > len(data):
             raise ValueError(f"update_weights: {path.name} ends before tensor {tensor.name}: it was cut off")

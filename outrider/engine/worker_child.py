@@ -138,8 +138,8 @@ def _leave_to_parent(*_: object) -> None:
 
 
 def _end_with_parent(place: RankPlace) -> None:
-    """End this process when its parent ends, whatever it is doing: a model may take minutes to load, and hold a
-    device's memory until then. The other ranks are ended too, since one of them may be stopped."""
+    """End this process when its parent ends, whatever it is doing: loading a model may take minutes, in which it would
+    hold a device's memory. The other ranks are ended too, since one of them may be stopped."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -157,7 +157,7 @@ def _show_life(status: RankStatus) -> None:
 
 
 class _ToParent(logging.Handler):
-    """Sends messages to the parent, log records among them. May be used by several threads."""
+    """Sends messages and log records to the parent. May be used by several threads."""
 
     def __init__(self, pipe: Connection, link: RankLink) -> None:
         super().__init__()

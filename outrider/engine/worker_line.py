@@ -25,7 +25,7 @@ class WorkerLine:
     """The engine's connection to its worker. Single-threaded, like its engine."""
 
     def __init__(self, runner: Runner) -> None:
-        """runner: the `Worker` or `WorkerProcess`. (The attribute `runner` of a Worker is only its part that runs
+        """runner: the `Worker` or `WorkerProcess`. (The attribute `runner` of a Worker is only the part of it that runs
         steps.)"""
         self.runner = runner
         self.on_death: Callable[[], object] = _ignore  # called when the worker has died
@@ -85,7 +85,7 @@ class WorkerLine:
         return result
 
     def drain(self) -> None:
-        """Wait for all steps in flight after one has failed. Later steps are cancelled or have no effect."""
+        """Wait for all steps in flight after one has failed. The later ones are cancelled or have no effect."""
         self._last_end = None
         while self._in_flight:
             try:

@@ -1,4 +1,4 @@
-"""Messages between a parent and its worker processes: pickled, through a pipe. No torch."""
+"""Messages between a parent and its worker processes. They are pickled and go through a pipe. No torch."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ class WorkerProcess:
         _kill(self._ranks)
 
     def kill(self) -> None:
-        """End children that no longer answer. Their steps fail with WorkerDied."""
+        """Kill children that no longer answer. Their steps fail with WorkerDied."""
         if len(self._ranks) > 1:
             self._end(WorkerDied(f"no step has ended for too long: {self._watch.blamed()}"))
         _kill(self._ranks)

@@ -2,7 +2,8 @@
 
 The host packs its part into one packet of integers, which is copied once. The device then runs tensor operations of
 fixed shape on it, which can be captured. Batches are padded only here: padded requests have the null row, no tokens and
-length 0. Only the device knows which of the scheduled tokens are live, so that their results count.
+length 0. Only the device knows which of the scheduled tokens are live, since a request may have ended in a step that
+the host has not read yet.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ class StepNeeds:
 
     @property
     def any_edits(self) -> bool:
-        """Whether any request changes single logits."""
+        """Whether any request changes single logits, for example by a bias or a penalty."""
         listed = self.any_allowed or self.any_bad_words or self.any_logit_bias
         return listed or self.any_min_tokens or self.any_penalties or self.any_masks or self.is_edited
 
@@ -163,7 +163,8 @@ class StepExtras:
         return cls(bias, allowed, bad_words, bias_rows, allowed_rows, bad_word_rows)
 
     def check(self, needs: StepNeeds) -> None:
-        """Assert that needs and extras come from the same batch; otherwise a list would be silently ignored."""
+        """Assert that the needs and the extras come from the same batch; otherwise a list would be ignored without
+        notice."""
         asked = (needs.any_logit_bias, needs.any_allowed, needs.any_bad_words, needs.is_edited)
         given = tuple(own is not None for own in (self.bias, self.allowed, self.bad_words, self.editor))
         assert asked == given, f"logit bias, allowed tokens, bad words, editor: asked {asked}, given {given}"

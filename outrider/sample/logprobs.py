@@ -141,8 +141,8 @@ class HostLogprobs:
     hundreds of logit rows, and reading them one by one would take longer than the step."""
 
     def __init__(self, rows: LogprobRows, num: int, count: int | None = None) -> None:
-        """Convert the first `count` logit rows (None: all), each with its `num` likeliest tokens (-1: all). `rows` must
-        be on the CPU."""
+        """Convert the first `count` logit rows (None: all), each with its `num` likeliest tokens (-1: all). The tensors
+        of `rows` must be on the CPU."""
         assert rows.values.device.type == "cpu", "copy the log-probabilities to the host first"
         width = rows.num_top if num == MAX_LOGPROBS_ALL else min(num, rows.num_top)
         ids, values = rows.ids.numpy()[:count], rows.values.numpy()[:count]  # whose tolist is the faster one

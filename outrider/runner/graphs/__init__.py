@@ -1,11 +1,11 @@
-"""Captured steps: which there are, how they are captured, warmed up and measured.
+"""Captured steps: which sizes of step are captured, when and how, and how steps are warmed up and measured.
 
-On CUDA a step is one graph per padded size. `runner/graphs/sizes.py` declares all sizes but the token rows that
-requests with different numbers of drafts share, which are in `core/decode_sizes.py`. `runner/graphs/keys.py` makes the
+On CUDA a step is one graph per padded size. `runner/graphs/sizes.py` declares the sizes. Only the numbers of token rows
+that requests with different numbers of drafts share are in `core/decode_sizes.py`. `runner/graphs/keys.py` makes the
 `GraphKey` of a batch, `runner/graphs/chooser.py` chooses the graph that runs, and `runner/graphs/captures.py` captures.
-There are few keys, because most properties of a step are data in the graph: rows, numbers of drafts, context
-lengths, sampling parameters, checkpoints. The sampler has one of two forms (`SamplerForm`), a draw or all parameters.
-Token counts for penalties take memory when a request first asks, so kernels read their address from the device
+There are few keys, because most properties of a step are data in the graph: rows, numbers of drafts, context lengths,
+sampling parameters, checkpoints. The sampler has one of two forms (`SamplerForm`), a draw or all parameters. Token
+counts for penalties take memory when a request first asks, so kernels read their address from the device
 (`CountTable`), and older graphs serve them too.
 
 What is captured when:
@@ -16,10 +16,12 @@ What is captured when:
   proposals are measured on these graphs
 - start-up: steps with prompts: the largest, and a few wide ones in both forms (`PROMPTS_AT_START`)
 - the engine is idle: one graph at a time (`CaptureChooser.choose_idle`, called by `CudaRunner.idle`): first the size
-  that has lost most, then the usual decode sizes that no batch has needed yet, last some that requests with different
-  numbers of drafts share
-- requests run and `Losses.is_due`: the size, behind the step that is queued (`Replay.behind`); a pause follows
-- a decode step that no graph covers: that size at once (`Replay.before`), since many of its size will follow
+  whose steps have lost the most time, then the usual decode sizes that no batch has needed yet, last some sizes whose
+  token rows requests with different numbers of drafts share
+- requests run and the loss of a size is large enough (`Losses.is_due`): that size, behind the step that is queued
+  (`Replay.behind`); no other capture follows for a while
+- a batch needs a decode step that no graph covers: that size at once (`Replay.before`), since more steps of the size
+  will follow
 
 All captures share memory that was reserved for the largest one (`StepGraphs.reserve`), so they can be made in any
 order. A size without a graph of its own runs on the cheapest captured graph that covers it. If the step has prompts,
@@ -39,16 +41,17 @@ How a batch runs is chosen once, before it runs, from the host's data alone: `Ca
 | `Launch` | has the key's padded size, and is launched by the host |
 | `RunEagerly` | has exactly the batch's size, and is launched by the host |
 
-A choice is plain data that can be pickled, so one of several ranks can choose and send it with the batch. The chooser
-reads the clock, knows what is captured, and learns from answers: `StepGraphs.carry_out` says how long an order took, or
-that there was no memory. A rank without memory for a graph launches the same key, so all ranks run the same sizes.
+A choice is plain data that can be pickled, so one of several ranks can choose and send the choice with the batch. The
+chooser reads the clock and knows what is captured. It also learns how long each capture took, or that there was no
+memory for it (`StepGraphs.carry_out`). A rank without memory for a graph launches the same key, so all ranks run the
+same sizes.
 
-A large step with prompts that a graph would pad by 128 tokens or more is launched at its own size, where the device
-takes twice as long as the host's launches (`LossRates.own_size`). Graphs with prompts do not record which requests are
-prompts: kernels read that from the batch.
+A large step with prompts that a graph would pad by 128 tokens or more is launched at its own size, if the device takes
+at least twice as long for it as the host's launches (`LossRates.own_size`). Graphs with prompts do not record which
+requests are prompts: kernels read that from the batch.
 
-Every reason for which a step runs uncaptured is a `core.Uncaptured`, with words for each; it travels in the
-`StepResult`, `EngineStats` counts it and `outrider bench -v` shows it.
+Every reason for which a step runs uncaptured is a member of `core.Uncaptured`; it travels in the `StepResult`,
+`EngineStats` counts it, and `outrider bench -v` shows it.
 
 - the runner, for all steps: no graphs here, `can_capture` (`mixers/cached.py`) says no, or a feature edits
   logits
@@ -60,15 +63,15 @@ Every reason for which a step runs uncaptured is a `core.Uncaptured`, with words
 - `CaptureChooser`: new sizes, no memory, or 256 later captures already
 
 A graph contains `DeviceStep.forward_half` and `finish_half`, run with `GraphKeys.shape` and `GraphKeys.plan` of its
-key. They may use no other data of the host. To allow more, change `key_for`, `GraphKey` with its `covers`, `plan` and
-`shape` together (all in `runner/graphs/keys.py`), and `kernels/packet.py` for new integers. Most steps are captured
-whole; a batch whose `form` is `StepForm.SPLIT` replays one graph for each half, and the host has its turn between them
-(`DeviceStep.host_turn`).
+key. They may use no other data of the host. To capture further kinds of step, change `key_for`, `GraphKey` with its
+`covers`, `plan` and `shape` together (all in `runner/graphs/keys.py`), and `kernels/packet.py` for new integers. Most
+steps are captured whole; a batch whose `form` is `StepForm.SPLIT` replays one graph for each half, and the host has its
+turn between them (`DeviceStep.host_turn`).
 
 Only the rows that make logits:
 
-A step with prompts has many tokens, and only a few of them make logits. The last layer that writes a cache, and the
-layers behind it, are therefore computed for those few tokens only. This holds for steps with prompts that have a
+Only a few of the many tokens of a step with prompts make logits. The last layer that writes a cache, and the layers
+behind it, are therefore computed for those few tokens only. This holds for steps with prompts that have a
 `CapturedShape`, whether they are replayed or launched, unless the drafter reads all hidden states
 (`Drafter.reads_hidden`, `drafters/base.py`).
 
