@@ -1,6 +1,7 @@
-"""How many drafts each request gets in the next step, learned from results and times, and drafts made on the host.
+"""Chooses how many drafts each request gets in the next step, from the results and times of steps, and calls the
+drafters that run on the host.
 
-The scheduler knows the contract `core.speculation.Speculation`, which `StepDrafts` fulfils. No torch here, and no
+The scheduler calls the interface `core.speculation.Speculation`, which `StepDrafts` implements. No torch here, and no
 drafter by name.
 """
 

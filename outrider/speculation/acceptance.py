@@ -1,7 +1,7 @@
-"""How likely drafts are to be accepted, by request and position, learned from the results of steps.
+"""Acceptance: estimates how likely drafts are to be accepted, by request and position, from the results of steps.
 
-Counts are kept per request and position, with decay, and drift back to what requests usually show, so that a request
-that has stopped drafting tries again now and then. Knows no drafter by name.
+Counts are kept by request and position, and decay. Without new drafts a request's estimate drifts back to that of all
+requests, so that a request that has stopped drafting tries again now and then. Knows no drafter by name.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PROBE_AFTER = 32  # steps without drafts until a request tries one, whatever the
 
 
 class Memory(NamedTuple):
-    """How much the acceptance counts of one request weigh against the acceptance rates of all requests."""
+    """How much a request's own acceptance counts weigh against the acceptance rates of all requests."""
 
     decay: float  # factor on the counts, per observation
     prior_weight: float  # observations that the shared rate is worth to a new request
@@ -37,7 +37,8 @@ PATIENT = Memory(0.98, 16.0, 8.0)
 
 @dataclass(slots=True)
 class Rates:
-    """Acceptance by position: of the drafts that were reached, how many were accepted."""
+    """Acceptance counts by position: how many drafts were reached (all before them were accepted), and how many of
+    these were accepted."""
 
     tried: list[float]
     hit: list[float]
@@ -45,8 +46,8 @@ class Rates:
     idle: int = 0  # steps without drafts
 
     def observe(self, drafted: int, accepted: int, decay: float) -> None:
-        """Count one step's drafts. Positions after the last draft were not tried: their counts fade, so that a few
-        early rejections do not keep a request from trying them again."""
+        """Count the drafts of one step. Counts of positions without a draft fade, so that a few early rejections do not
+        keep a request from trying these positions again."""
         tried, hit = self.tried, self.hit  # runs for every request in every step: plain statements are fastest
         for j in range(min(accepted + 1, drafted, len(tried))):
             tried[j] = tried[j] * decay + 1
@@ -56,7 +57,7 @@ class Rates:
             hit[j] *= FORGETTING
 
     def expect(self, gains: Sequence[float], decay: float) -> None:
-        """Count drafts with these chances of being reached and accepted."""
+        """Count drafts that were not checked, by their chances of being reached and accepted (`gains`)."""
         tried, hit, reached = self.tried, self.hit, 1.0
         for j, gain in enumerate(gains):
             tried[j] = tried[j] * decay + reached
@@ -64,8 +65,8 @@ class Rates:
             reached = gain
 
     def add(self, num: Sequence[int], tried: Sequence[float], hit: Sequence[float]) -> None:
-        """Add the drafts of all requests of a step to rates that requests share. `num`: how many there were at each
-        position."""
+        """Add the drafts of all requests of a step to the rates over all requests. By position: `num`, the number of
+        drafts; `tried` and `hit`, what they add to the counts."""
         for j, own in enumerate(num):
             if own:
                 self.tried[j] = add_decayed(self.tried[j], SHARED_DECAY, own, tried[j])
@@ -77,15 +78,15 @@ class Rates:
 
 
 def add_decayed(total: float, decay: float, num: int, added: float) -> float:
-    """A decaying sum after `num` more observations that add up to `added`. The observations have no order, so each
-    counts for as much as they do on average."""
+    """The value of a decaying sum after `num` more observations that add up to `added`. The observations have no order,
+    so each counts as their mean."""
     kept = decay**num
     return total * kept + added * (1 - kept) / ((1 - decay) * num)
 
 
 def believed_weight(weight: float, deviation: float, variance: float) -> float:
-    """The weight of the usual rate, as a number of observations: `weight`, or less for a request that deviates from the
-    usual rate by more than chance explains. variance: how much deviation chance explains."""
+    """The weight that the rate of all requests has for one request, as a number of observations: `weight`, or less if
+    the request deviates from that rate by more than chance explains. variance: that of a deviation by chance."""
     return weight / max(1.0, deviation * deviation / variance / USUAL_DEVIATION)
 
 
@@ -100,7 +101,8 @@ class Acceptance:
         self._rates: dict[int, Rates] = {}
 
     def observe(self, drafts: Sequence[tuple[int, int, int]]) -> None:
-        """Count the drafts of a step. For each request: how many were checked, and how many accepted."""
+        """Count the drafts of a step. `drafts` has, for each request: its id, how many were checked, and how many
+        accepted."""
         decay, k = self._memory.decay, self._k
         by_accepted, num_rejected = [0] * (k + 1), [0] * k  # requests with so many accepted; rejected at each place
         for request_id, num_drafted, num_accepted in drafts:
@@ -115,8 +117,8 @@ class Acceptance:
         self._shared.add(num_reached, num_reached, num_hit)
 
     def expect(self, proposed: Sequence[tuple[int, list[float]]]) -> None:
-        """Count drafts that were proposed, by their chances of being reached and accepted. Counting only checked drafts
-        would be biased, because drafts with good chances are checked."""
+        """Count proposed drafts of requests, by their chances of being reached and accepted. Counting checked drafts
+        alone would be biased, because drafts with good chances are the ones that are checked."""
         decay, num, tried, hit = self._memory.decay, [0] * self._k, [0.0] * self._k, [0.0] * self._k
         for request_id, gains in proposed:
             rates = self._rates.get(request_id) or self._rates_of(request_id, idle=0)
@@ -169,8 +171,8 @@ class Acceptance:
         return believed_weight(weight, rates.hit[0] / tried - shared, chance)
 
     def is_probe_due(self, request_id: int) -> bool:
-        """Count a step of the request without drafts. Returns True when it should try one: a text may begin to repeat
-        itself at any time, and without drafts that would go unnoticed."""
+        """Count a step of the request without drafts. Returns True if the request should try a draft: a text may begin
+        to repeat itself at any time, which is only noticed with drafts."""
         rates = self._rates_of(request_id, idle=self.probe_after * 3 // 4)  # a new request is tried soon
         self._fade(rates)
         rates.gains = []

@@ -1,4 +1,4 @@
-"""auto_drafts: the chooser of draft counts for an engine whose step costs are measured."""
+"""auto_drafts: makes the chooser of draft counts for an engine whose step costs are measured."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ else:
 
 def auto_drafts(k: int, costs: StepCosts, *, always_propose: bool) -> SizedDrafts | IndividualDrafts:
     """Make the chooser of draft counts that maximises the expected tokens per second; a count may be 0.
-    `always_propose`: whether a proposal costs so little that uncaptured steps always make it. A captured step is so
-    fast that a lookup takes 2% of it."""
+    `always_propose`: whether proposals cost so little that uncaptured steps always make them. Captured steps do not:
+    they are so fast that an n-gram lookup takes 2% of their time."""
     if costs.is_padded:
         return sized_drafts.SizedDrafts(k, costs, misses_rests=not always_propose)
     return individual_drafts.IndividualDrafts(k, costs, always_propose=always_propose)

@@ -1,27 +1,27 @@
-"""Estimates how likely a draft is to be accepted, from its drafter's confidence and the drafts checked so far.
+"""DraftChances: estimates how likely a draft is to be accepted, from its drafter's confidence and earlier drafts.
 
 A drafter with a network gives each draft a probability. The kernel that draws the draft keeps it as a level from 1 to
-15 (`core/draft_confidence.py`), and the scheduler counts how often drafts of each level are accepted, over all
-requests, with a factor for the place in the chain and one for each request. The chance of a draft is the product of
-these rates up to it. If a drafter is wrong about itself, all levels have the same rate, and what is left is each
-request's own acceptance.
+15 (`core/draft_confidence.py`). The scheduler counts how often drafts of each level are accepted over all requests, and
+corrects this rate by one factor for the draft's place and one for the request. The chance that a draft is reached and
+accepted is the product of the rates up to it. If the confidence of a drafter says nothing, all levels get the same
+rate, and each request's own acceptance remains.
 
-- On a CPU the scheduler knows the drafts that wait. It checks a draft if the tokens that it is expected to add would
+- On a CPU the scheduler knows the proposed drafts. It checks a draft if the tokens that it is expected to add would
   take longer to get without it.
-- On a GPU the scheduler runs ahead of the drafts. It chooses the token rows of the step, and the device shares them
-  out among the drafts, likeliest first, before the batch is laid out (`share_drafts` in `kernels/step.py`); all ranks
-  compute the same in whole numbers. That is done from 9 requests on, if it is expected to gain 2% over counts by
-  acceptance, in steps without prompts and without masked requests.
-- A user's drafter may say it too (`Drafts.levels`). A lookup says nothing.
+- On a GPU the scheduler runs ahead of the drafts. It chooses the number of token rows of the step, and the device
+  distributes them among the drafts, likeliest first, before the batch is laid out (`share_drafts` in
+  `kernels/step.py`). It computes in integers, so that all ranks get the same result. This is done from 9 requests on,
+  in steps without prompts and without masked requests, if it is expected to gain 2% over counts by acceptance.
+- A user's drafter may report its confidence too (`Drafts.levels`). An n-gram lookup has none.
 
-Which drafts are checked cannot change the text: at every place the one sampler picks the token from its logits and its
-noise, which depend on the tokens before and on the request's key, and a draft is accepted only if it is that token. So
-the choice may look at the drafts themselves. (With rejection sampling it may not: dropping a draft because it is
-improbable, and drawing from the target instead, would favour the drafter's likely tokens.)
+The choice of drafts to check cannot change the text. At every position the sampler picks the token from its logits and
+its noise, which depend on the tokens before and on the request's key, and a draft is accepted only if it is that token.
+So the choice may depend on the drafts. (With rejection sampling it may not: dropping an improbable draft and drawing
+from the target instead would favour the drafter's likely tokens.)
 
-The head knows itself: of drafts with level 1, 5, 10 and 15 it has 7%, 42%, 71% and 98% right. At a temperature the
-probability at temperature 1 of the drawn token says more than that of the likeliest token, or than either at the
-request's temperature.
+A draft head's confidence is reliable: of its drafts with level 1, 5, 10 and 15, 7%, 42%, 71% and 98% are accepted. At a
+temperature, the best predictor is the probability of the drawn token at temperature 1; that of the likeliest token, or
+either one at the request's temperature, says less.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ OWN_DECAY = 0.98  # factor on what was counted of one request, per draft
 
 @dataclass(slots=True)
 class _Ratio:
-    """The number of accepted drafts against the number that was expected."""
+    """A factor: the number of accepted drafts divided by the number that was expected to be accepted."""
 
     accepted: float
     expected: float
@@ -56,7 +56,7 @@ class _Ratio:
         return self.accepted / self.expected
 
     def add(self, num: int, num_accepted: int, expected: float) -> None:
-        """Count drafts of all requests of a step."""
+        """Count `num` drafts of a step, over all requests."""
         self.accepted = add_decayed(self.accepted, SHARED_DECAY, num, num_accepted)
         self.expected = add_decayed(self.expected, SHARED_DECAY, num, expected)
 
@@ -74,8 +74,8 @@ class DraftChances:
         self._table: list[list[float]] = []  # see `table`; empty if it must be computed anew
 
     def observe(self, drafts: Iterable[tuple[int, int, int, int]]) -> None:
-        """Count the checked drafts of a step. For each request: the levels of its drafts, how many were checked, and
-        how many accepted. Drafts after the first rejected draft were not reached and do not count."""
+        """Count the checked drafts of a step. `drafts` has, for each request: its id, the confidence levels of its
+        drafts, how many were checked, and how many accepted. Drafts after the first rejected one do not count."""
         rates, factors, k = self.rates, [place.factor for place in self._places], self._k
         num_tried, num_hit = [0] * NUM_LEVELS, [0] * NUM_LEVELS
         num_reached, num_accepted_at, expected_at = [0] * k, [0] * k, [0.0] * k
@@ -120,14 +120,15 @@ class DraftChances:
                 for hit, tried in zip(self._hit, self._tried, strict=True)]
 
     def table(self) -> list[list[float]]:
-        """[place][level] the chance of a draft that was reached, without the factor of its request."""
+        """[place][level] The chance that a draft is accepted if all drafts before it are, without the factor of its
+        request."""
         if not self._table:
             rates = self.rates
             self._table = [[rate * factor for rate in rates] for factor in [place.factor for place in self._places]]
         return self._table
 
     def factor(self, request_id: int) -> float:
-        """The factor of a request. The fewer of its drafts were checked, the nearer it is to 1."""
+        """The factor of a request on the chances of its drafts. The fewer were checked, the nearer it is to 1."""
         own = self._own.get(request_id)
         if own is None:
             return 1.0
@@ -136,7 +137,8 @@ class DraftChances:
         return (own.accepted + weight) / (own.expected + weight)
 
     def gains(self, request_id: int, packed: int, count: int) -> list[float]:
-        """The chance that draft j of the request is reached and accepted, for its `count` drafts of these levels."""
+        """For each of `count` drafts of the request: the chance that it is reached and accepted. packed: their
+        confidence levels."""
         gains, reached, factor = [], 1.0, self.factor(request_id)
         for place, rates in enumerate(self.table()[:count]):
             chance = rates[packed >> LEVEL_BITS * place & TOP_LEVEL] * factor
@@ -145,8 +147,8 @@ class DraftChances:
         return gains
 
     def gains_of_chains(self, request_ids: list[int], owner: Ints, packed: Ints, counts: Ints) -> NDArray[np.float64]:
-        """[chain, place] the same for many chains of drafts; 0 for places behind the drafts of a chain. owner: which of
-        the requests each chain belongs to."""
+        """[chain, place] Like `gains`, for many chains of drafts at once; 0 for places after the last draft of a chain.
+        owner: the index of each chain's request in `request_ids`."""
         places = np.arange(self._k)
         levels = packed[:, None] >> LEVEL_BITS * np.minimum(places, MOST_PLACES) & TOP_LEVEL
         factors = np.array([self.factor(request_id) for request_id in request_ids])

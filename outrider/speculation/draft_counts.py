@@ -1,6 +1,6 @@
-"""How many drafts each request gets in the next step: what the scheduler asks for, and the plan that it is given.
+"""DraftCounts, the interface that chooses how many drafts each request gets in the next step, and its plan, DraftPlan.
 
-Knows no drafter by name. `choosers.py` has the counts that are chosen by costs and acceptance.
+Knows no drafter by name. `choosers.py` makes the choosers that use measured costs and acceptance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from outrider.core.drafted_request import DraftedRequest
 
 
 class SharingPlan(NamedTuple):
-    """The plan of a `DraftSharing`, made before the batch is known."""
+    """The plan for a `DraftSharing`, by which the device distributes token rows among drafts. It is made before the
+    batch."""
 
     total: int
     weights: dict[int, int]  # by request
@@ -40,25 +41,25 @@ class DraftCounts(ABC):
 
     @abstractmethod
     def choose(self, requests: Sequence[DraftedRequest], is_exact: bool) -> DraftPlan:
-        """Plan the drafts of the next step. `is_exact`: nothing is in flight, so the number of drafts that wait on the
-        device is known."""
+        """Plan the drafts of the next step. `is_exact`: whether the number of drafts that wait on the device is known,
+        because no step is in flight."""
 
     def beside_prompts(self, plan: DraftPlan) -> DraftPlan:
-        """Change the plan that was just made for a step that also computes prompts: in such a step the device does not
-        share token rows out."""
+        """Change the plan that `choose` just returned, because the step also computes prompts. In these steps the
+        device does not distribute token rows among drafts."""
         return plan if plan.sharing is None else DraftPlan(plan.sharing.fixed_drafts, plan.num_wanted)
 
     def begin(self, requests: Sequence[DraftedRequest]) -> int:
-        """Note requests that start in the step that `choose` was just asked about: their first tokens are computed
-        there. Returns how many drafts the step must propose at least, so that the drafter sees their prompts."""
+        """Note the requests that start in the step that `choose` has just planned. Returns how many drafts the step
+        must propose at least, so that the drafter processes their prompts."""
         return 0
 
     def observe(self, settled: Sequence[SettledDrafts], *, is_shared: bool = False) -> None:
-        """Note a step that yielded tokens for these requests. is_shared: whether the device divided the token rows
-        among drafts."""
+        """Learn from a step that yielded tokens for these requests. is_shared: whether the device distributed the token
+        rows among drafts."""
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
-        """Note that a step has ended. seconds: from the end of the step before to the end of this step."""
+        """Learn from the time of a step. seconds: from the end of the step before to the end of this step."""
 
     def forget(self, request: DraftedRequest) -> None:
         """Forget a request that has ended."""
@@ -75,8 +76,8 @@ class FixedDrafts(DraftCounts):
 
 
 def clamp_drafts(request: DraftedRequest, k: int, is_exact: bool) -> int:
-    """Reduce k to the number of drafts that a request can have. A request sets an upper bound. If the host knows how
-    many drafts wait on the device, that number is another bound."""
+    """Reduce k to the number of drafts that a request can have: at most as many as its caller allows and, if the host
+    knows how many drafts wait on the device (`is_exact`), at most that many."""
     most = request.max_drafts
     if most is not None and most < k:
         k = most

@@ -1,11 +1,11 @@
-"""DraftSlowness: how much longer drafts take than foreseen when other processes use the machine.
+"""DraftSlowness: estimates how much longer drafts take than expected when other processes use the machine.
 
-Costs are measured at start-up, as if nothing else ran. Another process may take a core, or the memory's bandwidth, and
-slow what drafts add more than the step that they are added to. The number of drafts varies from step to step, so steps
-with many and with few drafts are seen under the same conditions. The factor on the time of drafts is chosen so that
-both agree best with their measured times. Until there is enough evidence the factor is 1; noisier times need more
-evidence. If all steps have equally many drafts, some steps without drafts are asked for when the machine's speed has
-changed. The factor stays while drafts rest, until the machine's speed changes again."""
+Costs are measured at start-up, when nothing else runs. Later another process may take a core or memory bandwidth, which
+can slow the work for drafts more than the rest of a step. The number of drafts varies from step to step, so there are
+times of steps with many and with few drafts under the same conditions. The estimate is the factor on the time of drafts
+that explains all these times best. It is 1 until there is enough evidence; noisier times need more. If all steps have
+equally many drafts, some steps without drafts are requested when the machine's speed has changed. While no drafts are
+made the factor stays, until the machine's speed changes again."""
 
 from __future__ import annotations
 
@@ -40,14 +40,13 @@ class DraftSlowness:
 
     @property
     def wants_look(self) -> bool:
-        """Whether the next step should check no drafts, so that the time of drafts can be told from the time of
-        steps."""
+        """Whether the next step should check no drafts, so that the time that drafts add can be measured."""
         return self._looks_left > 0 and self._num_checking + 1 >= (NEAR if self._looks_left > MORE_LOOKS else APART)
 
     @property
     def wants_rest(self) -> bool:
-        """Whether the drafter should rest in the next step: the machine is so slow that resting is worth the tokens it
-        will not have read."""
+        """Whether the drafter should not even run in the next step, because the machine is so slow that this is worth
+        the tokens that the drafter misses."""
         return self._looks_left > MORE_LOOKS and self._level > SEVERE
 
     def observe(self, plain: float, added: float, seconds: float, *, checks_drafts: bool) -> bool:
@@ -79,8 +78,8 @@ class DraftSlowness:
         return level, 1.5 * median([abs(own - level) for own in last])
 
     def _begin_anew(self) -> None:
-        """Forget times from before the machine's speed changed. If the machine is as fast as foreseen again, drafts are
-        too."""
+        """Forget times from before the machine's speed changed. Steps without drafts are requested, unless the machine
+        is as fast as expected again."""
         self._steps = deque(list(self._steps)[-ENOUGH:], maxlen=WINDOW)
         self.factor = self._found = 1.0
         self._num_plain = 0

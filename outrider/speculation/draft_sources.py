@@ -1,9 +1,9 @@
-"""DraftSources: whether a request's next drafts come from the host drafter or from the drafters on the device.
+"""DraftSources: chooses whether a request's next drafts come from the host drafter or from the drafters on the device.
 
-The host drafter looks up suffixes. Its guess replaces the device's drafts of a request if more of it will probably be
-accepted. Both are judged by acceptance so far, for the request and for all requests. Every guess of the host is
-graded by the tokens that settle after it, also if it was not sent; drafts of the device are graded where they were
-checked. A guess that follows a longer match is right more often, so guesses are judged by the length of their match.
+The host drafter looks up suffixes. Its guess replaces the device's drafts of a request if more of its tokens will
+probably be accepted. Both are judged by acceptance so far, for the request and for all requests. Every guess of the
+host is compared with the tokens that follow, even if it was not sent to the device; drafts of the device count if they
+were checked. Guesses after a longer match are right more often, so acceptance is counted by length of the match.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class DraftSources:
         self._guesses: dict[int, _Guess] = {}
 
     def note_guess(self, request_id: int, token_ids: Sequence[int], guess: list[int], match_length: int) -> None:
-        """Note the host's guess of the tokens that follow `token_ids`. Grade the previous guess by the tokens that have
-        come since."""
+        """Note the host's guess of the tokens that follow `token_ids`. Compare the guess before with the tokens that
+        have come since, and count how many were right."""
         before = self._guesses.get(request_id)
         if before is not None and len(token_ids) > before.known:
             settled = token_ids[before.known : before.known + len(before.tokens)]
@@ -46,8 +46,8 @@ class DraftSources:
         self._device.observe([(request_id, num_drafted, num_accepted)])
 
     def prefers_host(self, request_id: int, num_unknown: int, most: int) -> bool:
-        """Whether, of `most` drafts, more will probably be accepted from the host's last guess than from the device.
-        num_unknown: tokens at the guess's beginning that steps in flight yield; they must be right first."""
+        """Whether more of `most` drafts will probably be accepted if they come from the host's last guess than from the
+        device. num_unknown: tokens at the beginning of the guess that steps in flight yield; they must be right too."""
         guess = self._guesses[request_id]
         gains = self._host[guess.match].gains(request_id)
         usable = min(most, len(guess.tokens) - num_unknown)

@@ -1,17 +1,17 @@
-"""Decides when to try drafts although they have not paid so far: without tries, a change would never be seen.
+"""Decides when to try drafts although they have saved no time so far. Without tries, a change would never be noticed.
 
-A drafter with a network rests while no draft pays, and steps without drafts record no hidden states for it. It misses
-what is written meanwhile, so its first drafts in the middle of a text are nearly always wrong. Of the drafts that
-`smollm2`'s first head would have right, 2% are right when it wakes, a third 4 to 8 tokens later, two thirds after 16
-to 24 tokens and 80% after 24 to 40.
+A drafter with a network rests (does not run) while no draft saves time, and steps without drafts record no hidden
+states for it. It misses the tokens of these steps, so its first drafts in the middle of a text are nearly always wrong.
+Of the drafts of `smollm2`'s first head that would be right without a rest, 2% are right just after it, a third 4 to 8
+tokens later, two thirds after 16 to 24 tokens and 80% after 24 to 40.
 
 So drafts are tried in two ways. A new request tries one draft a step for eight steps, from its prompt on. In long
-answers the drafter reads along for 32 steps before all requests try some. Together, tries may cost 1% of the time,
-counted by the measured costs less what accepted drafts save: the nearer drafts are to paying, the more are tried.
+answers the drafter runs for 32 steps whose drafts are not checked, before all requests try some. Together, tries may
+cost 1% of the time, by measured costs minus what accepted drafts save: the smaller the loss, the more are tried.
 
-Requests that start wake the drafter at once if requests lately accepted enough drafts to pay. A request goes on
-drafting as long as that is no slower than decoding without drafts. This is judged by its own acceptance, which after
-16 drafts counts as much as that of all others, and sooner if it is unlike theirs.
+New requests start a resting drafter at once if requests lately accepted enough drafts to save time. A request goes on
+drafting as long as this is no slower than decoding without drafts. That is judged by its own acceptance, which after
+16 drafts counts as much as that of all others, and sooner if it differs from theirs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ProposedDepth:
         self._since = 0  # steps since the last try
 
     def next(self, best: int) -> int:
-        """The most drafts for the next step, if `best` would pay."""
+        """Return the most drafts of a request in the next step. best: the number of drafts that saves most time."""
         now = max(min(best, self.proposed), self._tried)
         interval = PROBE_DEPTH_AFTER if best else PROBE_ALL_AFTER
         self._since += 1
@@ -55,8 +55,8 @@ class ProposedDepth:
 
 
 class DrafterSight:
-    """Tracks which requests a drafter has seen enough of to guess their next tokens: it has seen them from their first
-    step on, or for the last `READ_STEPS` steps."""
+    """Tracks for which requests a drafter has processed enough tokens to guess the next ones: all since the request's
+    first step, or those of the last `READ_STEPS` steps."""
 
     def __init__(self, *, misses_rests: bool) -> None:
         """misses_rests: whether the drafter keeps a state of the text, which lacks the tokens of steps that propose no
@@ -88,7 +88,7 @@ class DrafterSight:
         self._began.pop(request_id, None)
 
     def sees(self, request_id: int) -> bool:
-        """Whether the drafter has seen enough of the request, if it proposes in this step."""
+        """Whether the drafter has processed enough tokens of the request, if it proposes drafts in this step."""
         since = self._step if self._awake_since is None else self._awake_since
         return self.sees_all or self._began.get(request_id, -1) >= since
 
@@ -118,8 +118,8 @@ class DrafterTries:
 
     def begin(self, request_ids: Collection[int], num_requests: int, rate: float, *, num_reading: int = 0) -> bool:
         """Begin a try: these requests, out of `num_requests` requests, get drafts for a few steps. Does nothing and
-        returns False if the try costs more time than earlier steps have saved. rate: recent acceptance. num_reading:
-        steps without drafts before the try."""
+        returns False if the try would take more time than tries may cost now. rate: recent acceptance. num_reading:
+        steps before the try in which the drafter runs and no drafts are checked."""
         costs, count = self._costs, len(request_ids)
         plain, reading, drafted = (self._times.ratio(num_requests, depth) for depth in (0, READING, 1))
         step, drafting = plain * costs.step(num_requests, num_requests), costs.draft(1, num_requests)
@@ -151,7 +151,7 @@ class DrafterTries:
             del self._left[request_id]
 
     def accept(self, request_id: int, num_accepted: int) -> None:
-        """Count the time that the request's accepted drafts have saved, if the drafts were part of a try."""
+        """Add the time that accepted drafts of a try have saved to the time that tries may cost."""
         if num_accepted and request_id in self._left:
             self._saved += num_accepted * self._token_seconds
 

@@ -1,7 +1,7 @@
 """HostDrafts: drafts that a drafter on the host makes for the batch which is being scheduled.
 
-The host knows settled tokens only, so a draft continues the settled tokens, and is longer by the tokens that steps in
-flight may yield.
+The host knows settled tokens only. So its drafts continue the settled tokens, and begin with a guess of the tokens that
+steps in flight yield.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ Made = TypeVar("Made")
 
 
 class HostDrafter(Protocol):
-    """Guesses on the host, from settled tokens. tenant: the request's salt. A tenant's texts must not show in drafts of
-    another tenant's requests."""
+    """A drafter on the host, which guesses from settled tokens. tenant: the request's cache salt. Texts of one tenant
+    must not be used for drafts of another tenant."""
 
     def propose(self, request_id: int, token_ids: Sequence[int], num_wanted: int, tenant: str) -> list[int]: ...
 
@@ -29,8 +29,7 @@ class HostDrafter(Protocol):
 
 
 class HostDrafts:
-    """The only place where a host drafter is called and its drafts enter. A fault of the drafter costs drafts and
-    nothing else."""
+    """Calls a host drafter and checks its drafts; nothing else calls it. A faulty drafter only loses its drafts."""
 
     def __init__(self, drafter: HostDrafter, vocab_size: int, faults: FaultRecord | None = None,
                  max_drafts: int = 16) -> None:
@@ -58,7 +57,7 @@ class HostDrafts:
             self._sources.note_device(request.id, result.num_drafted, result.num_accepted)
 
     def finish(self, request: DraftedRequest) -> None:
-        """Note that the request has ended. Other requests may continue as it did."""
+        """Note that the request has ended, and give its text to the drafter for drafts of other requests."""
         self._sources.forget(request.id)
         self._call("finish()", lambda: self._drafter.finish(request.id, request.token_ids, _tenant(request)))
 
@@ -79,7 +78,7 @@ class HostDrafts:
         return min(most, len(guess))
 
     def _guess(self, request: DraftedRequest, num_wanted: int) -> list[int]:
-        """At most num_wanted tokens of the vocabulary; none if the drafter is off or has failed."""
+        """Ask the drafter for at most num_wanted tokens and check them. Returns none if it is off or fails."""
         own = self._drafter
         return self._call("propose()", lambda: _checked(own.propose(request.id, request.token_ids, num_wanted,
                                                                     _tenant(request)), num_wanted,

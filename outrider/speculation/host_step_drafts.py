@@ -1,4 +1,4 @@
-"""StepDraftsWithHost: the drafts of a scheduler's steps where a drafter on the host makes some of them."""
+"""StepDraftsWithHost: the drafts of a scheduler's steps if a drafter on the host makes some or all of them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ class StepDraftsWithHost(StepDrafts):
         return True
 
     def plan(self, requests: Sequence[DraftedRequest], *, is_exact: bool, has_prompts: bool) -> Sequence[int]:
-        """Plan the drafts of a step. The host's drafts are made here, and the batch may lack room for some of them."""
+        """Plan the drafts of a step. The host's drafts are made here; those for which the batch has no room are dropped
+        later."""
         counts = super().plan(requests, is_exact=False, has_prompts=has_prompts)
         return self._host_drafts.propose(requests, counts)
 
@@ -51,4 +52,4 @@ class StepDraftsWithHost(StepDrafts):
         self._host_drafts.finish(request)
 
     def _stop(self) -> None:
-        """The host goes on to draft."""
+        """Do nothing: the host goes on drafting without the device."""

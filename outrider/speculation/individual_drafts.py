@@ -62,8 +62,8 @@ class IndividualDrafts(LearnedDrafts):
         return DraftPlan(wanted, self._depth.proposed)
 
     def observe(self, settled: Sequence[SettledDrafts], *, is_shared: bool = False) -> None:
-        """A draft that was scheduled but did not exist (a lookup found nothing) counts as rejected, because it has cost
-        as much."""
+        """Learn from a step. A draft that was scheduled but not made (a lookup found nothing) counts as rejected,
+        because it has cost as much."""
         self._note_tries(settled)
         self._learn_chances(settled)
         self.acceptance.observe([(request.id, num_scheduled, result.num_accepted)
@@ -101,9 +101,9 @@ class IndividualDrafts(LearnedDrafts):
         return wanted
 
     def _counts(self, requests: Sequence[DraftedRequest], running: list[int], is_exact: bool) -> list[int]:
-        """The drafts of each request that give the most expected tokens per second; 0 for requests that are not
-        running. For every depth that a proposal may have, the drafts are taken that are most likely to be reached and
-        accepted."""
+        """The number of drafts of each request with which the step is expected to yield most tokens per second; 0 for
+        requests not in `running`. All depths of a proposal are compared. For each, the drafts are taken that are most
+        likely to be reached and accepted."""
         counts, num_running = [0] * len(requests), len(running)
         if not running:
             return counts
@@ -125,8 +125,8 @@ class IndividualDrafts(LearnedDrafts):
         return counts
 
     def _likely_counts(self, requests: Sequence[DraftedRequest], running: list[int]) -> list[int]:
-        """Counts of waiting drafts whose drafter says how sure it is of each. A draft is checked if the tokens that it
-        is expected to add would take longer in steps with drafts of the usual chances."""
+        """The number of proposed drafts of each request to check, by the drafter's confidence in each. A draft is
+        checked if the tokens that it is expected to add would take longer in steps with usual drafts."""
         depth = self._depth.proposed
         usual = sorted((gain for index in running for gain in self._gains(requests[index], False)[:depth]),
                        reverse=True)
@@ -147,7 +147,8 @@ class IndividualDrafts(LearnedDrafts):
         return counts
 
     def _step_seconds(self, num_drafts: int, num_running: int) -> float:
-        """Expected seconds of a step of `num_running` requests. The slowness corrects only the part that drafts add."""
+        """Expected seconds of a step of `num_running` requests with `num_drafts` drafts in all. The slowness factor
+        applies only to the time that drafts add."""
         plain = self._costs.step(num_running, num_running)
         return plain + self._slowness.factor * (self._costs.step(num_running + num_drafts, num_running) - plain)
 

@@ -1,8 +1,9 @@
 """LearnedDrafts: the base class of choosers of draft counts. It learns acceptance from every step, and decides when a
 resting drafter tries drafts.
 
-A draft pays if the tokens it is expected to add are worth the time it adds to the step. Costs are measured at start-up,
-and corrected by the times that steps take. A drafter with a network rests while no draft pays.
+A draft pays if the tokens that it is expected to add are worth the time that it adds to the step. This time is measured
+at start-up and corrected by the times of later steps. A drafter with a network rests (does not run) while no draft
+pays.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ LEAST_LEFT = 2 * (READ_STEPS + TRY_STEPS)  # tokens that a request has left if i
 
 
 class LearnedDrafts(DraftCounts):
-    """Learns acceptance from results."""
+    """Learns acceptance from results; subclasses choose the counts."""
 
     def __init__(self, k: int, costs: StepCosts, acceptance: Acceptance, *, misses_rests: bool) -> None:
         """misses_rests: whether the drafter has a network. The network's state lacks the tokens of steps that propose
@@ -47,14 +48,16 @@ class LearnedDrafts(DraftCounts):
 
     @abstractmethod
     def _best_depth(self, requests: Sequence[DraftedRequest]) -> int:
-        """The most drafts of a request that pay, also counting requests that compute their prompts."""
+        """The number of drafts of the request for which most drafts pay. Requests that still compute their prompts
+        count too."""
 
     def _note_tries(self, settled: Sequence[SettledDrafts]) -> None:
         for request, result, _ in settled if self._tries.any_left else ():
             self._tries.accept(request.id, result.num_accepted)
 
     def _learn_chances(self, settled: Sequence[SettledDrafts]) -> None:
-        """Learn how many drafts of each level were accepted. The end of a request may have cut off accepted drafts."""
+        """Learn how many drafts of each confidence level were accepted. Requests that have ended are left out, because
+        the end may have cut off accepted drafts."""
         self.chances.observe([(request.id, request.checked_levels, result.num_drafted, result.num_accepted)
                               for request, result, num_scheduled in settled
                               if num_scheduled and request.checked_levels and not result.finish])
@@ -87,8 +90,9 @@ class LearnedDrafts(DraftCounts):
         return {own.id for own in requests if self._tries.has(own.id) and self._sees(own)}
 
     def _advance_tries(self, requests: Sequence[DraftedRequest], new: Sequence[DraftedRequest], best: int) -> bool:
-        """Count this step as one of the tries that go on, or begin a try if none goes on, no draft pays and there is
-        time. Returns whether some of the requests try drafts. new: those that start; best: the most drafts that pay."""
+        """Count this step as part of current tries, or begin a try if there is none, no draft pays, and tries may cost
+        more time. Returns whether some requests try drafts. new: requests that start; best: the most drafts that
+        pay."""
         if self._tries.any_left:
             trying = [request for request in requests if self._tries.has(request.id)]
             for request in trying:
@@ -107,13 +111,15 @@ class LearnedDrafts(DraftCounts):
         return self._misses_rests and bool(ids) and self._tries.begin(ids, num_requests, self.acceptance.usual_rate)
 
     def _try_all(self, requests: Sequence[DraftedRequest]) -> bool:
-        """Begin a try for requests, after the drafter has read their tokens for a while."""
+        """Begin a try for all requests with enough tokens left: first the drafter runs for `READ_STEPS` steps whose
+        drafts are not checked."""
         ids = [request.id for request in requests if request.max_drafts != 0 and request.yields_tokens
                and request.end_len - request.bound.at_most >= LEAST_LEFT]
         return bool(ids) and self._tries.begin(ids, len(requests), self.acceptance.usual_rate, num_reading=READ_STEPS)
 
     def _waiting_gains(self, request: DraftedRequest) -> list[float]:
-        """The chance that each draft which waits on the device is reached and accepted, by how sure its drafter is."""
+        """For each draft of the request that waits on the device: the chance that it is reached and accepted, from its
+        drafter's confidence."""
         return self.chances.gains(request.id, request.levels, clamp_drafts(request, self._k, is_exact=True))
 
     def _gains(self, request: DraftedRequest, is_exact: bool) -> list[float]:
@@ -133,5 +139,6 @@ class LearnedDrafts(DraftCounts):
 
     @property
     def _least_gain(self) -> float:
-        """The least gain for which drafts are made: more to wake a drafter that rests than to keep it awake."""
+        """The least gain for which drafts are made, as a factor on tokens per second. It is greater for a drafter that
+        rests than for one that runs."""
         return 1.0 if self._misses_rests and self._depth.proposed else MIN_GAIN

@@ -1,10 +1,10 @@
-"""How long steps with and without drafts really take, beside what their measured costs foresee.
+"""ObservedTimes: how long steps with and without drafts take, compared with the time that the measured costs predict.
 
-Costs are those of the device, measured at start-up with null rows. A host that is slower than a small model's steps, or
-token rows that go to different experts where null rows all go to the same, make steps longer, and those with drafts not
-as much as those without. So the times of steps are compared with what was foreseen, as the median of the last ones: a
-step beside which a graph was captured, or whose result nobody fetched for a while, says nothing. A machine's speed may
-also change for all steps alike, while only one kind is seen.
+The costs were measured on the device at start-up, with empty rows. Steps may take longer: the host may be slower than
+the steps of a small model, and real token rows go to different experts, while empty rows all go to the same. This
+slows steps with drafts and without drafts by different factors. So the factors are estimated from the last steps of
+each kind. The median is taken, because a step may take long for other reasons, such as the capture of a graph. The
+machine may also become slower for all steps alike while only one kind of step is made; this is estimated too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STALE_AFTER = 64  # steps without one of a kind, until its times are those of an
 
 @dataclass(slots=True)
 class _Kind:
-    """Times of one kind of steps, as multiples of the foreseen times."""
+    """Times of one kind of steps, each divided by its predicted time."""
 
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
     found: float | None = None  # their median; None if there are too few
@@ -62,8 +62,8 @@ class _Slowness:
 
 
 class ObservedTimes:
-    """Ratios of times to foreseen times, by the most drafts of a request, for numbers of requests up to each power of
-    two."""
+    """Ratios of actual to predicted step times, by the most drafts of a request (the depth) and by the number of
+    requests, rounded to powers of two."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[int, int], _Kind] = {}
@@ -75,12 +75,13 @@ class ObservedTimes:
         return self.estimate(num_requests, depth).ratio
 
     def estimate(self, num_requests: int, depth: int) -> Estimate:
-        """The factor for a step, from the nearest steps that were seen. Steps of the same size come first: a depth that
-        was not seen takes the ratio of the nearest depth there. How depths compare is taken from other sizes."""
+        """The factor for a step, from the most similar steps that were seen. If this depth was not seen with about so
+        many requests, the ratio of the nearest depth is taken, and corrected by how the two depths compare with other
+        numbers of requests."""
         return self._estimate(num_requests.bit_length(), depth)
 
     def _estimate(self, size: int, depth: int) -> Estimate:
-        """The factor for a number of requests of so many bits."""
+        """Like `estimate`. size: the number of bits of the number of requests."""
         own = self._known(size, depth)
         if own is not None:
             return Estimate(own, True)
@@ -100,7 +101,7 @@ class ObservedTimes:
         return Estimate(ratio, False)
 
     def _sizes_near(self, size: int) -> list[int]:
-        """Sizes of which a depth is known, the nearest first, without this one."""
+        """The other sizes for which the ratio of some depth is known, nearest first."""
         found = {other for other, depth in self._kinds if other != size and self._known(other, depth) is not None}
         return sorted(found, key=lambda other: abs(other - size))
 
@@ -130,7 +131,7 @@ class ObservedTimes:
             kind.found, kind.slowness = median(kind.ratios), self._slowness.now
 
     def _nearest(self, size: int, depth: int) -> tuple[int, float] | None:
-        """The known depth nearest to this one, and its ratio."""
+        """The nearest depth whose ratio is known for this size, and the ratio; None if there is none."""
         known = [(abs(max(own, 0) - max(depth, 0)), own, found) for other, own in self._kinds
                  if other == size and (found := self._known(size, own)) is not None]
         return min(known)[1:] if known else None

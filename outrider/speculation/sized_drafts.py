@@ -1,15 +1,14 @@
-"""SizedDrafts: counts of drafts for captured steps, which have sizes.
+"""SizedDrafts: chooses the number of drafts of each request in captured steps, which have fixed sizes.
 
-On a GPU steps are captured, so they have sizes: with more than 32 requests at most 32 token rows apart, with 9 to 32 a
-multiple of the requests. The scheduler compares two ways to fill a step. One gives all requests the same number of
-drafts. The other takes the token rows of a size and gives them to the drafts that are most likely to be accepted, each
-request's by its own acceptance, so that a request whose drafts hold gets five and another none. Requests count as
-different only if their acceptance differs by more than chance would make it differ, and unequal numbers must gain 0.8%,
-counted by how many of the drafts that they expected to be accepted were; otherwise it is one number for all. Up to 8
-requests have the same number, because token rows are free there. A request without drafts tries one now and then, and
-all
-requests now and then try one more than has paid. If none pay and the drafter is a lookup, all requests try one every 64
-steps.
+On a GPU steps are captured, so there are only certain numbers of token rows: with more than 32 requests they are at
+most 32 rows apart, with 9 to 32 requests they are multiples of the number of requests. The scheduler compares two ways
+to fill a step. One gives all requests the same number of drafts. The other gives the token rows of a size to the drafts
+that are most likely to be accepted, by the acceptance of each request, so that one request may get five drafts and
+another none. Unequal numbers are used only if the acceptance of requests differs by more than chance, and if they gain
+0.8%; the gain is corrected by how many of the drafts that were expected to be accepted were accepted. Up to 8 requests
+have the same number, because further token rows cost nothing there. A request without drafts tries one now and then,
+and all requests now and then try one more than has paid. If no draft pays and the drafter is an n-gram lookup, all
+requests try one every 64 steps.
 """
 
 from __future__ import annotations
@@ -60,7 +59,8 @@ class DraftChoice(NamedTuple):
 
 
 class HeldCounts(NamedTuple):
-    """Drafts of each request, as planned for some steps of the same requests. With `sharing`, the most of each."""
+    """A plan for several steps of the same requests: the number of drafts of each or, with `sharing`, the most of
+    each."""
 
     request_ids: list[int]
     counts: list[int]
@@ -71,17 +71,17 @@ class HeldCounts(NamedTuple):
 
 
 class Foresight:
-    """The ratio of accepted to expected drafts, over plans that gave requests different numbers of drafts.
+    """The ratio of accepted drafts to those expected to be accepted, over plans with unequal numbers of drafts.
 
-    A request whose drafts were accepted for a while may write something else now. Then the drafts that seemed likeliest
-    disappoint more than the mean of all drafts, and one number for all requests is better."""
+    A request whose drafts were accepted for a while may now write another kind of text. Then fewer of the drafts that
+    seemed likeliest are accepted, and one number for all requests is better."""
 
     def __init__(self) -> None:
         self._expected = self._accepted = 0.0
 
     @property
     def share(self) -> float:
-        """The part of expected drafts that is accepted, 1 at most."""
+        """The number of accepted drafts divided by the number expected to be accepted, at most 1."""
         return min(1.0, (self._accepted + FORESIGHT_PRIOR) / (self._expected + FORESIGHT_PRIOR))
 
     def observe(self, expected: float, num_accepted: int, num_requests: int = 1) -> None:
@@ -98,10 +98,10 @@ class Foresight:
 
 
 class SizedDrafts(LearnedDrafts):
-    """Counts for captured steps, which have sizes: one number for all requests, or the token rows of a size shared out
-    among them, likeliest drafts first. Either the scheduler shares them out, by each request's acceptance, or the
-    device does, by how sure the drafter is of the drafts that wait. If neither gains anything, it is one number for
-    all, whose graphs start-up captures. The drafter rests while no request drafts."""
+    """Chooses the drafts of captured steps, which have fixed sizes. Either all requests get the same number, or the
+    token rows of a size are distributed among the likeliest drafts: by the scheduler, from each request's acceptance,
+    or by the device, from the drafter's confidence in the proposed drafts. Without a gain it is one number for all,
+    whose graphs are captured at start-up. The drafter does not run while no request drafts."""
 
     acceptance: SpreadAcceptance
 
@@ -154,9 +154,9 @@ class SizedDrafts(LearnedDrafts):
         return DraftPlan(wanted, self._depth.proposed, sharing)
 
     def beside_prompts(self, plan: DraftPlan) -> DraftPlan:
-        """The plan with no more proposed drafts than the next step would check: while requests come and go, it has
-        prompts too. A drafter that rests while a batch grows could not draft for these requests once it pays, so it
-        reads along."""
+        """Change the plan for a step with prompts. It proposes no more drafts than the next step, which probably has
+        prompts too, would check. If drafts nearly pay, a resting drafter runs with one draft: otherwise it would miss
+        the prompts of a growing batch, and could not draft for it later."""
         if plan.sharing is not None:
             self._depth.proposed = max(1, *plan.sharing.fixed_drafts)
             return DraftPlan(plan.sharing.fixed_drafts, self._depth.proposed)
@@ -219,7 +219,8 @@ class SizedDrafts(LearnedDrafts):
 
     def _plan(self, requests: Sequence[DraftedRequest], request_ids: list[int], most: int, *,
               looks: bool = True) -> HeldCounts:
-        """Plan with at most `most` drafts for a request. looks: whether the plan may be made to learn a time."""
+        """Plan the next steps with at most `most` drafts for a request. looks: whether the plan may be made only to
+        measure the time of a number of drafts."""
         choice, rate, gains = self._plan_by_acceptance(requests, request_ids, most,
                                                        learns=self._step >= self._next_learning)
         if looks and (look := self._look(requests, request_ids, choice.depth, rate)) is not None:
@@ -246,9 +247,9 @@ class SizedDrafts(LearnedDrafts):
 
     def _look(self, requests: Sequence[DraftedRequest], request_ids: list[int], depth: int,
               rate: float) -> HeldCounts | None:
-        """The counts of some steps by which the time of a depth is learned; None if `depth`, which is best at `rate`,
-        is known well enough. A drafter that misses what is written while it rests reads along while no drafts are
-        checked."""
+        """Plan a few steps only to measure their time: steps with `depth` drafts, which seem best at `rate` tokens per
+        second, or steps without the drafter. None if the times are known well enough. With `depth` 0 the drafter still
+        proposes one draft in each step, so that it misses no tokens."""
         count = len(requests)
         if not self._depth.proposed or not count or not self._looks.are_left:
             return None
@@ -264,8 +265,8 @@ class SizedDrafts(LearnedDrafts):
 
     def _plan_by_acceptance(self, requests: Sequence[DraftedRequest], request_ids: list[int], most: int, *,
                             learns: bool) -> tuple[DraftChoice, float, list[list[float]]]:
-        """Return the best choice by each request's acceptance, the rate of tokens that it yields, and the gains of all
-        drafts. learns: whether to estimate again how much requests differ."""
+        """Return the best choice by each request's acceptance, its tokens per second, and for each request the chances
+        that its drafts are reached and accepted. learns: whether to estimate again how much requests differ."""
         if learns:
             self._next_learning = self._step + LEARN_SPREAD_EVERY
             self.acceptance.learn_spread(request_ids)
@@ -276,7 +277,8 @@ class SizedDrafts(LearnedDrafts):
         return self._best(requests, [self._gains(request, is_exact=False) for request in requests], self._k)[0].depth
 
     def _rate_of(self, requests: Sequence[DraftedRequest]) -> RateOf:
-        """Tokens per second of a step of these requests, by expected tokens, most drafts of a request, token rows."""
+        """Return a function that gives the tokens per second of a step of these requests. Its arguments: expected
+        tokens, most drafts of a request, and token rows."""
         count, costs = len(requests), self._costs
         reading = costs.read([request.bound.at_most for request in requests])
         sampling = costs.sample([request.sampler_load for request in requests])  # one logit row each
@@ -338,9 +340,9 @@ class SizedDrafts(LearnedDrafts):
         return choice, rates[choice]
 
     def _best_by_levels(self, requests: Sequence[DraftedRequest], most: int, best_rate: float) -> DraftChoice | None:
-        """The best choice in which the device shares token rows out, or None if its rate does not exceed the best
-        rate of the other choices. The drafts of the next step are not known yet: the last that were proposed stand
-        for them."""
+        """The best choice in which the device distributes token rows among drafts. None if it does not gain enough over
+        `best_rate`, that of other choices. The drafts of the next step are not known yet, so the rate is estimated
+        from the last ones proposed."""
         count = len(requests)
         if self._misses_rests and not self._depth.proposed or self._step < self._next_weighing:
             return None
@@ -391,9 +393,9 @@ def _all_decode(requests: Sequence[DraftedRequest]) -> bool:
 
 
 def extended(waiting: Floats, num_waiting: NDArray[np.int64], usual: Floats) -> Floats:
-    """Gains of the waiting drafts, followed by gains of more drafts that could be proposed. A draft that is not
-    proposed yet gets the usual chance of acceptance for its place, once it is reached. Arrays are indexed by chain and
-    place."""
+    """Extend the gains (chances of being reached and accepted) of proposed drafts by gains of further drafts that could
+    be proposed after them. A further draft that is reached has the usual chance of acceptance at its place. Arrays are
+    indexed by chain and place."""
     width = usual.shape[1]
     last = np.minimum(num_waiting, width) - 1
     chains = np.arange(len(usual))
@@ -403,8 +405,9 @@ def extended(waiting: Floats, num_waiting: NDArray[np.int64], usual: Floats) -> 
 
 
 def shared_choices(gains: Floats, most: int, count: int) -> Iterator[tuple[DraftChoice, float]]:
-    """The sizes of captured steps whose drafts the device may share out among `count` requests. For each size: how many
-    drafts are expected to be accepted. gains: the chances of each request's drafts, or of a sample of requests."""
+    """Yield the sizes of captured steps with unequal numbers of drafts for `count` requests, and for each size how many
+    drafts are expected to be accepted. gains: the chances that drafts are reached and accepted, for each request or
+    for a sample."""
     scale = len(gains) / count
     for depth in range(1, most + 1):
         drafts = gains[:, :depth]

@@ -1,9 +1,8 @@
-"""Acceptance of drafts where requests may differ: how far a request's own counts are believed depends on how much
-requests differ.
+"""SpreadAcceptance: estimates acceptance by request. The more requests differ, the more a request's own counts weigh.
 
-Twenty observations of one request are noisy, and sharing token rows out by noise is worse than giving all requests the
-same number. So the variance between requests is estimated, less the variance that chance alone gives requests that are
-alike. What is left says how many observations the mean of all requests is worth (empirical Bayes).
+Twenty observations of one request are noisy, and distributing token rows by noise is worse than giving all requests the
+same number of drafts. So the variance between requests is estimated, minus the variance by chance. The result says how
+many observations the mean of all requests is worth (empirical Bayes).
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ FEWEST = 4  # requests from whose rates a variance can be estimated
 class SpreadAcceptance(Acceptance):
     """Acceptance rates of every request. While requests seem to be alike, these are the rates of `Acceptance`.
     Otherwise each rate is moved towards the mean of the requests, by as much as chance could have moved it away from
-    the mean. A plan holds for some steps."""
+    the mean."""
 
     probe_after = PROBE_PLANS
 
@@ -83,6 +82,6 @@ class SpreadAcceptance(Acceptance):
 
 
 def effective_observations(count: float, decay: float) -> float:
-    """The effective number of observations: a mean of so many independent observations has the same variance as the
-    decayed mean whose weights sum to `count`."""
+    """The effective number of observations of a decayed mean whose weights sum to `count`: a mean of that many
+    independent observations has the same variance."""
     return count * (1 + decay) / (2 - count * (1 - decay))

@@ -1,4 +1,4 @@
-"""StepDrafts: the drafts of a scheduler's steps, from the plan to what their results teach."""
+"""StepDrafts: plans the drafts of a scheduler's steps, makes the orders for the device, and passes on the results."""
 
 from __future__ import annotations
 
@@ -60,8 +60,9 @@ class StepDrafts(Speculation):
         self.counts = FixedDrafts(0)
 
     def _sharing_of(self, batch: DraftedBatch) -> DraftSharing | None:
-        """The weights by which the device shares token rows out, in the order of the batch. None for a batch with
-        prompts: the sharing was not planned for it, so it checks the most drafts of each request."""
+        """The order by which the device distributes token rows among drafts, with weights in the order of the batch.
+        None for a batch with prompts, for which it was not planned: the batch checks the most drafts of each
+        request."""
         sharing = self._plan.sharing
         if sharing is None or not batch.only_decodes:
             return None

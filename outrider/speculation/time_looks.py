@@ -1,10 +1,9 @@
-"""Decides which numbers of drafts are tried for a few steps because it is not known how long their steps take.
+"""TimeLooks: tries numbers of drafts for a few steps (a look), to measure how long steps with so many drafts take.
 
-The costs of start-up are wrong by some part, alike for neighbouring numbers of drafts and batch sizes. So a number that
-was not seen is expected to take longer than foreseen by as much as the nearest one does, and is hoped to be a little
-better than that. If this hope makes it the best, some steps with it show what is true. Looks are bounded by a budget of
-steps. A drafter with a network does not rest because of a guess: before that it reads along in a look at steps whose
-drafts are not checked.
+The costs measured at start-up have an error, similar for neighbouring numbers of drafts and batch sizes. So a number
+that was not tried is expected to have the error of the nearest one, and is rated a little better than that. If this
+makes it the best, a few steps with it show the true time. A budget of steps limits looks. A drafter with a network is
+not stopped because of a guess: first, a look measures steps in which it runs and no drafts are checked.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ MUCH_SLOWER = 2.0  # ... if those with it take so many times as long as foreseen
 
 
 class TimeLooks:
-    """Looks at depths (numbers of drafts) whose times are not known, as far as their budget goes."""
+    """Chooses depths (numbers of drafts) whose step times are to be measured by a look, within a budget of steps."""
 
     def __init__(self, k: int, times: ObservedTimes, *, misses_rests: bool) -> None:
-        """misses_rests: whether the drafter misses what is written while it rests."""
+        """misses_rests: whether the drafter misses the tokens of steps in which it does not run."""
         self._k, self._times, self._misses_rests = k, times, misses_rests
         self._left = MOST_LOOKS  # steps
         self._step = self._num_awake = 0
@@ -40,21 +39,22 @@ class TimeLooks:
         self._num_awake += is_awake
 
     def spend(self) -> None:
-        """Take a step from the budget."""
+        """Take one step from the budget of looks."""
         self._left -= 1
 
     def begin(self, depth: int) -> None:
         self._looked[depth] = self._step
 
     def is_due(self, count: int, depth: int) -> bool:
-        """Whether to look at this depth, which seems best for so many requests. The first drafts of all are no look."""
+        """Whether to measure steps with this depth, which seems best for `count` requests. Not if no step with about so
+        many requests was seen yet: then its drafts are made without a look."""
         if not depth:
             return self._misses_rests and not self._times.estimate(count, 0).is_sure
         return self._times.is_any_known(count) and self._is_unsure(count, depth)
 
     def hopes(self, count: int, *, is_awake: bool, teaches: bool) -> list[float]:
-        """A factor on the rate of each depth: above 1 if its times are to be learned in the next steps. teaches: the
-        times of the next steps tell something; those of steps with prompts do not."""
+        """A factor on the tokens per second of each depth: above 1 for depths whose times should be measured. teaches:
+        whether the times of the next steps are useful; those of steps with prompts are not."""
         if not teaches or not self.are_left or not self._times.is_any_known(count):
             return [1.0] * (1 + self._k)
         hopes = [HOPE if self._is_unsure(count, depth) else 1.0 for depth in range(1 + self._k)]
@@ -65,9 +65,9 @@ class TimeLooks:
         return hopes
 
     def may_rest(self, count: int, gain: float) -> bool:
-        """Whether to learn what steps without the drafter take, since they would be best if they took as long as
-        foreseen: a host may be slower with a drafter, whether drafts are checked or not. gain: the rate of steps
-        without drafts over the best rate, by what is known."""
+        """Whether to stop the drafter for a few steps to measure their time, because steps without it would be best if
+        they took as long as predicted: a host may be slower with a drafter, even if no drafts are checked. gain: tokens
+        per second without drafts, divided by the best known rate."""
         times = self._times
         if not self._misses_rests or self._num_awake < REST_AFTER or times.is_known(count, 0):
             return False
@@ -78,7 +78,8 @@ class TimeLooks:
         return True
 
     def _is_unsure(self, count: int, depth: int) -> bool:
-        """Whether the time of this depth is to be learned. What a look shows is known some steps later."""
+        """Whether the time of this depth should be measured. Not just after a look, whose times come some steps
+        later."""
         looked = self._looked.get(depth)
         if looked is not None and self._step < looked + LOOK_STEPS + AFTER_LOOK:
             return False
