@@ -1,6 +1,5 @@
-"""The values that the gated delta rule's programs pass between their functions: a model's sizes, a request's places and
-a program's part of the state, and the checkpoints that a program writes on its way. `steps.py` builds them.
-"""
+"""The structures that the programs of the gated delta rule pass between their functions: a model's sizes, the places of
+a request's tokens, a program's part of the state, and the checkpoints to write on the way. `steps.py` builds them."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ EPS = tl.constexpr(NORM_EPS)
 
 
 class DeltaSizes(NamedTuple):
-    """Constants: kernels are compiled for a model's sizes."""
+    """A model's sizes, as constants: kernels are compiled for them."""
 
     conv_dim: tl.constexpr
     heads: tl.constexpr
@@ -26,7 +25,8 @@ class DeltaSizes(NamedTuple):
 
 
 class RequestPlaces(NamedTuple):
-    """A request's places: 0 to pending - 1 are folded drafts, then come known tokens, then drafts."""
+    """The order in which a request's tokens are applied: places 0 to pending - 1 are accepted drafts of earlier steps,
+    which are folded into the state now; then come known tokens, then drafts."""
 
     index: tl.tensor
     folded: tl.tensor  # index of place 0 among the inputs of the recurrence
@@ -40,7 +40,8 @@ class RequestPlaces(NamedTuple):
 
 
 class ProgramPart(NamedTuple):
-    """Which value rows of which head a program has, with pointers to their inputs and outputs in row 0 of each."""
+    """The value rows of the head that a program computes, with pointers to their inputs and outputs in row 0 of each
+    tensor."""
 
     head: tl.tensor
     first_row: tl.tensor  # of the layer's state, with k dim elements each
@@ -82,14 +83,15 @@ def part_of(head, tile, convolved, g, beta, out, sizes, KEY_HEADS: tl.constexpr,
 
 @triton.jit
 def save_checkpoints(state, seen, request, part, saves, KEY_DIM: tl.constexpr, PAGE_WORDS: tl.constexpr):
-    """Write the checkpoints, if there are any, whose boundary the walk has reached."""
+    """Write the checkpoints, if any, whose boundary is at `seen` tokens."""
     save_state(state, seen, request.index, part.first_row, part.num_rows, saves, request.layer_word, request.num_pages,
                KEY_DIM, PAGE_WORDS)
 
 
 @triton.jit
 def next_save_of(seen, request, saves):
-    """The first boundary after `seen` tokens that the stored state reaches, or -1."""
+    """Return the next checkpoint boundary after `seen` tokens, up to the end of the stored state; -1 if there is
+    none."""
     last = request.begin + request.known_end
     found = next_boundary(seen, last + 1, request.index, saves)
     return tl.where(found > last, -1, found)

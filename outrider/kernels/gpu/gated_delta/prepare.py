@@ -1,14 +1,14 @@
-"""The part of the gated delta rule's chunks that needs no state, for all chunks of a batch at once: one launch before
-the one that takes the states through the chunks (`scan.py`).
+"""The part of the gated delta rule's chunks that does not need the state, for all chunks of a batch at once: one launch
+before the one that takes the states through the chunks (`scan.py`).
 
-A chunk is a triangular system, because each of its tokens corrects what the state and the tokens before it predict. It
-is solved here for both of its right sides, values and keys. Where a head decays as a whole, the decays between tokens
-are one matrix; where each key channel decays by itself (KDA), they are part of the products of keys. All decays are
-products of the steps between two tokens, never quotients of products from the start: these would overflow.
+A chunk is a triangular system of equations, because each of its tokens corrects what the state and the tokens before it
+predict. It is solved here for both of its right sides, values and keys. If a head decays as a whole, the decays between
+tokens are one matrix; if each key channel decays by itself (KDA), they are part of the products of keys. A decay is
+always the product of the steps between two tokens, never a quotient of products from the start, which would overflow.
 
-A token that is not finite fails itself and the tokens after it, and none before it, although products over a chunk
-multiply it by 0 and 0 x NaN is NaN. So the chunk is computed as if it ended before that token. From there on its
-queries are NaN, and so is what it leaves of the state.
+A token that is not finite must spoil its own result and later ones, but none before it, although products over a chunk
+multiply it by 0 and 0 x NaN is NaN. So the chunk is computed as if it ended before that token; from there on its
+queries are set to NaN, and so is the state after the chunk.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ _BLOCK = tl.constexpr(16)  # tokens whose products are taken pair by pair, where
 
 
 class PrepareConfig(NamedTuple):
-    """Launch of the preparing kernel. A program has one chunk of one head."""
+    """Launch options of the preparing kernel. Each program has one chunk of one head."""
 
     piece: int  # channels of keys or values at a time; whole ones would not fit into registers
     num_warps: int  # few: warps wait for each other at every product
 
 
 class ChunkRecord(NamedTuple):
-    """Pointers into the float32 record that `_prepare_kernel` writes for one chunk of a value head. Places without a
-    token hold 0."""
+    """Pointers into the float32 record that `_prepare_kernel` writes for one chunk of a value head. Entries without a
+    token are 0."""
 
     solved_keys: tl.tensor  # [chunk, keys] the system's solution for what the state predicts, negated
     queries: tl.tensor  # [chunk, keys] as they meet the state that the chunk begins with
@@ -58,7 +58,7 @@ class ChunkRecord(NamedTuple):
 
 @triton.constexpr_function
 def record_size(tokens: int, keys: int, values: int) -> int:
-    """Numbers of a record; a multiple of 16, so that loads are wide."""
+    """Return the number of floats in a record: a multiple of 16, so that loads are wide."""
     return tokens * (3 * keys + values + tokens) + keys + 16
 
 
@@ -75,15 +75,15 @@ def record_of(chunks, slot, head, heads, TOKENS: tl.constexpr, KEYS: tl.constexp
 
 @triton.jit
 def first_slot(start, request, TOKENS: tl.constexpr):
-    """The slot of the first chunk of a request whose first token row is `start`; the others follow, counted from the
-    first known token. A request of n token rows has at most cdiv(n, TOKENS) chunks, which end before the next one's
-    first slot; all end before tokens // TOKENS + requests."""
+    """Return the slot of the first chunk of a request whose first token row is `start`. Its other chunks follow; they
+    are counted from the first known token. A request with n token rows has at most cdiv(n, TOKENS) chunks, which end
+    before the next request's first slot; all slots are below tokens // TOKENS + requests."""
     return start // TOKENS + request
 
 
 @triton.jit
 def _find_chunk(counts, slot, requests, TOKENS: tl.constexpr, PAD: tl.constexpr):
-    """(request, chunk of it) of a slot. The request may have fewer chunks."""
+    """Return (request, index of its chunk) of a slot. The request may have fewer chunks than that."""
     index = tl.arange(0, PAD)
     start = tl.load(counts + requests + index, mask=index < requests, other=0).to(tl.int32)
     first = first_slot(start, index, TOKENS)
@@ -109,10 +109,12 @@ class ChunkTokens(NamedTuple):
 
 @triton.jit
 def unit_triangular_inverse(below, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
-    """The inverse of I + below, which is 0 on the diagonal and above it. SIZE is 2 to the power of LEVELS.
+    """Return the inverse of I + below, where `below` is 0 on and above the diagonal. SIZE is 2 to the power of LEVELS.
 
-    Squares on the diagonal are inverted in pairs, [[A, 0], [B, D]] to [[A', 0], [-D' B A', D']], from squares of one
-    up: nothing greater is ever formed than inverses of parts of the matrix, unlike in a series of its powers."""
+    Blocks on the diagonal are inverted in pairs, from blocks of size 1 up: [[A, 0], [B, D]] becomes [[A', 0], [-D' B
+    A', D']]. No number is larger than in the inverses of parts of the matrix, unlike in a series of the matrix's
+    powers.
+    """
     row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
     inverse = tl.where(row == column, 1.0, 0.0) - tl.where(row // 2 == column // 2, below, 0.0)
     for level in tl.static_range(1, LEVELS):
@@ -125,7 +127,7 @@ def unit_triangular_inverse(below, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRE
 
 @triton.jit
 def _load_keys(tokens, key, KEY_DIM: tl.constexpr):
-    """q and k [tokens, keys] as the convolution leaves them."""
+    """Load q and k [tokens, keys], as the convolution made them."""
     valid = tokens.is_there[:, None] & (key < KEY_DIM)[None, :]
     row = (tokens.index * tokens.conv_dim)[:, None] + key[None, :]
     return tl.load(tokens.q + row, mask=valid, other=0.0), tl.load(tokens.k + row, mask=valid, other=0.0)
@@ -139,8 +141,8 @@ def _load_values(tokens, value, VALUE_DIM: tl.constexpr):
 
 @triton.jit
 def load_decays(g, index, valid, key, g_size, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr):
-    """Decays [tokens, keys], or [tokens, 1] where a head decays as a whole. 1 where no token is. g: of the head;
-    g_size: numbers of all heads of a token."""
+    """Load decays [tokens, keys], or [tokens, 1] if a head decays as a whole; 1 where there is no token. g: of the
+    head; g_size: how many numbers a token has for all heads."""
     if DECAYS > 1:
         at = g + (index * g_size)[:, None] + key[None, :]
         return tl.exp(tl.load(at, mask=valid[:, None] & (key < KEY_DIM)[None, :], other=0.0))
@@ -150,8 +152,8 @@ def load_decays(g, index, valid, key, g_size, KEY_DIM: tl.constexpr, DECAYS: tl.
 
 @triton.jit
 def decays_around(g, index, is_there, has_next, key, g_size, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr):
-    """The decays from before the first token to each, and from each to the last one: [tokens, keys], or [tokens, 1]
-    where a head decays as a whole. has_next: whether the token behind each is there."""
+    """Return the decays from before the first token to each token, and from each token to the last: [tokens, keys], or
+    [tokens, 1] if a head decays as a whole. has_next: whether there is a token after each."""
     if DECAYS > 1:
         decays = load_decays(g, index, is_there, key, g_size, KEY_DIM, DECAYS)
         next_decays = load_decays(g, index + 1, has_next, key, g_size, KEY_DIM, DECAYS)
@@ -164,9 +166,9 @@ def decays_around(g, index, is_there, has_next, key, g_size, KEY_DIM: tl.constex
 
 @triton.jit
 def _products_of_blocks(q, k, tokens, key, KEY_DIM: tl.constexpr, TOKENS: tl.constexpr, PIECE: tl.constexpr):
-    """Decayed k k' and q k' [blocks, _BLOCK, _BLOCK] of tokens in the same block of _BLOCK, of some key channels: for
-    each token of a block in turn, from the last one on, those behind it. The result also has products of pairs in the
-    wrong order, which are not masked here."""
+    """Return decayed k k' and q k' [blocks, _BLOCK, _BLOCK] of tokens in the same block, for some key channels. For
+    each token of a block, from the last one back, the products with later tokens are computed. The result also holds
+    products of pairs in the wrong order, which are not masked here."""
     blocks: tl.constexpr = TOKENS // _BLOCK
     q, k = tl.reshape(q, [blocks, _BLOCK, PIECE]), tl.reshape(k, [blocks, _BLOCK, PIECE])
     place = tl.arange(0, _BLOCK)
@@ -193,7 +195,7 @@ def _products_of_blocks(q, k, tokens, key, KEY_DIM: tl.constexpr, TOKENS: tl.con
 
 @triton.jit
 def _spread_blocks(blocks, TOKENS: tl.constexpr):
-    """[blocks, _BLOCK, _BLOCK] to [tokens, tokens], repeated in every block of columns."""
+    """Expand [blocks, _BLOCK, _BLOCK] to [tokens, tokens] by repeating each block in every block of columns."""
     count: tl.constexpr = TOKENS // _BLOCK
     return tl.reshape(tl.broadcast_to(blocks[:, :, None, :], [count, _BLOCK, count, _BLOCK]), [TOKENS, TOKENS])
 
@@ -201,8 +203,8 @@ def _spread_blocks(blocks, TOKENS: tl.constexpr):
 @triton.jit
 def _decays_to_middle(tokens, key, level: tl.constexpr, KEY_DIM: tl.constexpr, TOKENS: tl.constexpr,
                       PIECE: tl.constexpr):
-    """In blocks of two halves of 2^level tokens, the decays [tokens, keys] from the middle to a token of the second
-    half, and from a token of the first half to the middle."""
+    """Return decays [tokens, keys] in blocks of two halves of 2^level tokens: from the middle to a token of the second
+    half, or from a token of the first half to the middle."""
     size: tl.constexpr = 1 << level
     halves: tl.constexpr = TOKENS // size
     decays = load_decays(tokens.g, tokens.index, tokens.is_there, key, tokens.g_size, KEY_DIM, 2)
@@ -217,13 +219,15 @@ def _decays_to_middle(tokens, key, level: tl.constexpr, KEY_DIM: tl.constexpr, T
 @triton.jit
 def _channel_products(tokens, KEY_DIM: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr, PIECE: tl.constexpr,
                       PRECISION: tl.constexpr):
-    """`_key_products` where every channel decays by itself between two tokens: k k' and q k' are decayed, and right for
-    a token with those before it and with itself.
+    """Compute `_key_products` for key channels that decay separately: k k' and q k' with the decays between two tokens.
+    Entries are right for a token with those before it and with itself.
 
-    A decay between two tokens has no two factors that hold for all pairs: their quotients would overflow. Within
-    blocks of _BLOCK tokens every pair has its own. Pairs of two blocks are taken level by level, with matrix products:
-    the later one in the second half of a block of 32, 64 .. tokens, the earlier one in its first half. What the middle
-    leaves of the earlier token, and the later token of the middle, are both at most 1."""
+    The decay between two tokens cannot be split into one factor per token for all pairs, because quotients would
+    overflow. Within blocks of _BLOCK tokens every pair has its own decay. Pairs across blocks are computed level by
+    level with matrix products: the later token is in the second half of a block of 32, 64, ... tokens, the earlier one
+    in its first half. The decays from the earlier token to the middle, and from the middle to the later token, are both
+    at most 1.
+    """
     row, column = tokens.token[:, None], tokens.token[None, :]
     blocks: tl.constexpr = TOKENS // _BLOCK
     block_kk = tl.zeros([blocks, _BLOCK, _BLOCK], dtype=tl.float32)
@@ -253,8 +257,8 @@ def _channel_products(tokens, KEY_DIM: tl.constexpr, TOKENS: tl.constexpr, LEVEL
 
 @triton.jit
 def _key_products(tokens, KEY_DIM: tl.constexpr, TOKENS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr):
-    """k k' and q k' [tokens, tokens], and the squared lengths of q and k [tokens]. In pieces of the key: whole products
-    would need more registers than a thread has."""
+    """Return k k' and q k' [tokens, tokens], and the squared lengths of q and k [tokens]. They are summed over pieces
+    of the key, because whole products would need more registers than a thread has."""
     kk, qk = tl.zeros([TOKENS, TOKENS], dtype=tl.float32), tl.zeros([TOKENS, TOKENS], dtype=tl.float32)
     k_square, q_square = tl.zeros([TOKENS], dtype=tl.float32), tl.zeros([TOKENS], dtype=tl.float32)
     for first in range(0, KEY_DIM, PIECE):
@@ -272,7 +276,8 @@ def _key_products(tokens, KEY_DIM: tl.constexpr, TOKENS: tl.constexpr, PIECE: tl
 @triton.jit
 def _num_finite(tokens, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl.constexpr, VALUES: tl.constexpr,
                 DECAYS: tl.constexpr, TOKENS: tl.constexpr, PIECE: tl.constexpr):
-    """How many tokens come before the first one that is not finite in what reaches the state; TOKENS if all are."""
+    """Return how many tokens come before the first token with a non-finite input to the state; TOKENS if there is
+    none."""
     spoilt = zero_or_nan(tokens.beta)
     for first in range(0, KEYS, PIECE):
         key = first + tl.arange(0, PIECE)
@@ -288,7 +293,7 @@ def _num_finite(tokens, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KEYS: tl
 def _prepare_chunk(record, tokens, num_finite, scale, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
                    KEYS: tl.constexpr, VALUES: tl.constexpr, DECAYS: tl.constexpr, TOKENS: tl.constexpr,
                    LEVELS: tl.constexpr, PIECE: tl.constexpr, PRECISION: tl.constexpr):
-    """Computes and stores one head's chunk. tokens: those before num_finite."""
+    """Compute and store the record of one head's chunk. tokens: those before num_finite."""
     row, column = tokens.token[:, None], tokens.token[None, :]
     if DECAYS > 1:
         kk, qk, q_square, k_square = _channel_products(tokens, KEY_DIM, TOKENS, LEVELS, PIECE, PRECISION)
@@ -360,8 +365,8 @@ def prepare_chunks(
     counts: torch.Tensor, inputs: StepInputs, sizes: StepSizes, *, num_key_heads: int, decays: int, chunk: int,
     keys: int, values: int, config: PrepareConfig, precision: str, pdl: bool,
 ) -> torch.Tensor:
-    """The records [slots, heads, record size] of the chunks of all requests with more than SHORT_RUN known tokens;
-    arguments as `delta_steps` has checked them. keys, values: of a head, with padding."""
+    """Return the records [slots, heads, record size] of the chunks of all requests with more than SHORT_RUN known
+    tokens; `delta_steps` has checked the arguments. keys, values: sizes of a head, padded."""
     slots, heads, device = sizes.tokens // chunk + sizes.requests, sizes.heads, counts.device
     chunks = torch.empty(slots, heads, record_size(chunk, keys, values), dtype=torch.float32, device=device)
     piece = max(16, min(config.piece, keys, next_power_of_two(values)))

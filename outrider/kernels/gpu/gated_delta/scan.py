@@ -1,7 +1,7 @@
-"""The gated delta rule over a request's long run of known tokens, in chunks, as the second of two launches.
+"""The gated delta rule over a request's long run of known tokens, in chunks; the second of two launches.
 
-The first one (`prepare.py`) has computed what needs no state, once for each chunk; here a program takes its
-part of the state through the chunks, one after the other.
+The first launch (`prepare.py`) has computed what does not need the state, once for each chunk. Here each program takes
+its part of the state through the chunks in order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outrider.kernels.gpu.gated_delta.prepare import decays_around, record_of
 @triton.jit
 def _advance(state, chunk, slot, request, part, chunks, sizes, TOKENS: tl.constexpr, TILE: tl.constexpr,
              KEYS: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr):
-    """Takes the state through one chunk, and stores its outputs. Returns (the new state, the corrections [tokens, tile]
+    """Take the state through one chunk, and store its outputs. Returns (the new state, the corrections [tokens, tile]
     that the chunk's tokens made)."""
     token, key, column = tl.arange(0, TOKENS), tl.arange(0, KEYS), tl.arange(0, TILE)
     record = record_of(chunks, slot + chunk, part.head, sizes.heads, TOKENS, KEYS, TILES * TILE)
@@ -42,7 +42,7 @@ def _advance(state, chunk, slot, request, part, chunks, sizes, TOKENS: tl.conste
 def _state_within(state, corrections, chunk, seen, slot, request, part, chunks, sizes, KEY_DIM: tl.constexpr,
                   DECAYS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr,
                   TILES: tl.constexpr, PRECISION: tl.constexpr):
-    """The state after the first `seen` tokens of a chunk. state: the state before the chunk."""
+    """Return the state after the first `seen` tokens of a chunk. state: the state before the chunk."""
     token, key = tl.arange(0, TOKENS), tl.arange(0, KEYS)
     index = (request.fresh + request.pending + chunk * TOKENS + token).to(tl.int64)
     has_key = (token < seen)[:, None] & part.has_key[None, :]

@@ -1,13 +1,12 @@
-"""The gated delta rule over a ragged batch: fold, known tokens, store, drafts, as one launch per layer. A head decays
-as a whole, or each of its key channels by itself (KDA).
+"""The gated delta rule over a ragged batch, as one launch per layer: fold accepted drafts, apply known tokens, store
+the state, compute drafts. A head decays as a whole, or each of its key channels by itself (KDA).
 
-`kernels/recurrent.py` is the specification. A program has some value rows of one head of one request: it reads its part
-of the state once and writes it once, and writes it to pages where a checkpoint's boundary is passed. Decoding takes the
-time of reading and writing the states, as long as enough of them are on their way: programs are small, and load states
-before the kernel that makes the inputs of the recurrence (convolved inputs, gates) has ended. The row's tail and window
-are moved on here, since no other program reads them any more. Long runs of known tokens go in chunks: a launch
-before this one (`prepare.py`) computes what they need beside the state, once for all tiles of it, and here
-the state goes through them (`scan.py`).
+`kernels/recurrent.py` is the specification. A program has some value rows of one head of one request. It reads its part
+of the state once and writes it once, and also writes it to pages where it passes a checkpoint's boundary. Decoding
+takes as long as reading and writing the states, if enough reads are in flight: so programs are small, and load states
+before the kernel that makes the inputs (convolved inputs, gates) has ended. The row's tail and window are updated here,
+since no other program still reads them. Long runs of known tokens go in chunks: a launch before this one (`prepare.py`)
+computes what does not need the state, and here the state goes through the chunks (`scan.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ _SHORT_RUN = tl.constexpr(SHORT_RUN)
 
 @triton.jit
 def _token_inputs(place, end, request, part, sizes, DECAYS: tl.constexpr):
-    """Load a token's inputs as projections and convolution leave them; 0 from place `end` on."""
+    """Load a token's inputs as the projections and the convolution made them; 0 from place `end` on."""
     is_there = place < end
     index = (place + tl.where(place < request.pending, request.folded, request.fresh)).to(tl.int64)
     row = index * sizes.conv_dim
@@ -79,9 +78,9 @@ def _token_inputs(place, end, request, part, sizes, DECAYS: tl.constexpr):
 @triton.jit
 def _walk(state, begin, end, next_save, cells, request, part, saves, sizes, scale, KEY_DIM: tl.constexpr,
           PAGE_WORDS: tl.constexpr, STORES: tl.constexpr, DECAYS: tl.constexpr):
-    """Apply the tokens at places begin to end - 1, one after the other; each is loaded while the one before it is
-    worked on. STORES: the state is stored where the known tokens end, if the walk passes there. next_save: the first
-    boundary of a checkpoint; with PAGE_WORDS of 0 none is written."""
+    """Apply the tokens at places begin to end - 1 in order, each loaded while the one before it is computed. STORES:
+    the state is stored where the known tokens end, if the walk passes there. next_save: the first boundary of a
+    checkpoint; with PAGE_WORDS of 0 none is written."""
     q, k, v, g, beta = _token_inputs(begin, end, request, part, sizes, DECAYS)
     for place in range(begin, end):
         next_q, next_k, next_v, next_g, next_beta = _token_inputs(place + 1, end, request, part, sizes, DECAYS)
@@ -118,8 +117,8 @@ def _delta_kernel(
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
     CHANNELS: tl.constexpr, TAIL: tl.constexpr, DRAFTS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
-    """EARLY: of what this kernel reads, the kernels that may still run make convolved, g, beta and chunks alone. All
-    else, the state above all, is loaded before it waits for them."""
+    """EARLY: of the tensors read here, kernels that may still run write only convolved, g, beta and chunks. Everything
+    else, above all the state, is loaded before this kernel waits for them."""
     release_dependents(PDL)
     if not EARLY:
         wait_for_inputs(PDL)
@@ -166,7 +165,7 @@ def _delta_kernel(
 
 
 class ChunkConfig(NamedTuple):
-    """How long runs are computed, the same for all batches: bits depend on it."""
+    """How long runs are computed. It is the same for all batches, because bits depend on it."""
 
     chunk: int = 16  # tokens, a power of two from 16 on; more tokens need more registers and fewer steps
     stages: int = 3  # of the loop over chunks: two chunks are on their way to shared memory while one is computed
@@ -177,9 +176,10 @@ CHUNKS = ChunkConfig()
 
 
 def delta_config(value_dim: int, chunked: bool) -> StepConfig:
-    """A program that walks is one warp with few value rows: no warp waits for another to norm a key or to store, and a
-    multiprocessor has room for many programs, whose states are on their way at the same time. A warp has whole rows.
-    Products need more rows, and warps that share them. It does not depend on the batch, or bits would."""
+    """Return the launch configuration. A program that goes token by token is one warp with few value rows: no warp
+    waits for another, and a multiprocessor runs many programs, whose states are loaded at the same time. Chunked runs
+    use matrix products, which need more rows and several warps. The choice does not depend on the batch, because bits
+    depend on it."""
     return StepConfig(min(32, next_power_of_two(value_dim)), 4) if chunked else StepConfig(
         min(8, next_power_of_two(value_dim)), 1)
 
@@ -190,11 +190,11 @@ def delta_steps(
     config: StepConfig | None = None, chunks: ChunkConfig = CHUNKS, precision: str = "tf32x3",
     y_precision: str = "tf32x3", per_channel: bool = False, follows_inputs: bool = False,
 ) -> torch.Tensor:
-    """Moves the rows of a batch on by one step and returns y [tokens, value heads * v dim] in the inputs' dtype, 0 for
+    """Advance the rows of a batch by one step, and return y [tokens, value heads * v dim] in the inputs' dtype; 0 for
     dead and padded token rows. inputs.wide_gates: g (the logarithm of the decay) and beta; neighbouring value heads
-    share a key head. per_channel: g has a number for each key channel of a head, not one for the head. chunked:
-    requests with more than SHORT_RUN known tokens go in chunks, in two launches. y_precision: there, of products that
-    reach nothing but y. fold_only: rows that ended; writes nothing but checkpoints. follows_inputs: the
+    share a key head. per_channel: g has a number for each key channel of a head instead of one for the head. chunked:
+    requests with more than SHORT_RUN known tokens go in chunks, in two launches. y_precision: precision there of
+    products that affect only y. fold_only: the rows have ended, so only checkpoints are written. follows_inputs: the
     launches before this one are `recurrent_inputs` and perhaps `save_tails`, so that states can be loaded while these
     run."""
     name = "delta_steps"

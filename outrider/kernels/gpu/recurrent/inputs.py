@@ -1,4 +1,4 @@
-"""Inputs of the recurrences, for all tokens of a step at once: causal convolution with silu, and gates, in float32.
+"""The inputs of the recurrences, for all tokens of a step at once: causal convolution with silu, and gates, in float32.
 
 A program computes some channels of one token row, or of a request's pending drafts. It only reads rows' tails and
 windows; the kernel that updates these must run later. This file does not know the recurrences.
@@ -32,9 +32,9 @@ _MAX_LANES = 64  # programs for pending drafts in all; requests beyond that walk
 
 
 class GateParams(NamedTuple):
-    """How raw gates become those of the recurrence: dt of mamba2 is softplus(dt + dt_bias) within limits; g of delta is
-    decay * softplus(a + dt_bias), and beta sigmoid(b). kda is like delta with a and dt_bias for each key channel; with
-    a lower bound g is the bound times sigmoid(-decay * (a + dt_bias))."""
+    """How raw gates become the gates of a recurrence. mamba2: dt is softplus(dt + dt_bias) within limits. delta: g is
+    decay * softplus(a + dt_bias), and beta is sigmoid(b). kda: like delta, with a and dt_bias for each key channel;
+    with a lower bound, g is the bound times sigmoid(-decay * (a + dt_bias))."""
 
     kind: GateKind
     dt_bias: torch.Tensor  # [heads] float32; [heads * k dim] of kda
@@ -50,7 +50,8 @@ class ConvParams(NamedTuple):
 
 @triton.jit
 def _softplus(x):
-    """log(1 + exp(x)) without losing small exponentials beside 1. Above 20 it is x itself, as in torch, and NaN is."""
+    """log(1 + exp(x)) without losing small exponentials beside 1. Above 20 it is x itself, as in torch; NaN stays
+    NaN."""
     e = tl.exp(tl.minimum(x, 20.0, propagate_nan=tl.PropagateNan.ALL))
     u = 1.0 + e
     exact = tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0)))
@@ -73,7 +74,7 @@ def _load_columns(source, channel, in_row, ROWS: tl.constexpr):
 
 
 class ConvPointers(NamedTuple):
-    """The convolution's arguments in a kernel."""
+    """The convolution's arguments, passed to a kernel as one."""
 
     conv_in: torch.Tensor
     conv_stride: int
@@ -85,7 +86,7 @@ class ConvPointers(NamedTuple):
 
 
 class GatePointers(NamedTuple):
-    """The gates' arguments in a kernel; a tuple has one for each gate."""
+    """The gates' arguments, passed to a kernel as one; a tuple has one entry for each gate."""
 
     gates: tuple[torch.Tensor, ...]
     strides: tuple[int, ...]
@@ -102,8 +103,8 @@ def _convolve(
     target, j, exists, row, start, pending, conv, CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
     HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr, ARE_NEW: tl.constexpr = False,
 ):
-    """Convolves tokens j [ROWS] of a request, if they exist, into rows `target` [ROWS] of the result. ARE_NEW: all
-    inputs that they need are of this step."""
+    """Convolve tokens j [ROWS] of a request, where they exist, into rows `target` [ROWS] of the result. ARE_NEW: all
+    inputs that they need belong to this step."""
     channel = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     in_row = channel < CONV_DIM
     valid = exists[:, None] & in_row[None, :]
@@ -126,7 +127,8 @@ def _convolve(
 
 @triton.jit
 def _raw_gate(gate, stride, window, j, row, start, pending, column, valid, SIZE: tl.constexpr, WINDOW: tl.constexpr):
-    """Columns [COLUMNS] of a gate of SIZE numbers, of tokens j [ROWS] of a request, wherever they lie."""
+    """Load columns [COLUMNS] of a gate with SIZE numbers, for tokens j [ROWS] of a request, from this step or from the
+    window."""
     token = (start + j).to(tl.int64)[:, None]
     is_new = valid & (j >= 0)[:, None]
     value = tl.load(gate + token * stride + column[None, :], mask=is_new, other=0.0)
@@ -140,8 +142,8 @@ def _raw_gate(gate, stride, window, j, row, start, pending, column, valid, SIZE:
 @triton.jit
 def _open_channels(target, j, exists, row, start, pending, gating, HEADS: tl.constexpr, WINDOW: tl.constexpr,
                    DECAYS: tl.constexpr, IS_BOUNDED: tl.constexpr, CHANNELS: tl.constexpr):
-    """Store this program's channels of the logarithms of the decays, where each channel has its own decay. As
-    `_open_gates`."""
+    """Compute and store this program's channels of the logarithms of the decays, if each channel has its own decay.
+    Arguments as in `_open_gates`."""
     size: tl.constexpr = HEADS * DECAYS
     column = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_column = column < size
@@ -192,8 +194,8 @@ def _compute_block(
     WINDOW: tl.constexpr, HEADS: tl.constexpr, HAS_BIAS: tl.constexpr, IS_DELTA: tl.constexpr, DECAYS: tl.constexpr,
     IS_BOUNDED: tl.constexpr, CHANNELS: tl.constexpr, HEAD_TILE: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """Computes at most ROWS token rows, [token, token_end): the tokens of one request at a time; tokens without a
-    request count as dead tokens of the last request."""
+    """Compute at most ROWS token rows, [token, token_end), one request at a time; tokens without a request count as
+    dead tokens of the last request."""
     index = tl.arange(0, ROWS)
     while token < token_end:
         request = tl.load(request_of + token).to(tl.int32)
@@ -218,8 +220,8 @@ def _compute_block(
 @triton.jit
 def _own_tokens(program, num_blocks, counts, request_of, requests, lanes, WINDOW: tl.constexpr,
                 FOLD_ONLY: tl.constexpr):
-    """(row, first token row, pending drafts) of the request of a program, and its tokens: (first, end, step, row of the
-    results for token 0). A program has one token row, or every `lanes`-th of a request's pending drafts."""
+    """Return (row, first token row, pending drafts) of a program's request, and its tokens: (first, end, step, row of
+    the results for token 0). A program has one token row, or every `lanes`-th of a request's pending drafts."""
     if program < num_blocks:
         request = tl.load(request_of + program).to(tl.int32)
         row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
@@ -248,7 +250,8 @@ def _inputs_kernel(
     IS_DELTA: tl.constexpr, DECAYS: tl.constexpr, IS_BOUNDED: tl.constexpr, CHANNELS: tl.constexpr,
     HEAD_TILE: tl.constexpr, FOLD_ONLY: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Programs of axis 0: ROWS token rows each, then `lanes` programs for the pending drafts of each request."""
+    """Along axis 0, programs of ROWS token rows each come first, then `lanes` programs for the pending drafts of each
+    request."""
     if IS_DELTA:
         # In this order, the kernels after this one start when all before it have ended: `delta_steps` loads states
         # before this one has.
@@ -294,8 +297,8 @@ def recurrent_inputs(
     step: StepTensors, conv_in: torch.Tensor, gates: tuple[torch.Tensor, ...], layer: LayerTensors, conv: ConvParams,
     gate: GateParams, *, fold_only: bool = False, tile: tuple[int, int, int] | None = None,
 ) -> StepInputs:
-    """conv_in [tokens, conv dim] and gates [tokens, n] each, as the projections leave them. Results of dead tokens
-    and of drafts that are not pending are undefined."""
+    """Convolve conv_in [tokens, conv dim] and compute gates [tokens, n], all as the projections made them. Results of
+    dead tokens and of drafts that are not pending are undefined."""
     name, device, wide = "recurrent_inputs", conv_in.device, (torch.float32,)
     requests, (tokens, conv_dim), window = step.counts.shape[1], conv_in.shape, layer.conv_in.shape[1]
     num_rows, heads, width = layer.state.shape[0], layer.state.shape[1], conv.weight.shape[0]

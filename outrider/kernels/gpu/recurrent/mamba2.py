@@ -1,10 +1,11 @@
-"""Mamba-2 over a ragged batch: fold, known tokens, store, drafts, in one launch per layer.
+"""Mamba-2 over a ragged batch, in one launch per layer: fold accepted drafts, apply known tokens, store the state,
+compute drafts.
 
 A program has some rows of one head's state of one request. It reads them once and writes them once, whatever the number
 of drafts: 2 * 4 bytes per element of the state and step, beside which inputs are small. `kernels/recurrent.py` is the
-specification: short runs go token by token, as `mamba2_step` does; long ones in chunks, as `mamba2_scan` does, cut at
-the boundaries of checkpoints; the longest in chunks side by side (`mamba2_scan.py`). Inputs come from
-`recurrent_inputs`; rows' tails and windows move on here, after it.
+specification. Short runs go token by token, as in `mamba2_step`; long ones in chunks, as in `mamba2_scan`, cut at the
+boundaries of checkpoints; the longest in chunks that are computed side by side (`mamba2_scan.py`). Inputs come from
+`recurrent_inputs`; rows' tails and windows are updated here, after it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _SHORT_RUN = tl.constexpr(SHORT_RUN)
 
 
 class _Request(NamedTuple):
-    """Tokens of a request by place: the pending ones, then known ones, then drafts."""
+    """The order in which a request's tokens are applied: pending drafts first, then known tokens, then drafts."""
 
     index: tl.tensor
     start: tl.tensor  # token row of the first known one
@@ -63,7 +64,7 @@ class _Request(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """A program's part of one head."""
+    """The part of one head that a program computes."""
 
     head: tl.tensor
     x: tl.tensor  # [D] columns of x, and of the output
@@ -102,7 +103,7 @@ def _part_of(
 
 @triton.jit
 def _inputs_at(place, end, request, part, source, CONV_DIM: tl.constexpr, HEADS: tl.constexpr):
-    """x, dt, B and C of the token at a place; zeros from `end` on."""
+    """Load x, dt, B and C of the token at a place; zeros from `end` on."""
     is_there = place < end
     index = (tl.where(place < request.pending, request.folded, request.fresh) + place).to(tl.int64)
     row = source.convolved + index * CONV_DIM
@@ -119,8 +120,8 @@ def _walk(
     CONV_DIM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, PAGE_WORDS: tl.constexpr,
     FOLD_ONLY: tl.constexpr,
 ):
-    """Places begin to end - 1, token by token; a token's inputs are loaded while the one before it is worked on. The
-    state is stored where the known tokens end."""
+    """Apply the tokens at places begin to end - 1 in order; a token's inputs are loaded while the one before it is
+    computed. The state is stored where the known tokens end."""
     x, dt, b, c = _inputs_at(begin, end, request, part, source, CONV_DIM, HEADS)
     for place in range(begin, end):
         next_x, next_dt, next_b, next_c = _inputs_at(place + 1, end, request, part, source, CONV_DIM, HEADS)
@@ -146,10 +147,10 @@ def _chunk(
     CONV_DIM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, TOKENS: tl.constexpr, PRECISION: tl.constexpr,
     Y_PRECISION: tl.constexpr,
 ):
-    """`count` known tokens from a place on, at most TOKENS; where there is none, nothing decays and nothing is added.
-    Decays are exponentials of sums over the tokens between, not differences of sums from the start. Returns (the
-    new state, True), or (the old one, False) if a token is not finite: then the outputs before it are spoilt too, and
-    the caller computes them again. must_finish: the new state in any case."""
+    """Apply `count` known tokens from a place on, at most TOKENS; missing tokens change nothing. Decays are
+    exponentials of sums over the tokens between, not of differences of sums from the start. Returns (the new state,
+    True), or (the old one, False) if a token is not finite: then outputs before that token are spoilt too, and the
+    caller must compute them again. must_finish: return the new state in any case."""
     t = tl.arange(0, TOKENS)
     is_there = t < count
     index = (request.fresh + place + t).to(tl.int64)
@@ -181,8 +182,8 @@ def _scan(
     CONV_DIM: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr,
     PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr,
 ):
-    """Take the state through all known tokens, in chunks that end at boundaries. A chunk with a token that is not
-    finite is computed again token by token; after that token all results are NaN, and chunks are whole again."""
+    """Take the state through all known tokens, in chunks that end at checkpoint boundaries. A chunk with a non-finite
+    token is computed again token by token. After that token all results are NaN, and chunks are used again."""
     place, most, is_lost = request.pending, TOKENS, False
     while place < request.stored:
         count = tl.minimum(request.stored - place, most)
@@ -215,7 +216,7 @@ def _mamba2_kernel(
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr, TAIL: tl.constexpr,
     DRAFTS: tl.constexpr, MORE_THAN: tl.constexpr, PDL: tl.constexpr,
 ):
-    """MORE_THAN: states of runs of more known tokens than that are not moved here; 0: of none."""
+    """MORE_THAN: states of runs with more known tokens than this are not updated here; 0: all are."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     split, head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -256,9 +257,9 @@ def _mamba2_kernel(
 
 
 def mamba2_config(requests: int, dim: int, chunked: bool) -> StepConfig:
-    """The launch configuration for a step, which depends only on the number of requests. Parts of a state are small
-    while heads and requests hardly fill the GPU. A thread has 16 elements of the state, which leaves registers for
-    several programs at a time."""
+    """Return the launch configuration of a step, which depends only on the number of requests. Parts of a state are
+    small while heads and requests hardly fill the GPU. A thread has 16 elements of the state, so that registers are
+    left for several programs at a time."""
     tile = 32 if chunked or requests > 16 else 16
     return StepConfig(min(tile, next_power_of_two(dim)), tile // 4)
 
@@ -269,10 +270,10 @@ def mamba2_steps(
     config: StepConfig | None = None, chunk: int = CHUNK, precision: str = "tf32x3",
     y_precision: str | None = None, long_runs: LongRuns | None = None,
 ) -> torch.Tensor:
-    """Moves the rows of a batch on by one step and returns y [tokens, heads * dim] in the inputs' dtype, 0 for dead and
+    """Advance the rows of a batch by one step, and return y [tokens, heads * dim] in the inputs' dtype; 0 for dead and
     padded token rows. decay (A, below zero) and skip (D) [heads]; groups of heads share B and C. chunked: requests with
-    more than SHORT_RUN known tokens go in chunks, those of `long_runs` in chunks side by side. fold_only: rows that
-    ended; writes nothing but checkpoints."""
+    more than SHORT_RUN known tokens go in chunks, those of `long_runs` in chunks side by side. fold_only: the rows have
+    ended, so only checkpoints are written."""
     name = "mamba2_steps"
     sizes = check_step(name, step, inputs, layer, targets, gate_sizes=(layer.state.shape[1],))
     heads, dim, n, device = sizes.heads, sizes.dim, sizes.n, layer.state.device

@@ -1,10 +1,10 @@
 """Mamba-2 over the long runs of a batch, in chunks that are computed side by side: three launches per layer.
 
-The first computes what the tokens of each chunk add to the state, the second goes through a request's chunks in their
-order and puts the state before each chunk in the place of what the chunk adds, the third computes the outputs and the
+The first launch computes what the tokens of each chunk add to the state. The second goes through a request's chunks in
+order, and replaces what a chunk adds with the state before that chunk. The third computes the outputs and the
 checkpoints of each chunk. `mamba2_scan` in `kernels/recurrent.py` is the specification. Chunks are counted from the
-first known token of the step, so a request's results do not depend on its batch mates. A token that is not finite is
-selected away in the products of the tokens before it, because 0 x NaN is NaN.
+first known token of the step, so a request's results do not depend on its batch mates. Non-finite tokens are masked by
+selection in products for earlier tokens, because 0 x NaN is NaN.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from outrider.kernels.gpu.recurrent.step_tensors import load_counts, save_rows
 
 
 class LongRuns(NamedTuple):
-    """Which runs are computed this way, and how."""
+    """Which runs are computed in chunks side by side, and how."""
 
     chunk: int = 128  # tokens
     more_than: int = 128  # known tokens of a request, without drafts before or behind them
@@ -40,7 +40,7 @@ class LongRuns(NamedTuple):
     output_warps: int = 8
 
     def max_chunks(self, tokens: int) -> int:
-        """The most chunks that a batch of so many token rows can have."""
+        """Return the most chunks that a batch with this many token rows can have."""
         return tokens // self.chunk + tokens // (self.more_than + 1)
 
 
@@ -74,7 +74,7 @@ def is_long_run(known, drafts, pending, MORE_THAN: tl.constexpr):
 
 @triton.jit
 def _chunks_of(counts, requests, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, PAD: tl.constexpr):
-    """The number of chunks of every request."""
+    """Return the number of chunks of every request."""
     index = tl.arange(0, PAD)
     known = tl.load(counts + 4 * requests + index, mask=index < requests, other=0).to(tl.int32)
     drafts = tl.load(counts + 5 * requests + index, mask=index < requests, other=0).to(tl.int32)
@@ -84,14 +84,15 @@ def _chunks_of(counts, requests, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, P
 
 @triton.jit
 def _first_chunk(counts, request, requests, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, PAD: tl.constexpr):
-    """The number of a request's first chunk among those of all requests."""
+    """Return the number of a request's first chunk among the chunks of all requests."""
     chunks = _chunks_of(counts, requests, CHUNK, MORE_THAN, PAD)
     return tl.sum(tl.where(tl.arange(0, PAD) < request, chunks, 0), axis=0)
 
 
 @triton.jit
 def _find_chunk(counts, number, requests, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, PAD: tl.constexpr):
-    """(request, chunk of it) of the chunk of this number; the request is past the last one if there are fewer."""
+    """Return (request, index of its chunk) of the chunk with this number. If there are fewer chunks, the request is
+    past the last one."""
     chunks = _chunks_of(counts, requests, CHUNK, MORE_THAN, PAD)
     request = tl.sum((tl.cumsum(chunks, axis=0) <= number).to(tl.int32), axis=0)
     return tl.minimum(request, requests), number - tl.sum(tl.where(tl.arange(0, PAD) < request, chunks, 0), axis=0)
@@ -101,8 +102,8 @@ def _find_chunk(counts, number, requests, CHUNK: tl.constexpr, MORE_THAN: tl.con
 def _tokens_of_chunk(
     convolved, requests, start, known, chunk, CHUNK: tl.constexpr, WINDOW: tl.constexpr, CONV_DIM: tl.constexpr
 ):
-    """Tokens of a chunk: (how many, their numbers [CHUNK], which are there, their rows in the step's inputs, the
-    beginnings [CHUNK, 1] of their convolved inputs)."""
+    """Return the tokens of a chunk: (how many, their numbers [CHUNK], which exist, their rows in the step's inputs,
+    pointers [CHUNK, 1] to their convolved inputs)."""
     count = tl.minimum(known - chunk * CHUNK, CHUNK)
     t = tl.arange(0, CHUNK)
     is_there = t < count
@@ -112,15 +113,15 @@ def _tokens_of_chunk(
 
 @triton.jit
 def _weights_to_end(dt, next_dt, decay):
-    """dt times what is left of a token's addition after the last token. next_dt: of the tokens after each, 0 behind the
-    last one."""
+    """Return dt times the share of a token's addition that is left after the last token. next_dt: dt of the token after
+    each; 0 after the last one."""
     return dt * tl.exp(tl.cumsum(next_dt * decay, axis=0, reverse=True))
 
 
 @triton.jit
 def _half_terms(x):
-    """x * scale as the sum of two float16 matrices, to 22 bits or 2^-25 of the largest element, and the scale, a power
-    of two. What is not finite stays so in the first matrix."""
+    """Split x * scale into the sum of two float16 matrices, exact to 22 bits or 2^-25 of the largest element; also
+    returns the scale, a power of two. Non-finite numbers stay so in the first matrix."""
     largest = tl.max(tl.max(tl.abs(x), axis=1), axis=0)
     scale = tl.exp2(-tl.ceil(tl.log2(tl.minimum(tl.maximum(largest, 1e-30), 1e30))))
     x *= scale
@@ -130,7 +131,8 @@ def _half_terms(x):
 
 @triton.jit
 def _dot_of_halves(a, b, b_low, b_scale):
-    """a times b, which comes as its `_half_terms`. Tensor cores take float16 twice as fast as tf32, in any order."""
+    """Multiply a with b, which is given as its `_half_terms`. Tensor cores are twice as fast with float16 as with
+    tf32."""
     a, a_low, a_scale = _half_terms(a)
     total = tl.dot(a, b_low)
     total = tl.dot(a_low, b, total)
@@ -144,8 +146,8 @@ def _add_kernel(
     N_TILE: tl.constexpr, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, PAD: tl.constexpr, WINDOW: tl.constexpr,
     CONV_DIM: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Computes the sum that a chunk adds to the states of OWN heads, and the factors by which it scales what was there.
-    B, which these heads share, is read once."""
+    """Compute what a chunk adds to the states of OWN heads, and the factors by which it scales the previous state. B,
+    which these heads share, is read once."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     first_head, number = tl.program_id(0) * OWN, tl.program_id(1)
@@ -177,7 +179,7 @@ def _pass_kernel(
     HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr,
     PAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The state before each chunk, in the place of what the chunk adds; the state after the last one to the row. SIZE:
+    """Replace what each chunk adds by the state before it, and store the state after the last chunk in the row. SIZE:
     elements of one head's state."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -206,7 +208,8 @@ def _output_kernel(
     N_TILE: tl.constexpr, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, PAD: tl.constexpr, WINDOW: tl.constexpr,
     CONV_DIM: tl.constexpr, OWN: tl.constexpr, Y_PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Outputs of a chunk's tokens of OWN heads, which share B and C, and the checkpoints that lie in the chunk."""
+    """Compute the outputs of a chunk's tokens for OWN heads, which share B and C, and the checkpoints inside the
+    chunk."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     first_head, number = tl.program_id(0) * OWN, tl.program_id(1)
@@ -256,7 +259,7 @@ def _save_checkpoint(
     HEADS: tl.constexpr, DIM: tl.constexpr, N: tl.constexpr, GROUPS: tl.constexpr, D_TILE: tl.constexpr,
     N_TILE: tl.constexpr, PAGE_WORDS: tl.constexpr,
 ):
-    """Saves one head's state after `seen` tokens of a chunk."""
+    """Save one head's state after `seen` tokens of a chunk."""
     columns = _columns_of(head, 0, HEADS, DIM, N, GROUPS, D_TILE, N_TILE)
     is_seen = (t < seen)[:, None]
     x = tl.load(at + columns.x[None, :], mask=is_seen & columns.has_dim[None, :], other=0.0)
@@ -278,8 +281,8 @@ def scan_long_runs(
     skip: torch.Tensor, out: torch.Tensor, saves: tuple[NamedTuple, int, int, int], runs: LongRuns, *, tokens: int,
     num_groups: int, window: int, y_precision: str, pdl: bool,
 ) -> None:
-    """Moves the rows with long runs on and writes their token rows of `out`; arguments as `mamba2_steps` has checked
-    them. saves: what `save_args` gives."""
+    """Advance the rows with long runs, and write their token rows of `out`; `mamba2_steps` has checked the arguments.
+    saves: what `save_args` returned."""
     requests, (heads, dim, n), device = counts.shape[1], states.shape[1:], states.device
     pointers, layer_word, num_pages, page_words = saves
     max_chunks = runs.max_chunks(tokens)

@@ -1,7 +1,7 @@
 """Conv tails of checkpoints: the last inputs before each boundary that a step passes, copied to the checkpoint's pages.
 
-Runs before the rows' own tails and windows are updated. The boundaries that are passed were decided before; states are
-saved by the kernels that compute them.
+This runs before the rows' own tails and windows are updated. Which boundaries are passed was decided earlier; the
+kernels that compute states save them.
 """
 
 from __future__ import annotations

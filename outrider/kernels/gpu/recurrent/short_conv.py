@@ -1,8 +1,8 @@
-"""A convolution as the whole of a recurrent layer (LFM2) over a ragged batch: its results, then the rows' new tails and
+"""A recurrent layer that is only a convolution (LFM2), over a ragged batch: its results, then the rows' new tails and
 windows.
 
-This layer keeps only the last inputs, so there is nothing to fold: accepted drafts in the row's window are ordinary
-inputs. Two launches, because programs of the first read what the second overwrites.
+This layer keeps only its last inputs, so nothing is folded: accepted drafts in the row's window are ordinary inputs.
+There are two launches, because the first one reads what the second overwrites.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _conv_kernel(
     counts, request_of, requests, conv_in, conv_stride, tail, window, weight, bias, out,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HAS_BIAS: tl.constexpr, CHANNELS: tl.constexpr,
 ):
-    """A program computes some channels of one token row; 0 of a dead one."""
+    """Each program computes some channels of one token row; 0 for a dead row."""
     token = tl.program_id(0)
     request = tl.load(request_of + token).to(tl.int32)
     row, start, stop, computed, known, drafts, pending = load_counts(counts, request, requests)
@@ -58,7 +58,7 @@ def _keep_kernel(
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr,
     TAIL: tl.constexpr, DRAFTS: tl.constexpr,
 ):
-    """A program stores some channels of one request's tail and window. Dead requests keep theirs."""
+    """Each program stores some channels of one request's tail and window. Those of dead requests do not change."""
     row, start, stop, computed, known, drafts, pending = load_counts(counts, tl.program_id(1), requests)
     if known > 0:
         kept_tail = load_tail(tl.program_id(0), row, start, known, pending, True, conv_in, conv_stride, tail, window,
@@ -70,7 +70,7 @@ def _keep_kernel(
 
 
 def conv_steps(step: StepTensors, conv_in: torch.Tensor, layer: LayerTensors, conv: ConvParams) -> torch.Tensor:
-    """Moves the rows of a batch on by one step and returns the convolution of conv_in [tokens, conv dim], without an
+    """Advance the rows of a batch by one step, and return the convolution of conv_in [tokens, conv dim], without an
     activation, in its dtype; 0 for dead and padded token rows."""
     name, device, wide, dtype = "conv_steps", conv_in.device, (torch.float32,), (conv_in.dtype,)
     requests, (tokens, conv_dim), width = step.counts.shape[1], conv_in.shape, conv.weight.shape[0]

@@ -1,12 +1,12 @@
-"""Shared parts of the recurrent kernels: a step's tensors, the places of earlier inputs, the contents of a row.
+"""What the recurrent kernels share: a step's tensors, where a token's earlier inputs are, and what a row stores.
 
     token j, counted from the request's first one of this step
-    j < -pending          the row's tail: inputs before everything that waits
+    j < -pending          the row's tail: inputs before all pending drafts
     -pending <= j < 0     the row's window: accepted drafts, folded in this step
     0 <= j                token rows of this step: known tokens, then drafts
 
 This file does not know the recurrences, nor the owners of rows and pages. Requests without known tokens are dead: their
-rows keep their contents. Rows that ended are folded by themselves (FOLD_ONLY); then only checkpoints are written.
+rows do not change. Rows that ended are folded by themselves (FOLD_ONLY); then only checkpoints are written.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from outrider.kernels.recurrent import CheckpointTargets
 
 
 class StepConfig(NamedTuple):
-    """Launch of a state kernel: how much of a head's state one program has."""
+    """Launch options of a state kernel, including how much of a head's state one program has."""
 
     tile: int  # rows of the state (of the head's dim) in a program
     num_warps: int
 
 
 class StepTensors(NamedTuple):
-    """A batch, the same for all layers. int64."""
+    """A batch's tensors, the same for all layers. int64."""
 
     counts: torch.Tensor  # [7, requests] row, first token row, token row after the last one, computed, known, drafts,
     #                       pending; live ones
@@ -54,8 +54,8 @@ class LayerTensors(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """A layer's inputs in a step: as the projections leave them, and as the recurrence takes them (`recurrent_inputs`).
-    The pending token f of request r is at index r * window + f, token row t at requests * window + t."""
+    """A layer's inputs in a step: as the projections made them, and as the recurrence reads them (`recurrent_inputs`).
+    The latter hold pending token f of request r at index r * window + f, and token row t at requests * window + t."""
 
     conv_in: torch.Tensor  # [tokens, conv dim]
     gates: tuple[torch.Tensor, ...]  # [tokens, n] each
@@ -64,8 +64,8 @@ class StepInputs(NamedTuple):
 
 
 class TargetPointers(NamedTuple):
-    """The checkpoint targets as kernel arguments. They are always given, so that a launch without checkpoints has the
-    same form."""
+    """The checkpoint targets as kernel arguments. They are always passed, so that a launch without checkpoints has the
+    same signature."""
 
     starts: torch.Tensor
     boundary: torch.Tensor
@@ -78,7 +78,7 @@ class TargetPointers(NamedTuple):
 
 @triton.jit
 def load_counts(counts, request, requests):
-    """(row, first token row, token row after the last one, computed, known, drafts, pending) of a request."""
+    """Load (row, first token row, token row after the last one, computed, known, drafts, pending) of a request."""
     row = tl.load(counts + request)
     start = tl.load(counts + requests + request).to(tl.int32)
     stop = tl.load(counts + 2 * requests + request).to(tl.int32)
@@ -94,7 +94,8 @@ def input_of(
     conv_in, conv_stride, tail, window, row, start, pending, j, channel, valid,
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr,
 ):
-    """Raw inputs of the request's token j, wherever they lie; `j` and `channel` in shapes that go together."""
+    """Load raw inputs of the request's token j from the tail, the window or this step. `j` and `channel` must
+    broadcast."""
     is_new = valid & (j >= 0)
     value = tl.load(conv_in + (start + j).to(tl.int64) * conv_stride + channel, mask=is_new, other=0.0)
     before = j + pending
@@ -111,8 +112,8 @@ def input_of(
 def save_state(
     state, at, request, first_row, num_rows, saves, layer_word, num_pages, N: tl.constexpr, PAGE_WORDS: tl.constexpr
 ):
-    """Write part of a layer's state, `num_rows` rows of N elements from `first_row` on, to the request's checkpoints
-    whose boundary is `at`. Row by row: this is rare, and its addresses must not take registers from what is not."""
+    """Write part of a layer's state (`num_rows` rows of N elements from `first_row` on) to the request's checkpoints
+    whose boundary is `at`. Rows are written one by one: this is rare, and its addresses must not use up registers."""
     bits = state.to(tl.int32, bitcast=True)
     index, n = tl.arange(0, state.shape[0])[:, None], tl.arange(0, state.shape[1])
     for target in range(tl.load(saves.starts + request), tl.load(saves.starts + request + 1)):
@@ -129,8 +130,8 @@ def save_state(
 def save_rows(
     state, at, request, row, n, has_row, has_n, saves, layer_word, num_pages, N: tl.constexpr, PAGE_WORDS: tl.constexpr
 ):
-    """Like `save_state`, for rows `row` [D] at once. A row lies in one page or in two: pages are looked up by row, with
-    far fewer registers than by element."""
+    """Do what `save_state` does, for rows `row` [D] at once. A row is in one page or in two; pages are looked up by
+    row, which takes far fewer registers than by element."""
     tl.static_assert(N <= PAGE_WORDS)
     for target in range(tl.load(saves.starts + request), tl.load(saves.starts + request + 1)):
         if tl.load(saves.boundary + target) == at:
@@ -150,7 +151,7 @@ def save_rows(
 
 @triton.jit
 def next_boundary(at, end, request, saves):
-    """The first boundary after `at`, but not after `end`."""
+    """Return the first checkpoint boundary after `at`, but not after `end`."""
     found = end
     for target in range(tl.load(saves.starts + request), tl.load(saves.starts + request + 1)):
         there = tl.load(saves.boundary + target).to(tl.int32)
@@ -163,8 +164,9 @@ def load_tail(
     part, row, start, known, pending, valid, conv_in, conv_stride, tail, window, CONV_DIM: tl.constexpr,
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr, TAIL: tl.constexpr,
 ):
-    """The row's tail [TAIL, CHANNELS] as it is after a step: this program's share of the channels, for `keep_inputs` to
-    store. It may come from the old tail and from the window, so it is read before either is written."""
+    """Load the row's tail [TAIL, CHANNELS] as it will be after the step: this program's share of the channels, for
+    `keep_inputs` to store. It may come from the old tail and from the window, so it is read before either is
+    overwritten."""
     per_part: tl.constexpr = (CONV_DIM + PARTS - 1) // PARTS
     lane = tl.arange(0, CHANNELS)
     channel = (part * per_part + lane)[None, :]
@@ -182,8 +184,8 @@ def keep_inputs(
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, HEADS: tl.constexpr, FIRST_GATE: tl.constexpr,
     GATES: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr, TAIL: tl.constexpr, DRAFTS: tl.constexpr,
 ):
-    """Store the row's tail, as `load_tail` has it, and window after a step: this program's share of the channels, which
-    no other program reads or writes. FIRST_GATE: numbers of the first gate of a token; the other gates have one for
+    """Store the row's tail, from `load_tail`, and its window after a step: this program's share of the channels, which
+    no other program reads or writes. FIRST_GATE: how many numbers a token's first gate has; other gates have one for
     each head."""
     per_part: tl.constexpr = (CONV_DIM + PARTS - 1) // PARTS
     lane = tl.arange(0, CHANNELS)
@@ -213,7 +215,7 @@ def keep_inputs(
 
 @triton.jit
 def load_last_stop(counts, requests):
-    """The first token row that belongs to no request."""
+    """Load the index of the first token row that belongs to no request."""
     return tl.load(counts + 3 * requests - 1).to(tl.int32)
 
 
@@ -246,8 +248,8 @@ class StepSizes(NamedTuple):
 
 def check_step(name: str, step: StepTensors, inputs: StepInputs, layer: LayerTensors,
                targets: CheckpointTargets | None, gate_sizes: tuple[int, ...]) -> StepSizes:
-    """Check shapes, dtypes and devices of a state kernel's arguments. gate_sizes: numbers of each gate of a token, the
-    first at most as many as inputs of the convolution."""
+    """Check shapes, dtypes and devices of a state kernel's arguments. gate_sizes: how many numbers of each gate a token
+    has; the first gate has at most as many as the convolution has inputs."""
     device, dtype = layer.state.device, inputs.conv_in.dtype
     requests, tokens = step.counts.shape[1], inputs.conv_in.shape[0]
     num_rows, heads, dim, n = layer.state.shape
@@ -281,7 +283,7 @@ def check_step(name: str, step: StepTensors, inputs: StepInputs, layer: LayerTen
 
 
 def keep_sizes(sizes: StepSizes, parts: int) -> dict[str, int]:
-    """The constants of `keep_inputs`, whose work `parts` programs of a request share."""
+    """Return the constants of `keep_inputs`, whose work `parts` programs of a request share."""
     require(parts >= sizes.heads, "keep_inputs", "parts", f"are {parts}, fewer than heads")
     return {
         "CONV_DIM": sizes.conv_dim, "WIDTH": sizes.width, "WINDOW": sizes.window, "PARTS": parts,
@@ -292,8 +294,8 @@ def keep_sizes(sizes: StepSizes, parts: int) -> dict[str, int]:
 
 def save_args(targets: CheckpointTargets | None, step: StepTensors,
               layer: LayerTensors) -> tuple[TargetPointers, int, int, int]:
-    """(what `save_state` takes, the layer's first word, pages of a checkpoint, words of a page); the last is 0 without
-    checkpoints, and tensors of the right types stand in for those that are not there."""
+    """Return (the arguments of `save_state`, the layer's first word, pages of a checkpoint, words of a page). Without
+    checkpoints the last is 0, and tensors of the right types are passed in place of the missing ones."""
     if targets is None:
         return TargetPointers(step.counts, step.counts, step.counts, layer.state), 0, 0, 0
     words = layer.pool.view(torch.float32)
