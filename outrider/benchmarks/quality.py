@@ -1,4 +1,4 @@
-"""`outrider bench quality`: what a format of weights or of the cache costs in quality. Last line: JSON.
+"""`outrider bench quality`: measures the quality that a format of weights or of the cache loses. Last line: JSON.
 
 Perplexity of a text in windows, accuracy on multiple-choice questions by the likelihood of each answer, and how many
 n-gram drafts are accepted. Compare the figures of two runs that differ in one engine setting or in the file.

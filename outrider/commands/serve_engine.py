@@ -1,4 +1,4 @@
-"""Serves one engine over HTTP, with its worker in a process of its own.
+"""Serves one engine over HTTP. The engine's worker is a separate process.
 
 SIGTERM and Ctrl-C stop new requests, let running ones end within --shutdown-timeout, and end the engine; a second
 Ctrl-C does not wait. The worker's process ends with this one, however this one ends.
@@ -67,7 +67,7 @@ def serve_engine(engine: EngineConfig, config: ServerConfig, names: Sequence[str
 
 def make_host(engine: EngineConfig, config: ServerConfig, tracing: Tracing | None,
               on_serving: Callable[[], None]) -> EngineHost:
-    """Make the host of an engine whose worker has a process of its own."""
+    """Make the EngineHost of an engine whose worker is a separate process."""
 
     def start() -> AsyncLLM:
         started = start_engine(engine, in_process=True)

@@ -22,7 +22,7 @@ RENAMED = {meaning.name for meaning in VLLM_SETTINGS.values() if isinstance(mean
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """A parser that takes --max_model_len for --max-model-len, and the keys of a JSON object one by one:
+    """A parser that accepts --max_model_len for --max-model-len, and the keys of a JSON object as separate flags:
     `--speculative-config.method ngram --speculative-config.num_speculative_tokens 3`."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -40,7 +40,7 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """The settings of an engine among the arguments of a script."""
+    """The engine's settings among the arguments of a script."""
     names = [*(field.name for field in fields(EngineConfig)), *VLLM_SETTINGS]
     return {name: getattr(args, name) for name in names if hasattr(args, name)}
 
@@ -54,7 +54,7 @@ def _add_flag(group: Any, name: str, kind: Any, default: Any, **more: Any) -> No
 
 
 def _neutral(meaning: Meaning) -> Any:
-    """The default of a setting's flag: a number or a switch that asks for nothing if there is one, because scripts
+    """The default of a setting's flag. Where possible it is a number or a switch that changes nothing, because scripts
     compute with it."""
     if not isinstance(meaning, Refused):
         return None
@@ -80,7 +80,7 @@ def _reader(kind: Any) -> Any:
 
 
 def plain_flags(words: Sequence[str]) -> list[str]:
-    """Flags in argparse's form: hyphens for underscores, and one JSON object for all keys of a dotted flag."""
+    """Rewrite flags in argparse's form: hyphens for underscores, and one JSON object for all keys of a dotted flag."""
     plain: list[str] = []
     objects: dict[str, dict[str, Any]] = {}
     rest = list(words)

@@ -1,4 +1,4 @@
-"""Config classes of vLLM that scripts make and pass on. `outrider.config` finds them here. No torch."""
+"""Config classes of vLLM that scripts create and pass to an engine. `outrider.config` finds them here. No torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ NOT_HERE = {
 
 
 class CompilationConfig:
-    """Any settings of compilation. They have no effect: steps are captured unless enforce_eager is set."""
+    """vLLM's settings of compilation. Any are accepted, and none has an effect: steps are captured unless enforce_eager
+    is set."""
 
     def __init__(self, level: object = None, **settings: Any) -> None:
         self.__dict__.update({"level": level} | settings)
@@ -37,7 +38,7 @@ MADE = {"CompilationConfig": CompilationConfig, "PoolerConfig": PoolerConfig, "P
 
 
 def find_config(name: str) -> object:
-    """A class of vLLM's module `config`."""
+    """Return a class of vLLM's module `config` by its name."""
     if name in VIEWS:
         return getattr(import_module("outrider.compat.vllm_config"), name)
     if name in MADE:

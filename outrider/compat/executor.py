@@ -11,7 +11,7 @@ Weights = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 
 class VllmPlace:
-    """An object of vLLM of which only some attributes exist here."""
+    """Stands for an object of vLLM. Only some of its attributes exist here."""
 
     def __init__(self, path: str, **attributes: Any) -> None:
         self.__dict__.update(attributes)
@@ -26,7 +26,7 @@ class VllmPlace:
 
 
 def executor_around(load_weights: Callable[[Weights], None]) -> VllmPlace:
-    """An executor whose `driver_worker.model_runner.model.load_weights` calls the function."""
+    """Make an executor whose `driver_worker.model_runner.model.load_weights` calls the given function."""
     model = VllmPlace("model", load_weights=load_weights)
     runner = VllmPlace("model_runner", model=model)
     return VllmPlace("model_executor", driver_worker=VllmPlace("driver_worker", model_runner=runner))

@@ -28,7 +28,8 @@ class GuidedDecodingParams(StructuredOutputsParams):
 
     @classmethod
     def from_optional(cls, **given: Any) -> GuidedDecodingParams | None:
-        """None if no form is asked for. `json` may be a class of pydantic, which knows its schema."""
+        """Make the parameters from keyword arguments; None if no form is asked for. `json` may be a pydantic class,
+        from which the schema is read."""
         given = {name: value for name, value in given.items() if value is not None}
         if not any(given.get(form) for form in FORMS):
             return None

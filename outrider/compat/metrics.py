@@ -1,4 +1,4 @@
-"""The results of `LLM.get_metrics`: vLLM's kinds of metrics, with values of a running engine. No torch."""
+"""The results of `LLM.get_metrics`: vLLM's metric types, filled with values of a running engine. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Methods and arguments that vLLM's fronts have and LLM and AsyncLLM lack, with what to use instead. No torch."""
+"""Methods and arguments that vLLM's front classes have, but LLM and AsyncLLM do not, with what to use instead. No
+torch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The vLLM modules that do not exist here, each with what to use instead. The error of an import looks them up
-(`not_here`).
+"""A table of the vLLM modules that do not exist here, each with what to use instead. `not_here` quotes it in import
+errors.
 
 A row counts for a module and all modules inside it. An import names the outermost missing module, so a row for an inner
 module is used only if the outer module exists here. Modules of earlier versions of vLLM are at the end.

@@ -1,7 +1,8 @@
 """The import error for modules that vLLM has and Outrider does not. No torch.
 
-The finder is behind all others, so it is asked only for modules that do not exist. A module of Outrider with the name
-of a vLLM package gets an empty `__path__`; otherwise Python asks no finder for modules inside it.
+The import finder comes after all others, so it is asked only for modules that do not exist. If a plain module of
+Outrider has the name of a vLLM package, it gets an empty `__path__`; otherwise Python would ask no finder for modules
+inside it.
 """
 
 from __future__ import annotations

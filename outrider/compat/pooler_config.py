@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class PoolerConfig:
-    """The default pooling. It is accepted if it equals the default of PoolingParams."""
+    """vLLM's setting of the default pooling. It is accepted if it equals the default of PoolingParams."""
 
     task: str | None = None
     pooling_type: str | None = None
@@ -33,8 +33,8 @@ SAME_POOLING: dict[str, tuple[Any, ...]] = {
 
 
 def pooling_refused(given: Any) -> str | None:
-    """The field of a PoolerConfig, or of a dict like it, that asks for another pooling than the default. None if there
-    is none."""
+    """Return the field of a PoolerConfig, or of an equivalent dict, that asks for another pooling than the default.
+    None if there is none."""
     if given is None:
         return None
     if isinstance(given, PoolerConfig):

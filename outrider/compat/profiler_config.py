@@ -22,7 +22,7 @@ class ProfilerConfig:
 
 
 def profiler_dir(given: Any) -> str | None:
-    """The folder that a profiler_config names. Its other requests are refused by name."""
+    """Return the folder that a profiler_config names. Its other settings are refused by name."""
     asked = asdict(given) if isinstance(given, ProfilerConfig) else given
     if not isinstance(asked, dict):
         raise ValueError("profiler_config must be a dict or a ProfilerConfig, as {'torch_profiler_dir': 'profiles'}")

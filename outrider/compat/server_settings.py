@@ -1,4 +1,5 @@
-"""Flags of `vllm serve` without a counterpart here: what each means, or what to use instead. No torch."""
+"""A table of the flags of `vllm serve` without a counterpart here: what each means, or what to use instead. No
+torch."""
 
 from __future__ import annotations
 

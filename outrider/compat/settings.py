@@ -1,4 +1,5 @@
-"""Settings of vLLM that have another name here, or none: what each means, or what to use instead. No torch.
+"""A table of vLLM's settings that have another name here, or do not exist here: what each means, or what to use
+instead. No torch.
 
 `translate` converts the settings of a script written for vLLM to Outrider's. A setting that asks for something that
 does not exist here is refused by name. A setting without effect is explained in one line of the log.
@@ -20,7 +21,7 @@ log = logging.getLogger("outrider")
 
 @dataclass(frozen=True)
 class SameAs:
-    """A setting with another name here."""
+    """A setting of vLLM that has another name here."""
 
     name: str
     is_switch: bool = False  # on the command line it has no value
@@ -45,7 +46,8 @@ class Refused:
 
 @dataclass(frozen=True)
 class Checked:
-    """A setting that is accepted if it asks for what is done anyway. `refused` tells what goes beyond."""
+    """A setting that is accepted only for values which ask for what is done anyway. `refused` finds the part of a value
+    that asks for more."""
 
     refused: Callable[[Any], str | None]
     is_switch: bool = False
@@ -328,8 +330,8 @@ OTHER_BACKENDS = ("CUTLASS_MLA", "FLASHINFER", "FLASHINFER_MLA", "FLASHMLA", "FL
 
 def translate(front: str, given: dict[str, Any], known: Iterable[str],
               table: Mapping[str, Meaning] = VLLM_SETTINGS) -> dict[str, Any]:
-    """Convert settings to their names here. `front` begins the messages; `known`: the names of Outrider's settings;
-    `table`: vLLM's settings."""
+    """Convert vLLM's settings to their names here. `front`: the class or command with which error messages begin;
+    `known`: the names of Outrider's settings; `table`: vLLM's settings."""
     settings: dict[str, Any] = {}
     num_ranks = given.get("tensor_parallel_size", 1)
     for name, value in given.items():

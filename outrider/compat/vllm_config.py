@@ -21,7 +21,7 @@ TWO_LABELS = 2  # transformers' number of classes of a config that says nothing 
 
 @dataclass(frozen=True)
 class SettingsGroup:
-    """Settings that can be read but not changed."""
+    """A group of settings that can be read but not changed."""
 
     if not TYPE_CHECKING:  # a checker knows which fields there are
 
@@ -70,7 +70,8 @@ class ModelConfig(SettingsGroup):
 
 
 def _labels_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The names of classes, in the three forms of transformers' configs; made up if there are none."""
+    """The names of classes in the three forms that transformers' configs have. If the config has none, names are made
+    up."""
     given = {int(index): name for index, name in (values.get("id2label") or {}).items()}
     names = given or {index: f"LABEL_{index}" for index in range(values.get("num_labels") or TWO_LABELS)}
     return {"id2label": names, "num_labels": len(names),
@@ -132,7 +133,7 @@ class VllmConfig(SettingsGroup):
     @classmethod
     def from_engine_config(cls, config: EngineConfig, limits: Limits | None = None,
                            num_pages: int | None = None) -> VllmConfig:
-        """`limits`, `num_pages`: the running engine's, if there is one."""
+        """Group the settings of an engine. `limits`, `num_pages`: those of the running engine, if there is one."""
         max_len = config.max_model_len if limits is None else limits.max_len
         max_requests = config.max_num_seqs if limits is None else limits.max_requests
         max_tokens = config.max_num_batched_tokens if limits is None else limits.max_batched_tokens

@@ -1,5 +1,5 @@
-"""Functions that send weights to a server of vLLM by NCCL, which trainers import even where they share the engine's
-process. Calling one raises an error that says how weights come to an engine here. No torch."""
+"""Functions that send weights to a vLLM server by NCCL. Trainers import them even if they run in the engine's process.
+Calling one raises an error that says how to give weights to an engine here. No torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ IN_PROCESS = ("weights come to an engine in the trainer's own process: use the c
 
 
 def refuse_transfer(name: str) -> Any:
-    """A function under a name of vLLM that cannot be called."""
+    """Make a function with a name of vLLM. Calling it raises an error."""
     def refused(*args: object, **settings: object) -> Never:
         raise NotImplementedError(f"{name} is not supported: {IN_PROCESS}")
 

@@ -7,7 +7,7 @@ shared with the target like those of a draft model:
     target computed in this step     c   c+1  ...  c+m-1          context is written to these slots
     the block then takes slots                            c+m  c+m+1  ...   (c+m is the last known token)
 
-The block's own keys and values lie behind the context until the next step, which overwrites them before it reads any.
+The keys and values of the block are stored after the context, and the next step overwrites them before it reads any.
 Slots before `valid_from[row]` were never filled (the drafter skipped a step) or were evicted, and are not attended.
 
 - A sliding layer is causal within its block if `layer_types` names it, and sees its whole block with `use_swa` or

@@ -1,10 +1,10 @@
 """ReplicaFront: the HTTP application that passes requests on to replicas. Each replica is a complete server at a unix
 socket.
 
-Bytes are passed through as they are, so all routes and streams are the replicas' own. A request goes to the replica
-that the router chooses. If the replica dies, refuses the request because its queue is full, or has no engine just then,
-and nothing has been sent to the client yet, the request goes to another replica. A stream that had begun ends with an
-error event. Plain ASGI, no framework.
+Bytes are passed through unchanged, so the replicas implement all routes and streams. A request goes to the replica that
+the router chooses. If the replica dies, refuses the request because its queue is full, or has no engine just then, and
+nothing has been sent to the client yet, the request goes to another replica. A stream that had begun ends with an error
+event. Plain ASGI, no framework.
 """
 
 from __future__ import annotations

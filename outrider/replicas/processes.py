@@ -69,7 +69,7 @@ class ReplicaProcess:
             self.replica.num_restarts += 1
 
     async def stop(self, seconds: float) -> None:
-        """Let running requests end for so many seconds, then end the process."""
+        """Wait for running requests at most this many seconds, then end the process."""
         process = self._process
         if process is None:
             return

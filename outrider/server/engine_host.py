@@ -1,5 +1,5 @@
-"""EngineHost: the life of the engine behind the server. It loads the engine in a thread, serves, watches and restarts
-it.
+"""EngineHost: manages the engine behind the server. It loads the engine in a thread, watches it, and restarts it when
+it fails.
 
     Loading -> Serving -> (the engine failed) -> Loading -> ... -> Failed
 

@@ -1,7 +1,7 @@
 """The way from one HTTP request to the engine and back: prompts in, changes of samples out.
 
-The engine yields increments: an increment is what one step added to one sample. A change is everything that the client
-has not yet been told of a sample, from one token to hundreds.
+The engine yields increments: an increment is what one step added to one sample. A change is the part of a sample that
+has not been sent to the client yet, from one token to hundreds.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""BoundedHttp: uvicorn's HTTP protocol with bounds on the head of a request, which comes before any key is known.
+"""BoundedHttp: uvicorn's HTTP protocol with limits on the size and time of a request's head, which arrives before the
+API key is known.
 
 The parser keeps a head of any size for any time, so one client without a key could fill the memory or hold all
 connections. Header fields after a chunked body (trailers) count as part of the head, and are not used. Bodies are
 bounded in guard.py.
 
 A request that offers to switch protocols is answered in HTTP/1.1. Java's client offers HTTP/2 with every first request
-(`Upgrade: h2c`), and the parser would take the body behind such a head for the other protocol.
+(`Upgrade: h2c`), and the parser would otherwise take the body of that request for data of the other protocol.
 """
 
 from __future__ import annotations

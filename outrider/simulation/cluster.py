@@ -1,4 +1,5 @@
-"""A cluster in simulated time: replicas of one engine behind a router, and the events of all in the order of time."""
+"""A simulated cluster: several replicas of one engine behind a router. All events happen in the order of simulated
+time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TrainingCheckpoint: everything that a resumed run needs to go on as if it had not stopped, in one file."""
+"""TrainingCheckpoint: one file with everything that a resumed run needs to continue as if it had not stopped."""
 
 from __future__ import annotations
 

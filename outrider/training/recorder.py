@@ -1,7 +1,7 @@
 """AuxRecorder: a drafter that drafts nothing and keeps the hidden states of the texts that the engine computes.
 
-The engine treats it like any drafter, so what it records is the engine's own forward: the weights as they are served,
-every kind of layer, chunks and batches as they come.
+The engine treats it like any drafter, so it records the forward passes of serving: with the served weights, every kind
+of layer, and chunks and batches as the scheduler makes them.
 """
 
 from __future__ import annotations

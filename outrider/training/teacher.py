@@ -193,8 +193,8 @@ def _on_host(found: dict[Tokens, TextStates]) -> dict[Tokens, TextStates]:
 
 
 def _memory_share(config: EngineConfig, device: torch.device) -> float:
-    """The share of the device's memory that the engine may use. On a GPU: what is in use now and a small part for
-    pages, since training needs the rest. On a CPU pages take memory only when they are first written."""
+    """The share of the device's memory that the engine may use. On a GPU it is the memory in use now and a small part
+    for pages, since training needs the rest. On a CPU pages take memory only when they are first written."""
     if device.type != "cuda":
         return config.gpu_memory_utilization
     free, total = torch.cuda.mem_get_info(device)

@@ -1,4 +1,4 @@
-"""The output folder of a training run: what it may hold at the start, what it has room for, and how files get there.
+"""The output folder of a training run: checks of its content and of the disk's free space, and writing of files.
 
 The trained drafter lies in the folder itself; `training/` below it keeps the texts, the settings and the checkpoint
 that a resumed run goes on from.

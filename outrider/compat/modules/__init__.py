@@ -1,3 +1,2 @@
-"""Modules at the places where vLLM has them. Each has the package's own names, or raises an error that says what to
-use.
-"""
+"""Modules under the names that they have in vLLM. Each contains the package's own objects, or raises an error that says
+what to use instead."""

@@ -1,4 +1,5 @@
-"""outrider.envs: vLLM's environment variables. Settings are arguments here; the error of each name says which."""
+"""outrider.envs: vLLM's environment variables. They are not read: reading a name raises an error that says which
+argument to use."""
 
 from outrider.compat.environment import VARIABLES
 

@@ -1,4 +1,4 @@
-"""outrider.logger: a function that makes loggers, at vLLM's place."""
+"""outrider.logger: vLLM's function that makes loggers."""
 
 import logging
 
@@ -6,5 +6,5 @@ __all__ = ["init_logger"]
 
 
 def init_logger(name: str) -> logging.Logger:
-    """The logger of this name. The package's own loggers are children of the logger "outrider"."""
+    """Return the logger of this name. The package's own loggers are children of the logger "outrider"."""
     return logging.getLogger(name)

@@ -25,6 +25,7 @@ The way of an adapter, from a route to the device and back:
    `AdapterPlacements` part.
 4. Before the step, `AdapterStore.begin` copies the adapter and `admit` notes the slot of the row. `of_step` makes the
    `StepAdapters` of the token rows, which layers find in `StepContext.deltas`.
-5. The row's end gives the slot back (`AdapterSlots.give`), the request's end leaves the load (`AdapterRegistry.leave`).
+5. When the row ends, it gives the slot back (`AdapterSlots.give`). When the request ends, it leaves the load
+   (`AdapterRegistry.leave`).
    The adapter stays on the device until another one needs its place.
 """

@@ -45,7 +45,7 @@ class AdapterStore(DeltaSource):
     # Commands
 
     def read(self, number: int, name: str, folder: str) -> None:
-        """Begin to read an adapter, on a thread of its own."""
+        """Begin to read an adapter, in a separate thread."""
         self._loads[number] = self._reader.submit(
             read_adapter, name, folder, self.targets, max_rank=self._max_rank, max_size=self.arena.num_numbers,
             dtype=self._dtype, pin=self._device.type == "cuda")

@@ -26,8 +26,8 @@ The way of a form, from a request to the device and back:
 3. The scheduler splits a batch if a request with masks samples in it. `GrammarRows.admit` begins to make the row's
    matcher.
 4. Before the forward pass is queued, the rows' last tokens and drafts are copied to the host (`prepare`). While the
-   pass runs, matchers follow the run of the step before and fill a mask for every logit row, as far as the drafts are
-   allowed (`turn`). The sampler forbids what the masks leave out, after all other edits. Text that a form forces
-   becomes a host draft.
-5. The request's end leaves the lease. The form stays compiled until there are too many.
+   pass runs, matchers follow the tokens of the previous step and fill a mask for every logit row, up to the first
+   draft that is not allowed (`turn`). The sampler forbids the tokens that the masks leave out, after all other edits.
+   Text that a form forces becomes a host draft.
+5. When the request ends, it gives up the lease. The form stays compiled until there are too many.
 """

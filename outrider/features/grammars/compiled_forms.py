@@ -62,8 +62,8 @@ class CompiledForms:
         self._compiled.pop(number, None)
 
     def start(self, number: int) -> Future[TokenMatcher]:
-        """Begin to make a matcher of a compiled form that stands at the start of its text. Returns a future, because
-        the worker's own thread must not wait for it."""
+        """Begin to make a matcher of a compiled form, at the start of its text. Returns a future, because the worker's
+        own thread must not wait for it."""
         return self._starting.submit(self._start, self._compiled.get(number))
 
     def fill(self, wanted: Sequence[tuple[TokenMatcher, list[int], int]], masks: np.ndarray) -> None:

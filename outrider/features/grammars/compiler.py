@@ -70,7 +70,7 @@ class GrammarCompiler:
                                  lambda num_bytes: self._lease(form, num_bytes, client))
 
     def start_check(self, check: Callable[[], T], client: str = "") -> Future[T]:
-        """Run a check that may compile a grammar in a thread of its own, for callers that must not wait."""
+        """Run a check that may compile a grammar in a separate thread, for callers that must not wait."""
         return self._checks.start(check, client)
 
     # Inside

@@ -187,8 +187,8 @@ def _named_call(name: str, cursor: Cursor, call_id: str | None = None) -> CallRe
 
 def sections(call_begin: str, call_end: str, end: str,
              read_one: Callable[[Cursor], CallReader]) -> ReadCalls:
-    """Make a reader of a list of calls. Each call stands between the markers `call_begin` and `call_end`, and the
-    marker `end` ends the list."""
+    """Make a reader of a list of calls. Each call is enclosed by the markers `call_begin` and `call_end`, and the list
+    ends with the marker `end`."""
 
     def read(cursor: Cursor, schemas: Schemas) -> CallReader:
         num_calls = 0

@@ -1,7 +1,7 @@
 """Formats with tags around each parameter: Qwen3-Coder, GLM-4.5, DeepSeek V3.2, MiniMax M2 and others.
 
-Values are text; the tool's schema says which have another type. Text is yielded as it comes, other values when they are
-whole.
+Values are text, unless the tool's schema gives them another type. Text is yielded as it arrives, other values when they
+are complete.
 """
 
 from __future__ import annotations
