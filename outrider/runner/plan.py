@@ -78,7 +78,7 @@ class StepPlanner:
     def __init__(self, state: RowState, recurrent: RecurrentRows, vocab_size: int,
                  has_sampler_kernels: Callable[[], bool],
                  reach_of_deltas: Callable[[list[int]], DeltaReach] = lambda rows: DeltaReach.NOTHING) -> None:
-        """reach_of_deltas: tells which parts of the model the deltas (LoRA) of the given rows change."""
+        """reach_of_deltas: tells which parts of the model the low-rank deltas of the given rows change."""
         self._state, self._recurrent, self._vocab_size = state, recurrent, vocab_size
         self._has_sampler_kernels, self._reach_of_deltas = has_sampler_kernels, reach_of_deltas
         # What the last step asked of the sampler, which most steps ask again.

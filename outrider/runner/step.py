@@ -143,7 +143,7 @@ class DeviceStep:
         self.add_part(part)
 
     def take_deltas(self, source: DeltaSource) -> None:
-        """Let a feature give rows their deltas (LoRA). Only one feature may do so."""
+        """Let a feature give rows their deltas (low-rank changes of the weights). Only one feature may do so."""
         if self.deltas is not NO_DELTAS:
             raise ValueError("two features change products by row, and an engine has room for one: leave one out")
         self.deltas = source

@@ -119,9 +119,8 @@ class StepGraphs:
 
     def run_sizes(self) -> None:
         """Run steps whose kernels are to be compiled: those that start-up captures, steps with longer contexts, more
-        requests or row deltas (LoRA), and steps with prompts. The steps with all sampling parameters come second,
-        because their kernels take seconds to compile. A step with fewer drafts than the most launches no further
-        kernel."""
+        requests or row deltas, and steps with prompts. The steps with all sampling parameters come second, because
+        their kernels take seconds to compile. A step with fewer drafts than the most launches no further kernel."""
         first = islice(self.keys.decoding(), 1)
         sampled = self.keys.with_parameters()
         rest = self.keys.at_start()

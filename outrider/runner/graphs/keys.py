@@ -70,9 +70,9 @@ class GraphKeys:
         """takes_prompts: whether the step can do without the host's counts of tokens. takes_parameters: whether kernels
         sample, which read all parameters from the rows. takes_shared: whether attention can read a page once for
         several requests; is_sharing_ready: whether the kernels for that are compiled. takes_checkpoints: whether
-        requests write states of recurrent layers to pages. captures_deltas: whether steps with row deltas (LoRA) are
-        captured, where the source of the deltas allows it. whole_len: the longest context with which steps do less
-        work; decode steps up to this length have graphs of their own."""
+        requests write states of recurrent layers to pages. captures_deltas: whether steps with row deltas (low-rank
+        changes of the weights) are captured, where the source of the deltas allows it. whole_len: the longest context
+        with which steps do less work; decode steps up to this length have graphs of their own."""
         self.limits = limits
         # Drafting goes on behind the longest context of a step.
         short = whole_len - limits.max_drafts
@@ -248,8 +248,8 @@ class GraphKeys:
                                       takes_checkpoints=self.takes_checkpoints, sampler=SamplerForm.FULL)
 
     def with_deltas(self) -> Iterator[GraphKey]:
-        """Keys of the steps with row deltas (LoRA) that are run at start-up, so that their kernels are compiled: a few
-        of each kind of step. Such steps are captured when a batch needs them."""
+        """Keys of the steps with row deltas (low-rank changes of the weights) that are run at start-up, so that their
+        kernels are compiled: a few of each kind of step. Such steps are captured when a batch needs them."""
         sizes = self.sizes.at_start
         if reach := self._reach_of_deltas():
             for key in self._of_sizes({sizes[0], sizes[-1]}, {0, self.limits.max_drafts}, longest=self._short):

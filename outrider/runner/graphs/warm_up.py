@@ -51,7 +51,7 @@ def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, num_wanted: 
              needs: StepNeeds | None = None, saves: bool = False,
              deltas: DeltaReach = DeltaReach.NOTHING) -> None:
     """Run a step of dead tokens. saves: whether requests may write checkpoints. deltas: the parts of the model that row
-    deltas (LoRA) may change."""
+    deltas (low-rank changes of the weights) may change."""
     shape, ints = pack_eager(dead_batch(lens, drafts, bound), PaddedSize(len(lens), sum(lens)))
     needs = needs or StepNeeds()
     checkpoints = RowCheckpoints() if saves else NoCheckpoints()
