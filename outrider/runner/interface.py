@@ -1,5 +1,5 @@
-"""Runner: the interface between the engine and a worker. Plain data passes through it: facts about the worker, batches
-and results. No torch here.
+"""Runner: the interface between the engine and a worker. Only plain data passes through it: batches, results, and facts
+about the worker. No torch here.
 
 A worker can therefore live in this process or in a process of its own, and can be split over several ranks.
 """

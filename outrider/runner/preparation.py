@@ -60,9 +60,9 @@ def draft_build(config: EngineConfig, model: Model, limits: Limits) -> DraftBuil
 
 
 def prepare_all(model: Model, drafter: Drafter | None, config: EngineConfig) -> int:
-    """Prepare the layers of the model and its drafter for computing, and return the bytes of packed copies. The drafter
-    is prepared first and never as exact, since drafts cannot change the text; layers that both use are then prepared as
-    the model needs them."""
+    """Prepare the layers of the model and its drafter for steps, and return the bytes of the packed copies that this
+    makes. The drafter is prepared first and never as exact, since drafts cannot change the text; layers that both use
+    are then prepared as the model needs them."""
     modules = [] if drafter is None else drafter.modules()
     for module in modules:
         module.follow_target()

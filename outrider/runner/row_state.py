@@ -79,7 +79,7 @@ class RowParams:
         return any(count > 0 and row in self._masked for row, count in zip(rows, logit_counts, strict=True))
 
     def logprobs_of(self, rows: list[int]) -> list[int]:
-        """Return the numbers of log-probabilities that rows ask for, of the rows that ask for any."""
+        """Return how many log-probabilities each of these rows asks for; rows that ask for none are left out."""
         found = self._num_logprobs
         return [] if found.keys().isdisjoint(rows) else [found[row] for row in rows if row in found]
 

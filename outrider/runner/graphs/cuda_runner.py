@@ -200,7 +200,8 @@ class CudaRunner:
         self.chooser.learn(order, graphs.carry_out(order))
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
-        """Queue a step. If this raises an error, the step's future gets the error, and the engine goes on."""
+        """Queue a step, and return a future of its result. An error on the way goes to the future, and the engine goes
+        on."""
         try:
             with self._generations.running(batch):
                 return self._queue(batch)

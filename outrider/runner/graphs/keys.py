@@ -241,8 +241,8 @@ class GraphKeys:
                 yield replace(largest, tokens=tokens)
 
     def with_parameters(self) -> Iterator[GraphKey]:
-        """Keys of the decode steps with all sampling parameters that start-up captures. Until a batch has another size
-        captured, wider ones of these serve it."""
+        """Keys of the decode steps with all sampling parameters that start-up captures. Each also serves smaller sizes,
+        until a batch gets a graph of its own size."""
         if self._takes_parameters:
             yield from self._of_sizes(reversed(self.sizes.full_at_start), dict.fromkeys((self.limits.max_drafts, 0)),
                                       takes_checkpoints=self.takes_checkpoints, sampler=SamplerForm.FULL)
