@@ -1,4 +1,4 @@
-"""LoRARequest under its public name: docs/adapters.md. The feature lies in `outrider/features/adapters/`."""
+"""The public import of LoRARequest; see docs/adapters.md. The implementation is in `outrider/features/adapters/`."""
 
 from outrider.lora_request import LoRARequest
 

@@ -85,9 +85,9 @@ class LLM(Front):
                pooling_params: PoolingParams | Sequence[PoolingParams] | None = None, *,
                use_tqdm: bool | Callable[..., Any] = True, lora_request: AdapterChoice = None,
                pooling_task: str = "embed") -> list[PoolingRequestOutput]:
-        """Hidden states of the prompts, pooled as `pooling_params` say: tensors in `output.outputs.data`.
-        `pooling_task`: what is pooled without parameters, "embed" for a prompt or "token_embed" for every token,
-        "classify" and "token_classify" where the model has a head for it."""
+        """Return the hidden states of the prompts, pooled as `pooling_params` say, as tensors in `output.outputs.data`.
+        `pooling_task`: the task if there are no parameters. "embed" gives one vector for each prompt, "token_embed" one
+        for each token; "classify" and "token_classify" need a model with a classification head."""
         check_value("pooling_task", Annotated[str, OneOf(TASKS)], pooling_task)
         params = PoolingParams(task=pooling_task) if pooling_params is None else pooling_params
         outputs = self._pool(prompts, params, use_tqdm, lora_request)
@@ -281,10 +281,10 @@ class LLM(Front):
         return self._maintenance.is_sleeping
 
     def update_weights(self, weights: Weights) -> UpdateReport:
-        """Replace all weights or some of them: by tensors of torch or arrays of numpy under the names of the model's
-        checkpoint, or by the path of a folder with safetensors files, of one such file or of a GGUF file. Running
-        requests are preempted and go on with the new weights from their tokens so far. Weights that do not fit raise
-        ValueError, with nothing changed."""
+        """Replace all weights or some of them. `weights`: torch tensors or numpy arrays by their names in the model's
+        checkpoint, or the path of a safetensors file, of a folder with safetensors files, or of a GGUF file. Running
+        requests are preempted and go on with the new weights from their tokens so far. If weights do not fit, raises
+        ValueError and changes nothing."""
         command = named_weights.weights_command(weights)
         return self._loop.run(lambda: self._maintenance.update_weights(command))
 
@@ -328,9 +328,10 @@ class LLM(Front):
         return self._maintenance.is_paused
 
     def weights_checksum(self) -> WeightsChecksum:
-        """The SHA-256 of each weight under its name in the checkpoint, and of all together. Equal bits have equal
-        checksums, whether they came from files or by `load_weights`. To compare its own tensor, a trainer converts it
-        to the dtype that is named here. Weights that are held as codes have the checksums of their codes (`coded`)."""
+        """The SHA-256 of each weight, by its name in the checkpoint, and one of all weights together. Equal bits have
+        equal checksums, whether they came from files or by `load_weights`. To compare its own tensor, a trainer
+        converts it to the dtype that is given here. For quantised weights the checksum is that of their codes
+        (`coded`)."""
         return self._loop.run(self._maintenance.weights_checksum)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:

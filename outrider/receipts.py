@@ -1,4 +1,4 @@
-"""Receipts under their public names: docs/exactness.md. The feature lies in `outrider/features/receipts/`."""
+"""The public imports for receipts; see docs/exactness.md. The implementation is in `outrider/features/receipts/`."""
 
 from __future__ import annotations
 

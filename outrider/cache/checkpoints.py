@@ -2,7 +2,8 @@
 
 A boundary is a number of tokens after which a state may be kept. It gets pages before a step that may reach it. They
 are published only after a step has reported that it wrote them. Requests that need pages to run take them from
-checkpoints. This file does not know tokens or tensors.
+checkpoints. A state first lacks the drafts that a step has accepted; a later step folds them into it. This file does
+not know tokens or tensors.
 
     handed out --reported--> latest --the request ends--> published
         |--reported, and kept for good------------------> published
@@ -221,11 +222,11 @@ class Checkpoints:
 
     def retire(self, request_id: int, digest_at: DigestAt, num_tokens: int, settled: int, folded: int, *,
                is_exact: bool) -> None:
-        """Called when a request of `num_tokens` known tokens is about to give up its row. Its latest checkpoint is
-        published now; checkpoints that steps in flight may still write are published when a step reports them.
+        """Publish the latest checkpoint of a request with `num_tokens` known tokens, which is about to give up its row.
+        Checkpoints that steps in flight may still write are published when a step reports them.
 
-        `is_exact`: the request has ended, and its device state has `settled` tokens of which those after `folded` wait
-        to be folded. If they reach a boundary, the row is folded in the next batch."""
+        `is_exact`: the request has ended after exactly `settled` tokens, and its state has those up to `folded`. If a
+        boundary lies between, the next batch folds the tokens up to it into the state."""
         own = self._requests[request_id]
         for checkpoint in own.in_state(LATEST):
             self._publish(checkpoint, digest_at(checkpoint.boundary))

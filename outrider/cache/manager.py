@@ -1,8 +1,8 @@
 """CacheManager: which pages each running request holds, in every group.
 
-Pages are allocated by the upper bound of a request's length, and dropped and published by its settled length: a step in
-flight may accept fewer drafts than its bound assumes, and then still reads pages that the bound would have dropped. The
-manager never sees a tensor.
+Pages are allocated by the upper bound of a request's length, but dropped and published by its settled length, which
+results have confirmed: a step in flight may accept fewer drafts than the bound assumes, and then still reads pages that
+the bound would have dropped. The manager never sees a tensor.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ class DraftedRequest(Protocol):
 
     @property
     def token_ids(self) -> Sequence[int]:
-        """The prompt and the settled outputs."""
+        """The prompt, and the output tokens that results have confirmed (settled outputs)."""
 
     @property
     def end_len(self) -> int:

@@ -246,7 +246,8 @@ def need_sampling_params(given: object) -> SamplingParams:
 
 
 def check_params(given: object) -> SamplingParams:
-    """A copy of the `sampling_params` that a caller gave, checked again: fields may have been changed, and will be."""
+    """Return a copy of the caller's `sampling_params`, checked again, because the caller may have changed its fields,
+    and may change them later."""
     own = replace(need_sampling_params(given))
     for name in ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"):
         setattr(own, name, copy.copy(getattr(own, name)))

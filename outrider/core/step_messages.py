@@ -113,8 +113,8 @@ class CheckpointWrite:
 class HostDraft:
     """Drafts that the host made from the last result it saw. They follow the row's first `after` known tokens.
 
-    If the row has accepted more tokens since, the device drops as many drafts if they agree with those tokens, and all
-    drafts if they do not."""
+    If the row has accepted more tokens since, the device compares the first drafts with these tokens. If they agree, it
+    drops these drafts; otherwise it drops all."""
 
     row: int
     after: int
@@ -122,8 +122,8 @@ class HostDraft:
 
 
 class StepForm(enum.Enum):
-    """Whether a step runs whole or split. In a split step the host acts after the forward is queued and before the
-    sampler is, so that its writes to the device, such as masks, may depend on the result of the step before."""
+    """Whether a step runs whole or split. In a split step the host writes data for the sampler, such as masks, after
+    the forward pass is queued and before the sampler is, so that the data may depend on the step before."""
 
     WHOLE = "whole"
     SPLIT = "split"

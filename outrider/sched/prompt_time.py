@@ -87,7 +87,8 @@ class TimedStep(FullStep):
 
     def __init__(self, costs: MixedStepCosts, max_seconds: float, num_tokens: int, budget: int, seconds: float,
                  line: PromptLine) -> None:
-        """num_tokens: scheduled so far. budget: tokens that are left. seconds: of the scheduled tokens' attention."""
+        """num_tokens: tokens scheduled so far. budget: tokens that are left. seconds: time that the scheduled tokens
+        take to read their contexts."""
         super().__init__(budget, line)
         self._costs, self._max_seconds = costs, max_seconds
         self._num_tokens, self._seconds = num_tokens, seconds

@@ -157,8 +157,9 @@ class Scheduler:
 
     def recover(self, error: str) -> None:
         """Recover after the oldest step in flight has failed and no step runs any more. The content of all rows and of
-        all pages that these steps wrote is unknown. So every running request is preempted and computed again from its
-        settled tokens, in a new generation of steps. The request that causes failures is ended once it is found."""
+        all pages that these steps wrote is unknown. So every running request is preempted and computed again from the
+        tokens that results have confirmed, in a new generation of steps. A request that causes failures is ended once
+        it is found."""
         batches = list(self._in_flight.values())
         self._in_flight.clear()
         self._generation += 1
@@ -174,7 +175,8 @@ class Scheduler:
         self._try_suspects(is_new=True)
 
     def preempt_all(self) -> None:
-        """Preempt all running requests: they are computed again from their settled tokens. No step is in flight."""
+        """Preempt all running requests: they are computed again from their settled tokens. Called when no step is in
+        flight."""
         for request in list(self._running):
             self._give_up_row(request)
 

@@ -111,8 +111,8 @@ class DrafterTries:
         self._saved = min(self._saved + TRY_SHARE * step, MOST_SAVED * step)
 
     def allow(self, num_requests: int) -> None:
-        """Allow a try now, before earlier steps have saved the time for it, because a change may have made drafts worth
-        their time."""
+        """Allow a try now, although earlier steps have not yet added enough time for it, because drafts may save time
+        since the machine's speed has changed."""
         step = self._costs.step(num_requests, num_requests) * self._times.ratio(num_requests, 0)
         self._saved = max(self._saved, MOST_SAVED * step)
 

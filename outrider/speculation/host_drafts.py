@@ -1,7 +1,7 @@
 """HostDrafts: drafts that a drafter on the host makes for the batch which is being scheduled.
 
-The host knows settled tokens only. So its drafts continue the settled tokens, and begin with a guess of the tokens that
-steps in flight yield.
+The host only knows settled tokens: those that results have confirmed. So its drafts continue these, and begin with a
+guess of the tokens that steps in flight yield.
 """
 
 from __future__ import annotations

@@ -324,9 +324,9 @@ class SizedDrafts(LearnedDrafts):
 
     def _best_shared(self, rate: RateOf, gains: Floats, share: float, most: int, count: int,
                      best_rate: float, least_gain: float) -> tuple[DraftChoice, float] | None:
-        """The best choice among sizes whose token rows are shared out, and its rate; None if it does not gain
-        `least_gain` over the best rate of other choices. gains: as for `shared_choices`; share: the fraction of the
-        expected accepted drafts that is believed."""
+        """The best choice with unequal numbers of drafts, and its tokens per second; None if it does not gain
+        `least_gain` over `best_rate`, that of other choices. gains: as for `shared_choices`; share: a factor on the
+        number of drafts that are expected to be accepted."""
         rates = {choice: rate(count + share * expected, choice.depth, count + choice.total)
                  for choice, expected in shared_choices(gains, most, count)}
         if not rates:

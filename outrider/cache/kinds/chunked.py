@@ -16,9 +16,9 @@ class ChunkedSpec(SlidingSpec):
 
 @dataclass(frozen=True)
 class ChunkedKind(SlidingKind):
-    """Pages of chunked attention: a request keeps the pages of the chunk that its settled length lies in, and all later
-    pages. It holds no more pages than with a sliding window of the chunk's size, and at the start of a chunk it needs
-    none."""
+    """Pages of chunked attention: a request keeps the pages of the chunk of the token after its settled length, and
+    all later pages. It holds no more pages than with a sliding window of the chunk's size. At the start of a chunk it
+    needs no earlier pages."""
 
     spec: ChunkedSpec
 

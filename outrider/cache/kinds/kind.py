@@ -34,8 +34,8 @@ class PagedSpec(ABC):
         return MODEL_CACHE
 
     def stored_as(self, cache_type: CacheType) -> PagedSpec:
-        """The spec of the same layer with keys and values stored in another way. A spec that has no keys and values,
-        or that keeps them in a form of its own, refuses every type but the model's."""
+        """Return the spec of the same layer with keys and values stored as `cache_type`. A spec without keys and
+        values, or with another form of them, raises ValueError for every type but the model's."""
         if cache_type == MODEL_CACHE:
             return self
         raise ValueError(f"kv_cache_dtype={cache_type.name!r} is for layers that keep keys and values, and some layers "
@@ -69,11 +69,11 @@ class Kind(Protocol):
         """The most pages that a request holds while `tokens` tokens are computed. Admission needs this many."""
 
     def first_needed(self, settled: int) -> int:
-        """The first page-table column that a row with `settled` computed tokens can still read. A commit frees the
-        pages before it."""
+        """The first page-table column that a row with `settled` computed tokens can still read. The pages before it are
+        freed."""
 
     def next_drop(self, settled: int) -> int:
-        """The settled length at which `first_needed` moves on."""
+        """The next settled length at which `first_needed` grows, so that a page can be freed."""
 
     def serves(self, is_cached: Callable[[int], bool], candidate: int) -> int:
         """The length of the longest prefix of at most `candidate` tokens (a multiple of the page size) for which all
