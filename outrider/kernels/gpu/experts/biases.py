@@ -1,7 +1,7 @@
-"""The activation of experts with biases, between their two products: bias, limits and gate of each pair's outputs. The
-products with codes add the bias and activate by themselves (`clamped_swiglu_of`).
+"""The activation of experts with biases, between their two products: bias, limits and gate of each pair's outputs.
+Products with codes do this themselves (`clamped_swiglu_of`).
 
-A pair is one (token row, chosen expert). Knows nothing of products.
+A pair is one (token row, chosen expert). This file knows nothing of products.
 """
 
 from __future__ import annotations

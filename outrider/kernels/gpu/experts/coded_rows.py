@@ -1,9 +1,9 @@
-"""Products of a few token rows with the experts they chose, whose weights are 4-bit codes with scales, on the vector
-units: each program serves a few weight rows of one pair.
+"""Products of a few token rows with the experts they chose, whose weights are 4-bit codes with scales, without tensor
+cores: each program serves a few weight rows of one pair.
 
-So few pairs seldom share an expert, and tiles for tensor cores wait for one short read after the other. Here a thread
-reads 16 bytes of a weight row at a time and asks for several of them before it multiplies. These bytes share a scale,
-which multiplies their sum. Sums are in float32. A pair's result depends on no other pair.
+So few pairs rarely share an expert, and tiles for tensor cores would wait for one short read after the other. Here a
+thread reads 16 bytes of a weight row at a time, and requests several of them before it multiplies. Such 16 bytes share
+a scale, which multiplies their sum. Sums are in float32. A pair's result does not depend on other pairs.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -95,7 +95,7 @@ _INT4_TO_FLOATS = tl.constexpr("""{
 
 @triton.jit
 def _float_of(nibble, IS_FP4: tl.constexpr):
-    """Codes as numbers, times the unit of their kind."""
+    """Convert codes to numbers, times the unit of their kind."""
     wide = nibble.to(tl.uint16)
     bits = (wide & 7) << 9 | (wide & 8) << 12 if IS_FP4 else wide
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
@@ -103,7 +103,7 @@ def _float_of(nibble, IS_FP4: tl.constexpr):
 
 @triton.jit
 def _unpack_floats(packed, IS_FP4: tl.constexpr, ASM: tl.constexpr):
-    """(numbers of the low bits, numbers of the high bits) of bytes, times the unit of their kind."""
+    """Unpack bytes to (numbers of the low bits, numbers of the high bits), times the unit of their kind."""
     if ASM:
         return tl.inline_asm_elementwise(
             _E2M1_TO_FLOATS if IS_FP4 else _INT4_TO_FLOATS, "=f,=f,=f,=f,=f,=f,=f,=f,r", [packed],
@@ -115,8 +115,8 @@ def _unpack_floats(packed, IS_FP4: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _load_codes(codes_row, in_rows, first, LANES: tl.constexpr, UNIT: tl.constexpr, BYTES: tl.constexpr):
-    """Bytes of LANES chunks of weight rows, the first of them that of this number: [rows, chunks, bytes]. They are read
-    only once."""
+    """Load LANES chunks of weight rows, from chunk number `first` on: [rows, chunks, bytes]. They are read only
+    once."""
     byte = first * UNIT + tl.arange(0, LANES * UNIT)  # one axis: neighbouring threads read neighbouring bytes
     inside = in_rows[:, None] & (byte < BYTES)[None, :]
     packed = tl.load(codes_row[:, None] + byte[None, :], mask=inside, other=0, eviction_policy="evict_first")
@@ -125,15 +125,15 @@ def _load_codes(codes_row, in_rows, first, LANES: tl.constexpr, UNIT: tl.constex
 
 @triton.jit
 def _load_of_chunks(of_groups, row, in_rows, chunk, stride_n, stride_g, CHUNKS: tl.constexpr, PER_GROUP: tl.constexpr):
-    """Scales or shifts of some chunks of weight rows: [rows, chunks]."""
+    """Load the scales or shifts of some chunks of weight rows: [rows, chunks]."""
     mask = in_rows[:, None] & (chunk < CHUNKS)[None, :]
     return tl.load(of_groups + row[:, None] * stride_n + (chunk // PER_GROUP)[None, :] * stride_g, mask=mask, other=0.0)
 
 
 @triton.jit
 def _load_values(x_row, column, chunk, CHUNKS: tl.constexpr, UNIT: tl.constexpr):
-    """Columns of the token row from the first column of each chunk on: [chunks, UNIT]. In two halves: a thread gets all
-    columns of a chunk, and reads 16 bytes of them at once if x has 16 bits."""
+    """Load columns of the token row for each chunk: [chunks, UNIT], from the chunk's first column on. They are loaded
+    in two halves: a thread gets all columns of a chunk, and reads 16 bytes of them at once if x has 16 bits."""
     HALF: tl.constexpr = UNIT // 2
     place = x_row + column[:, None] + tl.arange(0, HALF)[None, :]
     inside = (chunk < CHUNKS)[:, None]
@@ -147,7 +147,7 @@ def _scaled_sums(
     PER_GROUP: tl.constexpr, IS_FP4: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Sums of the products of each chunk's weights with the token row, but for factors: [rows, chunks]."""
+    """Sum the products of each chunk's weights with the token row, without the per-row factors: [rows, chunks]."""
     of_low, of_high = _unpack_floats(packed, IS_FP4, ASM)
     # Two sums of products, each of which is one chain of fused multiplications and additions.
     sums = tl.sum(of_low * low[None, :, :], axis=2) + tl.sum(of_high * high[None, :, :], axis=2)
@@ -256,8 +256,8 @@ def _coded_expert_rows_kernel(
 
 @dataclass(frozen=True)
 class CodedRowsTile:
-    """The tile of a program: its outputs, the bytes that are multiplied together, how many such chunks are read
-    together, and its warps."""
+    """The tile of a program: its outputs, how many chunks of bytes are multiplied together, how many such groups of
+    chunks are read together, and its warps."""
 
     outputs: int
     lanes: int
@@ -271,19 +271,20 @@ _INTERPRETED_TILE = CodedRowsTile(64, 32, 3, 1)
 
 
 def tile_for(is_gated: bool, is_small: bool) -> CodedRowsTile:
-    """The tile for these sizes. is_small: whether the interpreter computes the programs, because there is no GPU."""
+    """Return the tile for these sizes. is_small: the interpreter runs the programs because there is no GPU."""
     if is_small:
         return _INTERPRETED_TILE
     return _GATED_TILE if is_gated else _PLAIN_TILE
 
 
 def activation_number(activation: str | None) -> tuple[int, float]:
-    """The kernel's number for an activation, and its limit; 0 if it has none or a fixed one."""
+    """Return the kernel's number for an activation, and its limit; the limit is 0 if there is none or it is fixed."""
     return (_NUMBER_OF_CLAMPED, 0.0) if activation == CLAMPED else activation_code(activation)
 
 
 def chunk_bytes(weight: Scaled) -> int:
-    """Bytes of a chunk: 16 or 8, so that each chunk of a weight's 4-bit codes has one scale; 0 if there is none."""
+    """Return the bytes of a chunk, 16 or 8, so that each chunk of a weight's 4-bit codes has one scale; 0 if neither
+    fits."""
     span = min(weight.group, weight.shape[-1]) // 2
     return next((unit for unit in (MAX_UNIT, MAX_UNIT // 2) if span % unit == 0), 0)
 
@@ -299,8 +300,9 @@ def multiply(
     x: torch.Tensor, weight: Scaled, ids: torch.Tensor, pairs_per_row: int, n: int, activation: str | None,
     bias: torch.Tensor | None, pdl: bool, *, is_second: bool = False, tile: CodedRowsTile | None = None,
 ) -> torch.Tensor:
-    """[pairs, n], row p for pair p of ids [tokens, k], from row p // pairs_per_row of x. is_second: x is made by a
-    first product of the same ids. bias [experts, rows of a weight]: added before the activation."""
+    """Multiply pairs of ids [tokens, k]: [pairs, n], where row p is pair p, from row p // pairs_per_row of x.
+    is_second: x is the result of a first product of the same ids. bias [experts, rows of a weight]: added before the
+    activation."""
     name, (num_experts, rows, k), device = "coded_expert_rows", weight.shape, x.device
     require_tensor(name, "x", x, (ids.numel() // pairs_per_row, k), device, FLOATS)
     require_tensor(name, "ids", ids, (None, None), device, (torch.int64,), inner_contiguous=2)

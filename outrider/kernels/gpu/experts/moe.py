@@ -1,8 +1,8 @@
 """Products of token rows with the experts they chose, in fixed shapes: nothing is read on the host.
 
-A pair is one (token row, chosen expert). Programs take a tile of pairs of one expert and a tile of its outputs. Which
-pairs those are, a program of a small batch finds in the ids by itself; otherwise they are sorted by expert first. A
-pair's result depends on no other pair. Knows nothing of routers or shared experts.
+A pair is one (token row, chosen expert). Each program takes a tile of pairs of one expert and a tile of its outputs. In
+a small batch a program searches the ids for its pairs; otherwise the pairs are sorted by expert first. A pair's result
+does not depend on other pairs. This file knows nothing of routers or shared experts.
 """
 
 from __future__ import annotations
@@ -108,7 +108,8 @@ def _few_pairs_kernel(
     PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
-    """`_expert_kernel` for pairs that are not sorted by expert: each program searches for the pairs of its expert."""
+    """Compute `_expert_kernel` for pairs that are not sorted by expert: each program searches for the pairs of its
+    expert."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     expert, pairs, exists, is_tile = find_few_pairs(ids, tl.program_id(1), P, PAIRS, BLOCK_M)
@@ -225,16 +226,16 @@ class TileConfig:
 
     @property
     def most_pairs(self) -> int:
-        """The most pairs of a token row and an expert in one tile."""
+        """The most pairs (token row, expert) in one tile."""
         return self.tall_m or self.block_m
 
 
 @lru_cache(maxsize=1024)
 def tile_config(num_pairs: int, num_experts: int, n: int, is_gated: bool, sms: int,
                 dtype: torch.dtype = torch.bfloat16) -> TileConfig:
-    """Chosen by the shapes alone, without reading ids. With few pairs per expert the time is that of reading weights,
-    and narrow tiles give every multiprocessor some; with many, large tiles reuse the weights that they have read. Where
-    an expert is crowded though others are not, its tiles are tall."""
+    """Return the tile for these shapes, without reading ids. With few pairs per expert the time is that of reading
+    weights, and narrow tiles spread the reads over all multiprocessors. With many, large tiles reuse the weights that
+    they have read. Tiles of an expert with many more pairs than the others are tall."""
     if dtype == torch.float32:  # a tile's inputs are summed by themselves: as many in every tile, or bits would differ
         return replace(tile_config(num_pairs, num_experts, n, is_gated, sms), block_k=64, tall_k=64)
     rows = num_pairs / num_experts
@@ -249,8 +250,8 @@ def tile_config(num_pairs: int, num_experts: int, n: int, is_gated: bool, sms: i
 
 
 def spread(x: torch.Tensor, place: torch.Tensor, *, pdl: bool | None = None) -> torch.Tensor:
-    """x [tokens, width] -> [pairs, width]: a token's row at the place of each of its pairs. place: [pairs] int32. Every
-    row is read once, where a gather by pairs would read it for each of them."""
+    """Copy token rows to the places of their pairs: x [tokens, width] -> [pairs, width]. place: [pairs] int32. Every
+    row is read once, while a gather by pairs would read it for each of them."""
     pdl = uses_pdl(x.device) if pdl is None else pdl
     name, (num_tokens, width), num_pairs = "spread", x.shape, place.numel()
     require_tensor(name, "x", x, (None, None), place.device, FLOATS)
@@ -269,9 +270,9 @@ def combine(
     made: torch.Tensor, weights: torch.Tensor, place: torch.Tensor | None = None, added: torch.Tensor | None = None,
     bias: tuple[torch.Tensor, torch.Tensor] | None = None, *, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """made [pairs, width], weights [tokens, k] float32 -> [tokens, width], added up in the order of k, `added` [tokens,
-    width] last. place: the row of each pair in `made`, where it is another than its own. bias: [experts, width] and the
-    ids [tokens, k] of the experts, whose biases are added to what they made."""
+    """Add up the results of pairs: made [pairs, width], weights [tokens, k] float32 -> [tokens, width], in the order of
+    k, with `added` [tokens, width] last. place: the row of each pair in `made`, if rows are not in the order of pairs.
+    bias: (biases [experts, width], ids [tokens, k]): the chosen experts' biases are added to their results."""
     pdl = uses_pdl(made.device) if pdl is None else pdl
     name, (num_tokens, top_k), width = "combine", weights.shape, made.shape[1]
     require_tensor(name, "made", made, (num_tokens * top_k, width), weights.device, FLOATS)
@@ -304,8 +305,9 @@ def experts(
 ) -> torch.Tensor:
     """See `kernels.moe.experts`.
 
-    method: "rows" (each pair by itself), "few" (each program looks for its pairs), "tiles" (pairs are sorted first),
-    "library" (torch's grouped product on sorted rows), or None for the choice by shapes."""
+    method: "rows" (each pair by itself), "few" (each program searches for its pairs), "tiles" (pairs are sorted first),
+    "library" (torch's grouped product on sorted rows), or None to choose by shapes.
+    """
     name, device, (num_experts, hidden, width) = "experts", x.device, down.shape
     check_activation(name, activation, biases)
     rows = width if activation == "relu2" else 2 * width
@@ -343,7 +345,7 @@ def exact_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
     activation: str, added: torch.Tensor | None = None, biases: ExpertBiases | None = None,
 ) -> torch.Tensor:
-    """`experts` without the library, whose order of additions is not specified: a pair's result is one chain of
+    """Compute `experts` without the library, whose order of additions is unspecified. A pair's result is one chain of
     additions in a tile of any size, rounded at the same places."""
     method = "few" if ids.numel() <= FEW_PAIRS else "tiles"
     return experts(x, ids, weights, gate_up, down, activation, added, biases, method=method)
@@ -357,7 +359,7 @@ def check_activation(name: str, activation: str, biases: ExpertBiases | None) ->
 
 
 def activation_code(activation: str | None) -> tuple[int, float]:
-    """The kernels' number for an activation, and its limit; 0 if it has none."""
+    """Return the kernels' number for an activation, and its limit; 0 if it has none."""
     limit = None if activation is None else silu_limit(activation)
     return (ACTIVATIONS[activation], 0.0) if limit is None else (ACTIVATIONS["silu"], limit)
 
@@ -372,7 +374,7 @@ def activate_pairs(projected: torch.Tensor, ids: torch.Tensor, activation: str, 
 
 
 def bias_of_down(biases: ExpertBiases | None, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The biases of the second projection, as `combine` takes them."""
+    """Return the biases of the second projection in the form that `combine` takes."""
     return None if biases is None or biases.down is None else (biases.down, ids)
 
 
@@ -386,8 +388,8 @@ def choose_method(num_pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> 
 
 
 def methods_of_class(num_pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> set[str]:
-    """The methods of all numbers of pairs whose tiles are compiled together with this one, which are the numbers up to
-    the same power of two."""
+    """Return the methods for all numbers of pairs up to the same power of two, whose tiles are compiled together with
+    this one."""
     most = next_power_of_two(num_pairs)
     return {choose_method(pairs, gate_up, down) for pairs in (most // 2 + 1, num_pairs, most)}
 
@@ -396,7 +398,8 @@ def _product(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, pairs: Pairs | None, pairs_per_row: int, n: int,
     activation: str | None, config: TileConfig | None, pdl: bool,
 ) -> torch.Tensor:
-    """[pairs, n], row p for pair p, from row p // pairs_per_row of x."""
+    """Multiply pairs with their experts' weights: [pairs, n], where row p is pair p, from row p // pairs_per_row of
+    x."""
     # By powers of two: a batch of another size is no reason to compile anew.
     config = config or tile_config(next_power_of_two(ids.numel()), weight.shape[0], n, weight.shape[1] == 2 * n,
                                    num_sms(x.device), x.dtype)
@@ -409,7 +412,7 @@ def product_of_pairs(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, pairs: Pairs | None, pairs_per_row: int, n: int,
     pdl: bool,
 ) -> torch.Tensor:
-    """[pairs, n], the products of row p // pairs_per_row of x with the weight of pair p's expert."""
+    """Return [pairs, n]: row p // pairs_per_row of x times the weight of pair p's expert."""
     return _product(x, weight, ids, pairs, pairs_per_row, n, None, None, pdl)
 
 
@@ -417,8 +420,8 @@ def multiply_pairs(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, pairs: Pairs | None, pairs_per_row: int,
     out: torch.Tensor, activation: str | None, config: TileConfig, pdl: bool, first_expert: int = 0,
 ) -> None:
-    """Fill the rows of out [pairs, n] whose experts have their weights in `weight`: those from `first_expert` on, which
-    may be some of all where pairs are sorted."""
+    """Fill the rows of out [pairs, n] whose experts are in `weight`, which holds the experts from `first_expert` on. It
+    may hold only some of all experts if pairs are sorted."""
     (num_pairs, n), num_experts, output_tiles = out.shape, weight.shape[0], cdiv(out.shape[1], config.block_n)
     code, limit = activation_code(activation)
     strides = (x.stride(0), weight.stride(0), weight.stride(1), out.stride(0))
@@ -440,7 +443,7 @@ def multiply_pairs(
 def _library(
     x: torch.Tensor, pairs: Pairs, gate_up: torch.Tensor, down: torch.Tensor, activation: str
 ) -> torch.Tensor:
-    """The products by torch's grouped product: [pairs, hidden] in sorted order."""
+    """Multiply with torch's grouped product: [pairs, hidden] in sorted order."""
     projected = torch._grouped_mm(spread(x, pairs.place), gate_up.transpose(1, 2), offs=pairs.ends)
     match activation:
         case "silu":

@@ -1,5 +1,5 @@
-"""Pairs of token rows and the experts they chose, in tiles of one expert each: a program of a small batch finds its
-pairs in the ids by itself; otherwise the pairs are sorted first. Nothing is read on the host."""
+"""Tiles of pairs (token row, chosen expert), each tile for one expert. In a small batch a program searches the ids for
+its pairs; otherwise the pairs are sorted first. Nothing is read on the host."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _MANY_PAIRS = 1 << 14
 
 @triton.jit
 def find_few_pairs(ids, first, P, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The tile that starts with pair `first`: (expert, pairs [BLOCK_M], which of them exist, whether a tile starts
-    here). Equal experts are tiled in the order of their pairs; a tile starts at every BLOCK_M-th."""
+    """Return the tile that begins with pair `first`: (expert, pairs [BLOCK_M], which of them exist, whether a tile
+    begins here). The pairs of an expert are tiled in order, and a tile begins at every BLOCK_M-th of them."""
     pair = tl.arange(0, PAIRS)
     expert = tl.load(ids + first)
     same = tl.load(ids + pair, mask=pair < P, other=-1) == expert
@@ -33,9 +33,9 @@ def find_few_pairs(ids, first, P, PAIRS: tl.constexpr, BLOCK_M: tl.constexpr):
 
 @triton.jit
 def sorted_tiles(ends, first_expert, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr, TALL_M: tl.constexpr):
-    """How the sorted pairs of E experts from `first_expert` on are tiled, expert by expert: one tile for up to BLOCK_M
-    pairs, else tiles of TALL_M. Returns the end of each expert's tiles, their number, the positions where its pairs
-    start and end, and the size of its tiles."""
+    """Divide the sorted pairs of E experts from `first_expert` on into tiles, expert by expert: one tile for up to
+    BLOCK_M pairs, else tiles of TALL_M. Returns, for each expert, the end of its tiles, their number, the positions
+    where its pairs start and end, and the size of its tiles."""
     index = tl.arange(0, EXPERTS)
     listed = ends + first_expert + index
     start = tl.load(listed - 1, mask=(first_expert + index > 0) & (index < E), other=0)
@@ -47,7 +47,7 @@ def sorted_tiles(ends, first_expert, E, EXPERTS: tl.constexpr, BLOCK_M: tl.const
 
 @triton.jit
 def find_sorted_tile(tile, tiles_end, tiles, start, end, size):
-    """(expert, the positions where the pairs of this tile start and end) from what `sorted_tiles` returned."""
+    """Return (expert, positions where the pairs of this tile start and end), from what `sorted_tiles` returned."""
     expert = tl.sum((tiles_end <= tile).to(tl.int32), axis=0)
     mine = tl.arange(0, tiles.shape[0]) == expert
     first = tl.sum(tl.where(mine, start + (tile - tiles_end + tiles) * size, 0), axis=0)
@@ -57,8 +57,8 @@ def find_sorted_tile(tile, tiles_end, tiles, start, end, size):
 
 @triton.jit
 def find_sorted_pairs(order, ends, tile, first_expert, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Like `find_few_pairs`, for the tile of this number among those of E experts, numbered expert by expert; there may
-    be fewer. Experts are counted from `first_expert`."""
+    """Do what `find_few_pairs` does, for the tile with this number among those of E experts, numbered expert by expert;
+    there may be fewer tiles. Experts are counted from `first_expert`."""
     tiles_end, tiles, start, end, size = sorted_tiles(ends, first_expert, E, EXPERTS, BLOCK_M, BLOCK_M)
     expert, first, last = find_sorted_tile(tile, tiles_end, tiles, start, end, size)
     row = first + tl.arange(0, BLOCK_M)
@@ -68,7 +68,8 @@ def find_sorted_pairs(order, ends, tile, first_expert, E, EXPERTS: tl.constexpr,
 
 @kernel(do_not_specialize=["P"])
 def _sort_kernel(ids, order, place, ends, P, CHUNK: tl.constexpr, PDL: tl.constexpr):
-    """One program for an expert: counts the pairs of lower experts, then lists its own behind them, in order."""
+    """Each program serves one expert: it counts the pairs of lower experts, then lists its own pairs after those, in
+    order."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     expert = tl.program_id(0)
@@ -89,7 +90,7 @@ def _sort_kernel(ids, order, place, ends, P, CHUNK: tl.constexpr, PDL: tl.conste
 
 @dataclass(frozen=True)
 class Pairs:
-    """The pairs in the order of their experts; within an expert in the order of the pairs."""
+    """The pairs sorted by expert; pairs of one expert keep their order."""
 
     order: torch.Tensor  # [pairs] int32, the pair at each position
     place: torch.Tensor  # [pairs] int32, the position of each pair
@@ -97,7 +98,7 @@ class Pairs:
 
 
 def sort_pairs(ids: torch.Tensor, num_experts: int, *, pdl: bool = False) -> Pairs:
-    """ids [tokens, k] int64, packed; every id is below num_experts."""
+    """Sort the pairs of ids [tokens, k] int64, packed; every id must be below num_experts."""
     require_tensor("sort_pairs", "ids", ids, (None, None), ids.device, (torch.int64,), inner_contiguous=2)
     order = torch.empty(ids.numel(), dtype=torch.int32, device=ids.device)
     place = torch.empty_like(order)
@@ -110,6 +111,7 @@ def sort_pairs(ids: torch.Tensor, num_experts: int, *, pdl: bool = False) -> Pai
 
 
 def max_tiles(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """The most tiles that any choice makes: each expert taken has a first pair, and the others fill whole tiles."""
+    """Return the most tiles that any choice of experts needs: one for each chosen expert's first pair, and the rest in
+    full tiles."""
     taken = min(num_pairs, num_experts)
     return taken + (num_pairs - taken) // block_m

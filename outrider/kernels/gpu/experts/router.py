@@ -1,6 +1,7 @@
-"""The choice of a router in one kernel: scores, groups, the best k and their weights, one program for a token row.
+"""A router's choice in one kernel: scores, groups, the best k experts and their weights. One program serves a token
+row.
 
-Takes the product's float32 logits; knows nothing of experts' weights. The rule is `kernels.moe.RouteRule`.
+It takes the router's float32 logits, and knows nothing of experts' weights. The rule is `kernels.moe.RouteRule`.
 """
 
 from __future__ import annotations
@@ -30,20 +31,20 @@ _TAKEN = tl.constexpr(-(1 << 31))  # below every value, in their order
 
 @triton.jit
 def _ordered(values):
-    """Map values to integers in the same order, because one instruction finds the greatest integer of a warp."""
+    """Map values to integers in the same order, because a single instruction finds the greatest integer of a warp."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0.0 and 0.0 are one value
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _best(order, index):
-    """The index of the greatest; of equals, the lowest index."""
+    """Return the index of the greatest value; of equals, the lowest index."""
     return tl.min(tl.where(order == tl.max(order, axis=0), index, 1 << 30), axis=0)
 
 
 @triton.jit
 def _in_best_groups(ranked, GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
-    """ranked [GROUPS * SIZE], with minus infinity outside of the best groups."""
+    """Return ranked [GROUPS * SIZE] with minus infinity outside of the best groups."""
     grouped = tl.reshape(ranked, [GROUPS, SIZE])
     worth = tl.max(grouped, axis=1)
     if TOP2:
@@ -105,7 +106,7 @@ def _route_kernel(
 
 
 def can_route(rule: RouteRule) -> bool:
-    """Whether the kernel serves the rule: groups are rows of a matrix whose sides must be powers of two."""
+    """Whether the kernel serves the rule: groups become rows of a matrix whose sides must be powers of two."""
     is_split = rule.top_groups < rule.num_groups
     shapes = (rule.num_groups, rule.group_size) if is_split else ()
     return rule.num_experts <= MAX_EXPERTS and all(n == next_power_of_two(n) for n in shapes)
@@ -119,7 +120,7 @@ def route(
     logits: torch.Tensor, rule: RouteRule, bias: torch.Tensor | None = None, expert_scale: torch.Tensor | None = None,
     *, pdl: bool | None = None,
 ) -> Routed:
-    """logits [tokens, experts] -> ids [tokens, k] int64 and weights [tokens, k] float32."""
+    """Choose experts from logits [tokens, experts]: returns ids [tokens, k] int64 and weights [tokens, k] float32."""
     pdl = uses_pdl(logits.device) if pdl is None else pdl
     name, device, num_tokens, experts = "route", logits.device, logits.shape[0], rule.num_experts
     if not can_route(rule):

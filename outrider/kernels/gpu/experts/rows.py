@@ -1,9 +1,9 @@
-"""Products of one or two token rows with the experts they chose, on the vector units, as in `linear/matvec.py`: a
-kernel for the first product, where a program serves a few weight rows of one pair, and one for the second, where it
-adds up all pairs of a token row. A shared expert of the same shape is served in the same launches.
+"""Products of one or two token rows with the experts they chose, without tensor cores, as in `linear/matvec.py`. In the
+first product's kernel a program serves a few weight rows of one pair; in the second's it adds up all pairs of a token
+row. A shared expert of the same shape is served in the same launches.
 
-So few pairs seldom share an expert, and then tiles for tensor cores are mostly empty: many small programs keep more
-reads on their way. A token row's result depends on no other.
+So few pairs rarely share an expert, and then tiles for tensor cores are mostly empty; many small programs keep more
+reads in flight. A token row's result does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _SILU, _GELU_TANH, _RELU2 = (tl.constexpr(i) for i in range(1, 4))
 @triton.jit
 def _find_expert(weight, shared, ids, pair, shared_token, expert_stride, PAIRS_PER_ROW: tl.constexpr,
                  SHARED: tl.constexpr):
-    """(weight of a pair's expert, token row of the pair). A pair below zero is the token row `shared_token` with the
-    shared expert."""
+    """Return (weight of a pair's expert, token row of the pair). A pair below zero stands for token row `shared_token`
+    with the shared expert."""
     own, token = shared, shared_token
     if SHARED:
         if pair >= 0:
@@ -46,7 +46,8 @@ def _find_expert(weight, shared, ids, pair, shared_token, expert_stride, PAIRS_P
 
 @triton.jit
 def _first_columns(at, early, pair, in_rows, inside, WHOLE: tl.constexpr, SHARED: tl.constexpr):
-    """Weights [rows, columns] of a pair's expert in float32; the shared expert's were read early."""
+    """Return the first weights [rows, columns] of a pair's expert in float32; those of the shared expert were loaded
+    early."""
     w = load_weight(at, in_rows & (pair >= 0), inside, WHOLE).to(tl.float32)
     if SHARED:
         w = tl.where(pair < 0, early.to(tl.float32), w)
@@ -149,7 +150,7 @@ def _mix_rows_kernel(
 
 
 def expert_rows_config(k: int) -> ThinConfig:
-    """The tile for k inputs. Each thread has 8 columns, as in `matvec_config`."""
+    """Return the tile for k inputs. Each thread has 8 columns, as in `matvec_config`."""
     if k >= 2048:
         return ThinConfig(2, 2048, 8, 1)
     return ThinConfig(2, max(128, next_power_of_two(k)), 4, 1)
@@ -159,9 +160,9 @@ def expert_rows(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, n: int, activation: tuple[int, float], pdl: bool,
     shared: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The first projection: [pairs, n], row p for pair p of ids [tokens, k], from the token rows x. With a shared
-    expert's weight [rows, k] rows for all token rows follow. activation: the kernel's number of it, and its limit or 0.
-    The caller has checked the arguments."""
+    """Compute the first projection of token rows x: [pairs, n], where row p is pair p of ids [tokens, k]. With a shared
+    expert's weight [rows, k], rows for all token rows follow. activation: the kernel's number for it, and its limit or
+    0. The caller has checked the arguments."""
     k, (num_tokens, top_k) = weight.shape[2], ids.shape
     config = expert_rows_config(k)
     num_shared = 0 if shared is None else num_tokens
@@ -179,9 +180,9 @@ def mix_rows(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, pdl: bool,
     shared: torch.Tensor | None = None, added: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The second projection: [tokens, n], the results of `expert_rows` times weight [experts, n, k], added up by their
-    shares [tokens, top_k] float32, with the shared expert's weight [n, k] and with `added` [tokens, n]. The caller has
-    checked the arguments."""
+    """Compute the second projection: [tokens, n], the results of `expert_rows` times weight [experts, n, k], added up
+    by their shares [tokens, top_k] float32, together with the shared expert's weight [n, k] and `added` [tokens, n].
+    The caller has checked the arguments."""
     (_, n, k), (num_tokens, top_k) = weight.shape, ids.shape
     config = expert_rows_config(k)
     out = torch.empty(num_tokens, n, dtype=x.dtype, device=x.device)

@@ -136,9 +136,9 @@ _FEWEST, _FEW, _SOME, _MORE, _MANY = (ScaledTile(16, 64, 4, 6), ScaledTile(16, 1
 
 @lru_cache(maxsize=256)
 def expert_tile(num_pairs: int, num_experts: int, is_small: bool, rows_of_fp4: int = 0, sms: int = 1) -> ScaledTile:
-    """Choose a tile by the shapes alone, without reading ids. is_small: whether the interpreter computes the tiles,
-    because there is no GPU. rows_of_fp4: rows of an expert's weight, if its codes are fp4: while they make fewer than
-    four tiles for each multiprocessor, tiles are small."""
+    """Choose a tile by the shapes alone, without reading ids. is_small: the interpreter computes the tiles because
+    there is no GPU. rows_of_fp4: rows of an expert's weight, if its codes are fp4; tiles are small while these rows
+    make fewer than four tiles for each multiprocessor."""
     rows = num_pairs / num_experts
     if is_small:
         return ScaledTile(16, 64, 4, 1) if rows <= 16 else ScaledTile(32, 64, 4, 1)
@@ -193,14 +193,15 @@ def exact_scaled_experts(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: Scaled, down: Scaled, activation: str,
     added: torch.Tensor | None = None, rounds: bool = False, biases: ExpertBiases | None = None,
 ) -> torch.Tensor:
-    """`scaled_experts` with one order of additions, and the same roundings, for any number of pairs."""
+    """Compute `scaled_experts` with one order of additions, and the same roundings, for any number of pairs."""
     return scaled_experts(x, ids, weights, gate_up, down, activation, added, rounds, biases, as_numbers=False,
                           by_rows=False)
 
 
 def is_faster_as_numbers(code: str, num_pairs: int, num_experts: int) -> bool:
-    """Whether numbers are faster, by powers of two of the pairs, like the tiles. Codes of fp8 meet tensor cores as they
-    are: on an H200 with 192 pairs for each expert they took 1.27 ms where numbers took 2.81."""
+    """Whether it is faster to expand codes to numbers first; decided by powers of two of the pairs, like the tiles. Fp8
+    codes go to tensor cores as they are: on an H200 with 192 pairs for each expert they took 1.27 ms, and numbers took
+    2.81."""
     return code != FP8 and next_power_of_two(num_pairs) >= NUMBERS_PAIRS_PER_EXPERT * num_experts
 
 
@@ -238,7 +239,7 @@ def _multiply_codes(
     pairs_per_row: int, out: torch.Tensor, activation: str | None, group: int, rounds: bool, tile: ScaledTile | None,
     pdl: bool, is_second: bool, bias: torch.Tensor | None,
 ) -> None:
-    """Fill out [pairs, n]. x: codes, if token rows are rounded."""
+    """Fill out [pairs, n] with products of codes. x: fp8 codes if token rows are rounded."""
     (num_experts, rows, k), (num_pairs, n), is_card = weight.shape, out.shape, out.device.type == "cuda"
     # By powers of two: a batch of another size is no reason to compile anew.
     rows_of_fp4 = rows if weight.code == FP4 else 0

@@ -1,4 +1,4 @@
-"""One or two token rows' experts and the shared expert beside them, in the same launches."""
+"""The experts of one or two token rows together with a shared expert, in the same launches."""
 
 from __future__ import annotations
 

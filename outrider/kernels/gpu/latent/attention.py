@@ -1,10 +1,10 @@
-"""Attention over the latent cache in flat token space: whole contexts, or positions that an indexer chose.
+"""Attention over the latent cache in flat token space: over whole contexts, or over positions that an indexer chose.
 
-All heads of a token row share one entry per position, so the heads are the rows of the products. One program serves
-some heads of a tile of token rows and a split of their positions; a second kernel merges the splits of each head. The
-splits of usual shapes are computed by `hopper/latent_decode.py` on Hopper cards.
-Token rows of a tile that belong to different requests are served one request after the other, so tiles need no plan.
-Contexts are read on the device: host bounds only size the grid.
+All heads of a token row share one cache entry per position, so the heads are the rows of the matrix products. One
+program serves some heads of a tile of token rows and one split of their positions; a second kernel merges the splits of
+each head. On Hopper GPUs `hopper/latent_decode.py` computes the splits of usual shapes. If token rows of a tile belong
+to different requests, the program serves one request after the other, so tiles need no plan. Contexts are read on the
+device; sizes that the host knows only set the grid.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class LatentConfig:
 
 
 def latent_config(num_tokens: int, num_heads: int, width: int, itemsize: int, *, is_dense: bool) -> LatentConfig:
-    """Chosen for 16 bits on an H200. Token rows share a tile only where all of them attend to everything."""
+    """Return the configuration for these sizes, measured for 16 bits on an H200. Token rows share a tile only if all of
+    them attend to everything."""
     is_prompt = is_dense and num_tokens > 4 * FEW_TOKENS
     q_tile = 2 if is_prompt and num_heads == MAX_ROWS // 2 else 1
     if itemsize > 2:
@@ -72,8 +73,9 @@ def latent_config(num_tokens: int, num_heads: int, width: int, itemsize: int, *,
 def _next_request(
     served, row, request, low, high, max_count, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, CHOSEN: tl.constexpr
 ):
-    """(first row, request, rows, whether they choose) to serve next: of the request of the first token row that is not
-    served yet, with all its token rows of the tile. A token row with a choice of its own is served alone."""
+    """Return what to serve next: (first row, request, rows, whether they choose). This is the request of the first
+    token row not yet served, with all its token rows of the tile. A token row with chosen positions of its own is
+    served alone."""
     leader = tl.min(tl.where(served > 0, BLOCK_M, row), axis=0)
     owner = tl.sum(tl.where(row == leader, request, 0), axis=0)
     is_own = (served == 0) & (request == owner)
@@ -91,8 +93,8 @@ def _attend_entries(
     page_stride, entry_stride, scale, L: tl.constexpr, L_PAD: tl.constexpr, R: tl.constexpr, R_PAD: tl.constexpr,
     PAGE: tl.constexpr, BLOCK_N: tl.constexpr, CHOSEN: tl.constexpr,
 ):
-    """Folds entries [begin, end) of a request into (acc, peak, total) of its rows, as `attend_keys` does keys. Entry i
-    lies at position lowest + i, or if `is_long` at position chosen[i]."""
+    """Add entries [begin, end) of a request to (acc, peak, total) of its rows, as `attend_keys` does with keys. Entry i
+    is at position lowest + i, or if `is_long` at position chosen[i]."""
     latent, rope = tl.arange(0, L_PAD), tl.arange(0, R_PAD)
     IN_FP8: tl.constexpr = cache.dtype.element_ty == tl.float8e4nv and q_rope.dtype == tl.float16
     PAIRED: tl.constexpr = IN_FP8 and L % 2 == 0 and L_PAD // 2 >= LEAST_INNER  # halves are summed over by products
@@ -144,7 +146,7 @@ def _latent_attention_kernel(
     R_PAD: tl.constexpr, PAGE: tl.constexpr, Q_TILE: tl.constexpr, BLOCK_N: tl.constexpr, CHOSEN: tl.constexpr,
     SPLIT: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Row `t * BLOCK_H + h` of a program's products is head h of token row t of its tile."""
+    """Row `t * BLOCK_H + h` of a program's matrix products is head h of token row t of its tile."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     BLOCK_M: tl.constexpr = Q_TILE * BLOCK_H
@@ -198,7 +200,7 @@ def merged_splits(
     part_out, part_lse, sinks, part, num_splits, head, column, L: tl.constexpr, SPLITS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """The merged result of some columns of one head of one token row, read from all its splits once. part: the first
+    """Merge some columns of one head of one token row over all its splits, each of which is read once. part: the first
     split."""
     split = tl.arange(0, SPLITS)
     lse = tl.load(part_lse + part + split, mask=split < num_splits, other=float("-inf"))
@@ -232,8 +234,8 @@ def latent_attention(
     latent_dim: int, sinks: torch.Tensor | None = None, *, config: LatentConfig | None = None,
     num_splits: int | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.latent.latent_attention`. Reads the positions of token rows that have to choose alone: a context
-    with no more positions than can be chosen is attended whole."""
+    """See `kernels.latent.latent_attention`. Reads `positions` only for token rows that have to choose; a context with
+    no more positions than can be chosen is attended to as a whole."""
     require_tensor("latent_attention", "positions", positions, (q.shape[0], None), q.device,
                    (torch.int32, torch.int64))
     return _attention("latent_attention", q, cache, contexts, positions, positions.shape[1], scale, latent_dim, sinks,
@@ -268,8 +270,8 @@ def _attention(
 
 def merge_splits(made: torch.Tensor, lse: torch.Tensor, out: torch.Tensor, pdl: bool,
                  sinks: torch.Tensor | None = None) -> None:
-    """Merges the splits' results made [tokens, heads, splits, dim] by their lse [tokens, heads, splits] into out
-    [tokens, heads, dim]. sinks [heads]: the score of one more key, whose value is 0."""
+    """Merge results of splits, made [tokens, heads, splits, dim], by their log-sum-exp lse [tokens, heads, splits],
+    into out [tokens, heads, dim]. sinks [heads]: the score of one more key, whose value is 0."""
     num_tokens, num_heads, dim = out.shape
     columns = min(128, next_power_of_two(dim))
     _merge_kernel[(num_tokens, num_heads, cdiv(dim, columns))](
@@ -284,8 +286,8 @@ def attend_splits(
     max_count: int, scale: float, latent_dim: int, sinks: torch.Tensor | None, config: LatentConfig | None,
     num_splits: int | None, pdl: bool, least_splits: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(the output [tokens, heads, latent], None), or (the splits' results [tokens, heads, splits, latent] in float32,
-    their lse [tokens, heads, splits]), which are to be merged, with the sinks."""
+    """Return (the output [tokens, heads, latent], None), or (results of splits [tokens, heads, splits, latent] in
+    float32, their log-sum-exp [tokens, heads, splits]), which the caller must merge, including the sinks."""
     num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim, sinks)
     on_hopper = config is None and q.element_size() == 2 and can_attend(q, cache, latent_dim)
     config = config or latent_config(num_tokens, num_heads, width, q.element_size(), is_dense=positions is None)
@@ -313,8 +315,8 @@ def launch_splits(
     sinks: torch.Tensor | None = None,
 ) -> None:
     """Launch the splits of latent attention. Without `lse` the kernel writes the output [tokens, heads, latent] to
-    `made`. With `lse` [tokens, heads, splits] it writes the results of splits [tokens, heads, splits, latent], which
-    are to be merged. Only the output includes sinks."""
+    `made`. With `lse` [tokens, heads, splits] it writes results of splits [tokens, heads, splits, latent], which are to
+    be merged. Sinks are included only in the output."""
     (num_tokens, num_heads, width), latent_dim = q.shape, made.shape[-1]
     block_h = _heads_per_program(num_heads)
     strides = (*made.stride()[:2], 0) if lse is None else made.stride()[:3]
@@ -337,5 +339,5 @@ def _heads_per_program(num_heads: int) -> int:
 
 
 def _num_splits(programs: int, max_count: int, min_split: int, sms: int) -> int:
-    """How many splits to make: two programs for each multiprocessor, if there are positions enough."""
+    """Return how many splits to make: two programs for each multiprocessor, if there are enough positions."""
     return max(1, min(cdiv(max_count, min_split), 2 * sms // programs if programs else 1, MOST_SPLITS))

@@ -1,4 +1,4 @@
-"""Checks of the arguments that all kernels of attention over the latent cache take."""
+"""Checks of the arguments that all kernels of attention over the latent cache share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Queries of few token rows on their way into attention, in one launch: absorbed into the latent space, and rotated.
+"""Queries of few token rows before latent attention, in one launch: multiplied into the latent space, and rotated.
 
-Both parts read the same product and write to different places, so that programs do one or the other.
+Both parts read the same product and write to different places, so each program does one or the other.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def _enter_latents_kernel(
     INDEX_FIRST: tl.constexpr, INDEX_PAIRS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The first programs absorb some outputs of a head for all token rows, the others rotate a part of a token row."""
+    """The first programs compute some latent columns of a head for all token rows; the others rotate a part of a token
+    row."""
     release_dependents(PDL)
     BLOCKS: tl.constexpr = (L + BLOCK_N - 1) // BLOCK_N
     program = tl.program_id(0)
@@ -70,5 +71,5 @@ def enter_latents(
 
 def takes_few(queries: torch.Tensor, rope: RopeRows, q: torch.Tensor, to_latent: torch.Tensor,
               index_q: torch.Tensor | None, index_in_pairs: bool) -> bool:
-    """Whether token rows are few enough to be one tile of products, and queries as short as that tile."""
+    """Whether token rows are few enough for one tile of products, and heads narrow enough for that tile."""
     return 0 < queries.shape[0] <= FEW_TOKENS and to_latent.shape[2] <= MAX_WHOLE

@@ -1,8 +1,8 @@
-"""Latent attention for exact mode: a token row has the same bits alone and among any others.
+"""Latent attention in exact mode: a token row has the same bits alone and among any other rows.
 
-The kernels are those of the ordinary mode with one tile for every number of token rows. A token row's positions, listed
-or all, are divided into splits of SPLIT_POSITIONS, however long the batch's other contexts are; every split is kept,
-and one kernel merges them in their order. Whole contexts run the code of chosen positions, so that a context that is
+The kernels are those of ordinary mode, with one tile for every number of token rows. The positions of a token row,
+chosen or all, are divided into splits of SPLIT_POSITIONS, however long the other contexts of the batch are. Every split
+is stored, and one kernel merges the splits in order. Whole contexts run the code of chosen positions, so that a context
 short enough to be taken whole has the same bits in both.
 """
 
@@ -48,8 +48,8 @@ def _merge_in_order_kernel(
     HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, GROUP: tl.constexpr, HAS_SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merges the splits of one head of one token row, GROUP at a time. Splits without positions add zeros, so that the
-    result does not depend on how many of them there are."""
+    """Merge the splits of one head of one token row, GROUP at a time. Splits without positions add zeros, so the result
+    does not depend on their number."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -101,7 +101,7 @@ def _attention(
     name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor, max_count: int,
     scale: float, latent_dim: int, sinks: torch.Tensor | None, split: int, pdl: bool | None,
 ) -> torch.Tensor:
-    """Attend for a piece of the token rows at a time: as many as have room for the results of their splits."""
+    """Attend for some token rows at a time: as many as there is room for the results of their splits."""
     pdl = uses_pdl(q.device) if pdl is None else pdl
     num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim, sinks)
     config = exact_latent_config(width, q.element_size(), split)
@@ -126,6 +126,7 @@ def _attention(
 def exact_choose_positions(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts,
                            chosen: torch.Tensor, scales: torch.Tensor | None = None,
                            counters: torch.Tensor | None = None, *, pdl: bool | None = None) -> None:
-    """See `kernels.latent.choose_positions`. Each score is one chain of additions, and heads are added in one order."""
+    """See `kernels.latent.choose_positions`. Each score is one chain of additions, and heads are added in a fixed
+    order."""
     choose_positions(q, weights, keys, contexts, chosen, scales, counters, config=exact_score_config(q.element_size()),
                      pdl=pdl)

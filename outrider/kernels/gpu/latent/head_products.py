@@ -1,7 +1,7 @@
-"""Products of every head of token rows with a matrix of its own: queries into the latent space, and values out of it.
+"""Products of every head of token rows with the head's own matrix: queries into the latent space, and values out of it.
 
-A program computes some outputs of one head for a tile of token rows. Inputs, weights and outputs may be strided, so
-that both directions use the same stored weight, and results land where the next kernel reads them.
+Each program computes some outputs of one head for a tile of token rows. Inputs, weights and outputs may be strided, so
+that both directions use the same stored weight, and results are written where the next kernel reads them.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class ProductConfig:
 
 
 def product_config(num_tokens: int, n: int, k: int, itemsize: int) -> ProductConfig:
-    """Chosen for 16 bits on an H200."""
+    """Return the tile for these sizes, measured for 16 bits on an H200."""
     if num_tokens > FEW_TOKENS or itemsize > 2:
         return exact_product_config(num_tokens, n, k, itemsize)
     block_k = min(MAX_WHOLE, max(16, next_power_of_two(k)))
@@ -95,7 +95,7 @@ def product_config(num_tokens: int, n: int, k: int, itemsize: int) -> ProductCon
 
 
 def exact_product_config(num_tokens: int, n: int, k: int, itemsize: int) -> ProductConfig:
-    """The tile for exact mode: its inputs do not depend on the number of token rows."""
+    """Return the tile of exact mode, whose inputs per step do not depend on the number of token rows."""
     if num_tokens <= 1024:  # enough programs for all multiprocessors
         block_t, block_n, warps = min(64, max(16, next_power_of_two(num_tokens))), 64, 4
     else:
@@ -128,6 +128,6 @@ def head_products(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, c
 
 
 def exact_head_products(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-    """`head_products` with the same chain of additions for every number of token rows."""
+    """Compute `head_products` with the same chain of additions for every number of token rows."""
     config = exact_product_config(x.shape[0], weight.shape[1], x.shape[2], x.element_size())
     head_products(x, weight, out, config=config)

@@ -1,6 +1,7 @@
-"""Norms, ropes and cache writes of latent attention: one kernel after the product that compresses, one for the queries.
+"""Norms, ropes and cache writes of latent attention: one kernel after the compressing product, one for the queries.
 
-Knows slots, not requests or pages' owners: a slot of -1 writes nothing. Rounds where the torch twin rounds.
+This file knows slots, not requests or owners of pages; a slot of -1 writes nothing. Numbers are rounded where the torch
+reference rounds them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ _INTS = ["positions", "slots", "request_of", "lengths", "starts"]
 
 @triton.jit
 def _angles(positions, table, token, max_len, half, in_half, ROT: tl.constexpr):
-    """(cos, sin) of a token row's position. Positions of padding rows may be anything: they stay inside the table."""
+    """Load (cos, sin) of a token row's position. Positions of padding rows may be anything; they are clamped to the
+    table."""
     position = tl.minimum(tl.maximum(tl.load(positions + token), 0), max_len - 1)
     cos = tl.load(table + position * ROT + half, mask=in_half, other=0.0)
     sin = tl.load(table + position * ROT + ROT // 2 + half, mask=in_half, other=0.0)
@@ -43,7 +45,7 @@ def _angles(positions, table, token, max_len, half, in_half, ROT: tl.constexpr):
 
 @triton.jit
 def _pair_columns(half, FIRST: tl.constexpr, IN_PAIRS: tl.constexpr, ROT: tl.constexpr):
-    """The two columns that rotate together, of ROT columns from FIRST on."""
+    """Return the two columns that rotate together, of ROT columns from FIRST on."""
     if IN_PAIRS:
         return FIRST + 2 * half, FIRST + 2 * half + 1
     else:
@@ -52,7 +54,7 @@ def _pair_columns(half, FIRST: tl.constexpr, IN_PAIRS: tl.constexpr, ROT: tl.con
 
 @triton.jit
 def _index_normed(source, gain, shift, column, inside, mean, spread, dtype: tl.constexpr):
-    """Columns of the normed index key, rounded as if they had been stored."""
+    """Norm columns of the index key, and round them as if they had been stored."""
     value = (tl.load(source + column, mask=inside, other=0.0).to(tl.float32) - mean) * spread
     value *= tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
     value += tl.load(shift + column, mask=inside, other=0.0).to(tl.float32)
@@ -62,7 +64,7 @@ def _index_normed(source, gain, shift, column, inside, mean, spread, dtype: tl.c
 @triton.jit
 def _write_latent(source, norm, cos, sin, half, in_half, to, slot, eps, L: tl.constexpr, L_PAD: tl.constexpr,
                   ROT: tl.constexpr, IN_PAIRS: tl.constexpr):
-    """The latent, normed, and the rotated key after it."""
+    """Write the normed latent, and the rotated key after it."""
     dtype = source.dtype.element_ty
     dim = tl.arange(0, L_PAD)
     value = tl.load(source + dim, mask=dim < L, other=0.0).to(tl.float32)
@@ -139,7 +141,8 @@ def _write_latents_kernel(
     PAGE: tl.constexpr, IN_PAIRS: tl.constexpr, INDEX_FIRST: tl.constexpr, INDEX_PAIRS: tl.constexpr,
     SCALED: tl.constexpr, PDL: tl.constexpr,
 ):
-    """The parts of a token row: its latent, its index key with the head weights, its q; the last two where they are."""
+    """Each program writes one part of a token row: its latent; its index key with the head weights, if there is an
+    indexer; or its q, if that is normed."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     INDEX_PART: tl.constexpr = 1 if D > 0 else -1
@@ -213,8 +216,8 @@ def _rotate_heads(
     source, target, head, exists, cos, sin, half, in_half, source_head_stride, target_head_stride,
     ROT: tl.constexpr, REST: tl.constexpr, REST_PAD: tl.constexpr, FIRST: tl.constexpr, IN_PAIRS: tl.constexpr,
 ):
-    """Rotates ROT columns of some heads, from FIRST on, and passes REST columns, which lie before or after them, to the
-    place after them."""
+    """Rotate ROT columns of some heads, from FIRST on. The other REST columns, before or after them, are copied behind
+    the rotated ones."""
     low_column, high_column = _pair_columns(half, FIRST, IN_PAIRS, ROT)
     mask = exists[:, None] & in_half[None, :]
     at = source + head[:, None] * source_head_stride
@@ -238,7 +241,7 @@ def rotate_part(
     INDEX_HEADS: tl.constexpr, D: tl.constexpr, REST_PAD: tl.constexpr, IN_PAIRS: tl.constexpr,
     INDEX_FIRST: tl.constexpr, INDEX_PAIRS: tl.constexpr, BLOCK_H: tl.constexpr,
 ):
-    """Rotates BLOCK_H heads of a token row; parts of the indexer's heads come after those of the others."""
+    """Rotate BLOCK_H heads of a token row. The indexer's heads are numbered after the attention's heads."""
     PARTS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
     source = queries + token * in_stride
     half = tl.arange(0, HALF_PAD)
@@ -283,7 +286,8 @@ def rotation_launch(
     name: str, queries: torch.Tensor, rope: RopeRows, q: torch.Tensor, nope_dim: int, index_q: torch.Tensor | None,
     index_in_pairs: bool,
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """(parts of a token row, arguments, compile-time arguments) of a launch that calls `rotate_part`."""
+    """Return what a launch needs that calls `rotate_part`: (parts of a token row, arguments, compile-time
+    arguments)."""
     device, dtype = queries.device, queries.dtype
     require_tensor(name, "queries", queries, (None, None), device, FLOATS)
     num_tokens, num_heads = queries.shape[0], q.shape[1]
@@ -345,7 +349,7 @@ def visible_ranges(
 
 
 def _check_rope(name: str, rope: RopeRows, num_tokens: int, device: torch.device) -> tuple[int, int]:
-    """(columns that rotate, positions of the table)."""
+    """Check the rope's tensors, and return (number of rotating columns, number of positions in the table)."""
     require_tensor(name, "positions", rope.positions, (num_tokens,), device, (torch.int64,))
     require_tensor(name, "table", rope.table, (None, None), device, (torch.float32,), inner_contiguous=2)
     max_len, rot = rope.table.shape

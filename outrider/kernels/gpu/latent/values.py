@@ -1,7 +1,7 @@
-"""Attention of few token rows over the latent cache with the product of each head's matrix of values, in two launches.
+"""Attention of few token rows over the latent cache, then the product with each head's value matrix, in two launches.
 
-The second kernel merges the splits of a head and multiplies the result, so that merging needs no launch of its own. It
-reads its weight while attention still runs.
+The second kernel merges the splits of a head and multiplies the result, so merging needs no launch of its own. It reads
+its weight while attention still runs.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _merge_values_kernel(
     HEADS: tl.constexpr, L: tl.constexpr, L_PAD: tl.constexpr, N: tl.constexpr, COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr, HAS_SINKS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Some values of one head of one token row."""
+    """Each program computes some values of one head of one token row."""
     release_dependents(PDL)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     column, at = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, L_PAD)

@@ -1,12 +1,11 @@
-"""Linear layers for exact mode: a token row has the same bits for every number of token rows.
+"""Linear layers in exact mode: a token row has the same bits for every number of token rows.
 
 Each output is one chain of additions over the inner dimension, from its first column to its last, on tensor cores that
-take 16 columns at a time. Tiles differ in token rows, outputs, in which of the two is the first operand, and in how far
-ahead they load; none of this changes the chain (docs/decisions.md has what was compared on an H200). A deep and
-narrow weight has several chains, over ranges of columns that depend on its shape alone; their sums are added in order.
-Few token rows have programs of their own for each chain, many have one that walks over all of them. Hopper cards have a
-kernel of their own for many token rows, with the same chains. Activations come after rounding, as operations of their
-own.
+take 16 columns at a time. Tiles differ in their token rows, outputs, first operand and loads ahead; none of this
+changes the chain (docs/decisions.md has what was compared on an H200). A deep and narrow weight has several chains,
+over ranges of columns that depend only on its shape; their sums are added in order. With few token rows each chain has
+programs of its own; with many, one program goes through all chains. Hopper GPUs have another kernel for many token
+rows, with the same chains. Activations are separate operations after rounding.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _GROUP = 8  # tiles of token rows that pass by the same weights while those are 
 
 @triton.jit
 def _load_tile(at, exists, is_there, WHOLE: tl.constexpr):
-    """Load the rows that exist, and of them the columns that are there. The rest are zeros, which change no sum."""
+    """Load the columns that are there of the rows that exist. The rest is zero, which changes no sum."""
     return tl.load(at, mask=exists[:, None] if WHOLE else exists[:, None] & is_there[None, :], other=0.0)
 
 
@@ -49,7 +48,7 @@ def _chain(
     x_at, w_at, in_tokens, in_rows, begin, end, K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, WEIGHT_FIRST: tl.constexpr,
 ):
-    """The sums over columns `begin` to `end`. The pointers point to the tile of columns at `begin`."""
+    """Return the sums over columns `begin` to `end`. The pointers point to the tile of columns at `begin`."""
     column = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_M] if WEIGHT_FIRST else [BLOCK_M, BLOCK_N], dtype=tl.float32)
     for start in range(begin, end, BLOCK_K):
@@ -133,7 +132,7 @@ class ExactTile:
 
 @dataclass(frozen=True)
 class _ManyRows:
-    """A tile for many token rows, with what one costs on an H200."""
+    """A tile for many token rows, and the time that one tile takes on an H200."""
 
     tile: ExactTile
     per_sm: int  # tiles that a multiprocessor holds
@@ -155,7 +154,7 @@ _MANY_ROWS = (
 
 
 def exact_tile(num_rows: int, n: int, k: int, sms: int, itemsize: int) -> ExactTile:
-    """The fastest tile for these sizes on an H200."""
+    """Return the fastest tile for these sizes on an H200."""
     if itemsize > 2:
         return ExactTile(32, 32, 32, 4, 3)
     if num_rows <= 16:
@@ -172,7 +171,7 @@ def exact_tile(num_rows: int, n: int, k: int, sms: int, itemsize: int) -> ExactT
 
 
 def chain_columns(n: int, k: int) -> int:
-    """The columns of each chain of additions of a weight [n, k]; all of them where one chain is enough."""
+    """Return how many columns each chain of additions of a weight [n, k] has; k if one chain is enough."""
     if n > _NARROW:
         return k
     chains = min(_MAX_CHAINS, k // _SHORTEST_CHAIN)
@@ -189,7 +188,8 @@ def exact_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *, out_dtype: torch.dtype | None = None,
     tile: ExactTile | None = None, chain: int | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """x [rows, k] times weight [n, k] transposed, plus bias [n]; any number of rows. chain: columns of each chain."""
+    """Multiply x [rows, k] with weight [n, k] transposed, plus bias [n]; any number of rows. chain: columns of each
+    chain."""
     name, device, num_rows = "exact_linear", x.device, x.shape[0]
     require_tensor(name, "x", x, (None, None), device, FLOATS)
     n, k = weight.shape
@@ -218,7 +218,7 @@ def exact_linear(
 
 
 def _is_shared(num_rows: int, tile: ExactTile) -> bool:
-    """Whether each chain has programs of its own. That is so if all token rows fit into a single tile."""
+    """Whether each chain has programs of its own, which is so if all token rows fit into one tile."""
     return num_rows <= min(_FEW_ROWS, tile.block_m)
 
 
@@ -245,7 +245,7 @@ def exact_linear_wide(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def exact_gated_linear(x: torch.Tensor, weight: torch.Tensor, activation: str) -> torch.Tensor:
-    """act(gate) * up of the product: weight [2 * n, k] holds gate rows, then up rows."""
+    """Return act(gate) * up of the product; weight [2 * n, k] holds the gate rows, then the up rows."""
     require(activation in ("silu", "gelu_pytorch_tanh"), "exact_gated_linear", "activation", f"is {activation!r}")
     product = exact_linear(x, weight)
     return silu_mul(product) if activation == "silu" else gelu_tanh_mul(product)

@@ -1,7 +1,7 @@
-"""Linear layers for 1 to 4 token rows on the vector units: any weight for one row, small ones for a few.
+"""Linear layers for 1 to 4 token rows without tensor cores: any weight for one row, small weights for two to four.
 
-With more rows arithmetic takes longer than reading large weights does. Every row's sums go in the same order, whatever
-their number: a row has the same bits alone and among others. There is no split over the inner dimension.
+With more rows, arithmetic would take longer than reading a large weight. Every row's sums are made in the same order,
+whatever the number of rows, so a row has the same bits alone and among others. The inner dimension is not split.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _load_row(x, inside):
 
 @triton.jit
 def _add_columns(acc, up, w, u, x, x_stride, column, K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
-    """(acc, up) of four token rows with the products of some columns added. Token rows after the last one are not
+    """Add the products of some columns to (acc, up) of four token rows. Token rows past the last one are not
     changed."""
     w, inside = w.to(tl.float32), column < K
     a0, a1, a2, a3 = acc
@@ -151,10 +151,10 @@ def _matvec_kernel(
 
 @lru_cache(maxsize=256)
 def matvec_config(n: int, k: int, *, is_small: bool, is_gated: bool = False) -> ThinConfig:
-    """The tile for n outputs of k inputs. 8 columns for each thread: inputs then need no exchange between threads. One
-    or two weight rows a program won at nearly every shape measured: many programs keep more reads on their way than
-    wide ones. Not where the columns of a large weight are more than one tile of 2048 and less than two: tiles that
-    divide them leave no thread idle, but do not keep up with the second sum of a gated product."""
+    """Return the tile for n outputs of k inputs. Each thread has 8 columns, so that inputs need no exchange between
+    threads. One or two weight rows per program were fastest at nearly every shape measured, because many programs keep
+    more reads in flight. The exception is a large weight with between one and two tiles of 2048 columns: tiles that
+    divide its columns leave no thread idle, but are slower with the second sum of a gated product."""
     if k < 2048:
         return ThinConfig(2, 1024, 4, 1)
     if is_small:
@@ -169,10 +169,11 @@ def matvec(
     residual: torch.Tensor | None = None, out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None,
     config: ThinConfig | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """activation(x [rows, k] times weight [n, k] transposed, plus bias [n]) plus residual [rows, n]; 1 to 4 rows.
+    """Return activation(x [rows, k] times weight [n, k] transposed, plus bias [n]) plus residual [rows, n]; 1 to 4
+    rows.
 
     activation: None, "relu2", or act(gate) * up with "silu" or "gelu_pytorch_tanh" and a weight [2 * n, k] that holds
-    gate rows, then up rows. `out` may be `residual` itself: each element is read and written by one program.
+    the gate rows, then the up rows. `out` may be `residual` itself: each element is read and written by one program.
     """
     name, device, num_rows = "matvec", x.device, x.shape[0]
     if activation not in ACTIVATIONS:

@@ -1,8 +1,8 @@
-"""Token rows rounded to fp8 for products: by a kernel of its own, or by the one that makes the rows.
+"""Rounding of token rows to fp8 for products, either by a kernel of its own or by the kernel that makes the rows.
 
-A kernel that makes token rows may round them at the same time, if it is told that products will ask for that. It leaves
-the codes with the tensor that it returns (`keep_rounded`), where the product finds them: one launch less. A tensor to
-which codes were left must not be changed in place.
+A kernel that makes token rows can round them too, if it is told that a product will need that. It attaches the codes to
+the tensor that it returns (`keep_rounded`), where the product finds them, which saves a launch. A tensor with codes
+attached must not be changed in place.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _round_kernel(
     x, codes, scales, x_stride, scale_t, scale_g, K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     WIDTH: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One token row: codes [tokens, K] and scales [tokens, groups]."""
+    """Round one token row: codes [tokens, K] and scales [tokens, groups]."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -45,8 +45,8 @@ def _round_kernel(
 
 
 def empty_rounded(num_rows: int, k: int, group: int, device: torch.device, by_group: bool) -> Rounded:
-    """Room for codes and scales. by_group: the scales of a group lie side by side, and there may be room for a few more
-    token rows than asked for."""
+    """Allocate codes and scales. by_group: the scales of a group are stored side by side, perhaps with room for a few
+    more token rows."""
     groups = cdiv(k, group)
     if by_group:
         num_rows = cdiv(num_rows, MULTIPLE) * MULTIPLE
@@ -56,8 +56,8 @@ def empty_rounded(num_rows: int, k: int, group: int, device: torch.device, by_gr
 
 
 def rounding_warps(k: int) -> int:
-    """How many warps a program with one token row has. There are many, because divisions take time and there may be one
-    row in all."""
+    """Return the warps of a program with one token row: many, because divisions take time and there may be only one
+    row."""
     return min(32, max(4, next_power_of_two(k) // 256))
 
 
@@ -81,7 +81,7 @@ def keep_rounded(x: torch.Tensor, group: int, made: Rounded) -> None:
 
 
 def rounded_rows(x: torch.Tensor, group: int, by_group: bool) -> Rounded:
-    """The codes that were left with x, or that are made now."""
+    """Return the codes that were attached to x; if there are none, make them."""
     kept_group, made = getattr(x, "rounded", (0, None))
     if made is not None and kept_group == group and by_group == (group < x.shape[1]):
         return made

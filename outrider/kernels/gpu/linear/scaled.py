@@ -55,7 +55,7 @@ _GROUP_OF_TILES = 8  # tiles of token rows that pass by the same weights while t
 def _load_scales(
     scales, x_scales, in_rows, in_tokens, stride_g, group, GROUPS: tl.constexpr, X_GROUP: tl.constexpr
 ):
-    """(scales of the outputs, scales of the token rows) of one group."""
+    """Return (scales of the outputs, scales of the token rows) of one group."""
     scale = tl.load(scales + group * stride_g, mask=in_rows & (group < GROUPS), other=0.0).to(tl.float32)
     if X_GROUP > 0:
         return scale, tl.load(x_scales + group, mask=in_tokens & (group < GROUPS), other=0.0)
@@ -65,8 +65,8 @@ def _load_scales(
 
 @triton.jit
 def _load_rows(x_row, in_tokens, column, inside, WHOLE: tl.constexpr, DTYPE: tl.constexpr):
-    """Columns of the token rows, transposed: [columns, tokens]. inside: which of them meet a code of the row. Beyond
-    the row's end codes of integers are no zeros, and columns of another half of the group may lie there."""
+    """Load columns of the token rows, transposed: [columns, tokens]. inside: which columns have a code in the weight
+    row. Past a row's end integer codes are not zero, and columns of the other half of the group may be stored there."""
     mask = in_tokens[:, None] if WHOLE else in_tokens[:, None] & inside[None, :]
     return tl.trans(tl.load(x_row + column[None, :], mask=mask, other=0.0).to(DTYPE))
 
@@ -78,9 +78,9 @@ def sum_columns(
     BLOCK_N: tl.constexpr, COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
     WIDEN: tl.constexpr, ASM: tl.constexpr,
 ):
-    """The sums over columns `begin` to `end`: [outputs, tokens]. Where all of a row has one scale, without it. shifts:
-    zero points, or offsets of short groups. ASM: 4-bit codes become bfloat16 numbers, the dtype of x, two at a time;
-    scales of fp4 codes are bfloat16 then, or have no more bits."""
+    """Return the sums over columns `begin` to `end`: [outputs, tokens]; without the scale if a whole row has one scale.
+    shifts: zero points, or offsets of short groups. ASM: 4-bit codes become bfloat16 numbers, the dtype of x, two at a
+    time; scales of fp4 codes are then bfloat16, or have no more bits."""
     PER_BYTE: tl.constexpr = 2 if (CODE == _INT4) or (CODE == _FP4) else 1
     BYTES: tl.constexpr = COLUMNS // PER_BYTE
     SPAN: tl.constexpr = GROUP // PER_BYTE  # bytes of a group
@@ -235,7 +235,7 @@ _SAMPLED_ROWS = (1, MAX_FEW_ROWS, MAX_FEW_ROWS + 1)
 
 @lru_cache(maxsize=256)
 def scaled_tile(num_rows: int, is_small: bool) -> ScaledTile:
-    """The tile for these sizes. is_small: whether the interpreter computes the tiles, because there is no GPU."""
+    """Return the tile for these sizes. is_small: the interpreter computes the tiles because there is no GPU."""
     if is_small:
         return ScaledTile(16, 16, 4, 1) if num_rows <= 16 else ScaledTile(32, 32, 4, 1)
     return _FEW if num_rows <= _FEW.block_m else _SOME if num_rows <= _SOME.block_m else _MANY
@@ -243,7 +243,8 @@ def scaled_tile(num_rows: int, is_small: bool) -> ScaledTile:
 
 @lru_cache(maxsize=1024)
 def chain_columns(n: int, k: int, sms: int, block_n: int = 64) -> int:
-    """The columns of each chain of a weight [n, k]: as many chains as give every multiprocessor about two programs."""
+    """Return the columns of each chain of a weight [n, k]: there are as many chains as give every multiprocessor about
+    two programs."""
     chains = min(MAX_CHAINS, k // SHORTEST_CHAIN, cdiv(2 * sms, cdiv(n, block_n)))
     return k if chains < 2 else cdiv(cdiv(k, chains), 2 * COLUMNS) * 2 * COLUMNS
 
@@ -328,8 +329,8 @@ def _launch(
 
 
 def unpacks_pairs(weight: Scaled, dtype: torch.dtype) -> bool:
-    """Whether codes become numbers two at a time, with the same bits: bfloat16 holds int4 codes, and the scales of fp4
-    codes if these are not float32 or float16."""
+    """Whether codes can be converted two at a time with the same bits: to bfloat16 numbers, for int4 codes, or fp4
+    codes whose scales are not float32 or float16."""
     if dtype != torch.bfloat16:
         return False
     return weight.code == INT4 or (weight.code == FP4 and weight.scales.dtype in (torch.bfloat16, torch.float8_e4m3fn))

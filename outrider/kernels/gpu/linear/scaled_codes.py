@@ -1,5 +1,5 @@
-"""Codes of `kernels.scaled.Scaled` become numbers in Triton: the parts that products share, and a whole weight at once.
-"""
+"""Conversion of the codes of `kernels.scaled.Scaled` to numbers in Triton: the parts that products share, and the
+expansion of a whole weight."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def _e2m1(nibble, DTYPE: tl.constexpr):
 
 @triton.jit
 def load_groups(of_groups, row, in_rows, stride_n, stride_g, first, NUM: tl.constexpr, GROUPS: tl.constexpr):
-    """Values of NUM neighbouring groups of each output: [outputs, NUM]."""
+    """Load the values of NUM neighbouring groups of each output: [outputs, NUM]."""
     group = first + tl.arange(0, NUM)
     mask = in_rows[:, None] & (group < GROUPS)[None, :]
     return tl.load(of_groups + row[:, None] * stride_n + group[None, :] * stride_g, mask=mask, other=0.0).to(tl.float32)
@@ -117,7 +117,7 @@ def load_groups(of_groups, row, in_rows, stride_n, stride_g, first, NUM: tl.cons
 
 @triton.jit
 def spread(of_groups, WIDTH: tl.constexpr):
-    """[outputs, groups] as [outputs, groups x WIDTH]."""
+    """Repeat each group's value: [outputs, groups] -> [outputs, groups x WIDTH]."""
     rows: tl.constexpr = of_groups.shape[0]
     num: tl.constexpr = of_groups.shape[1]
     return tl.reshape(tl.broadcast_to(of_groups[:, :, None], (rows, num, WIDTH)), (rows, num * WIDTH))
@@ -125,8 +125,8 @@ def spread(of_groups, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_rounded(value, codes, scales, scale_stride, K: tl.constexpr, GROUP: tl.constexpr):
-    """Store one token row [groups, columns of a group] as fp8 codes, and the scales of its groups. What is not finite
-    becomes NaN in its group."""
+    """Store one token row [groups, columns of a group] as fp8 codes, with the scales of its groups. A non-finite number
+    makes its whole group NaN."""
     GROUPS: tl.constexpr = value.shape[0]
     WIDTH: tl.constexpr = value.shape[1]
     group, inside_group = tl.arange(0, GROUPS), tl.arange(0, WIDTH)
@@ -214,8 +214,8 @@ def _scaled_numbers(
 
 
 def expand(weight: Scaled, dtype: torch.dtype, index: torch.Tensor | None = None) -> torch.Tensor:
-    """`Scaled.numbers` of a weight [outputs, inputs], or of several [experts, outputs, inputs], rounded to `dtype`.
-    index: numbers of the outputs whose weights are made; None for all."""
+    """Return `Scaled.numbers` of a weight [outputs, inputs], or of several [experts, outputs, inputs], rounded to
+    `dtype`. index: the outputs to convert; None for all."""
     *experts, n, k = weight.shape
     n = n if index is None else index.numel()
     out = torch.empty(*experts, n, k, dtype=dtype, device=weight.scales.device)

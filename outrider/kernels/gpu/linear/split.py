@@ -1,8 +1,8 @@
-"""Linear layers of few outputs for 2 to 16 token rows: each program's warps share the inner dimension among them.
+"""Linear layers with few outputs for 2 to 16 token rows: the warps of each program share the inner dimension.
 
-With few outputs there are few programs, and one warp's loop over the inner dimension is a chain of waits for memory.
-Here every program keeps several parts of it on their way and adds them up at the end, always in the same order: a token
-row's result depends on no other row, nor on how many there are.
+With few outputs there are few programs, and one warp's loop over the inner dimension would wait for memory again and
+again. Here every program loads several parts of it at the same time and adds them up at the end, always in the same
+order. A token row's result does not depend on other rows, nor on their number.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def split_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: None = None, *, residual: torch.Tensor | None = None,
     out: torch.Tensor | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """x [rows, k] times weight [n, k] transposed, plus residual [rows, n], which `out` may be; 1 to 16 rows."""
+    """Multiply x [rows, k] with weight [n, k] transposed, plus residual [rows, n], which `out` may be; 1 to 16 rows."""
     name, device = "split_linear", x.device
     require(bias is None, name, "bias", "is not supported")
     require_tensor(name, "x", x, (None, None), device, FLOATS)

@@ -1,7 +1,7 @@
-"""Linear layers for 1 to 64 token rows that share one tile on the tensor cores: the time is that of reading weights.
+"""Linear layers for 1 to 64 token rows, which share one tile on the tensor cores: the time is that of reading weights.
 
-A row's result depends on no other row, nor on how many there are up to 16 or above. There is no split over the inner
-dimension, so additions always go in one order.
+A row's result does not depend on other rows, and on their number only by whether there are more than 16. The inner
+dimension is not split, so additions are always in one order.
 """
 
 from __future__ import annotations
@@ -106,13 +106,14 @@ class ThinConfig:
 
 @lru_cache(maxsize=64)
 def gated_config(num_rows: int) -> ThinConfig:
-    """The tile of a gated product: half of a plain one, since each program reads its rows of both halves."""
+    """Return the tile of a gated product: half of a plain one, since each program reads gate rows and up rows."""
     return ThinConfig(32, 256 if num_rows <= FEW_ROWS else 128, 4, 4)
 
 
 @lru_cache(maxsize=1024)
 def thin_config(n: int, sms: int, num_rows: int = 1) -> ThinConfig:
-    """The widest tile that gives every multiprocessor about two programs, or one where tiles have many rows."""
+    """Return the widest tile that gives every multiprocessor about two programs, or about one if tiles have many
+    rows."""
     if num_rows > FEW_ROWS:
         return ThinConfig(32 if n >= sms * 32 * 15 // 16 else 16, 256, 4, 3)
     sizes = (64, 32, 16, 8)
@@ -124,12 +125,13 @@ def thin_config(n: int, sms: int, num_rows: int = 1) -> ThinConfig:
 
 
 def is_small(weight: torch.Tensor) -> bool:
-    """Whether the weight is read in a few microseconds. Then a product mostly waits, which a library does not avoid."""
+    """Whether the weight is read in a few microseconds. A product then mostly waits, which the library does not
+    avoid."""
     return weight.numel() * weight.element_size() <= SMALL_WEIGHT
 
 
 def is_fastest_gated(x: torch.Tensor, weight: torch.Tensor, *_: object) -> bool:
-    """Whether the product is faster than the library's; measured for 17 to 64 rows of weights up to 12 MB."""
+    """Whether this kernel is faster than the library: measured for 17 to 64 rows and weights of up to 12 MB."""
     num_rows = x.shape[0]
     return 0 < num_rows <= MAX_ROWS and is_small(weight) and (num_rows <= FEW_ROWS or weight.shape[1] <= 2048)
 
@@ -143,8 +145,8 @@ def thin_linear(
     out: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, config: ThinConfig | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """x [rows, k] times weight [n, k] transposed, plus bias [n] and residual [rows, n]; 1 to 64 rows. `out` may be
-    `residual` itself: each element is read and written by one program."""
+    """Multiply x [rows, k] with weight [n, k] transposed, plus bias [n] and residual [rows, n]; 1 to 64 rows. `out` may
+    be `residual` itself: each element is read and written by one program."""
     name, device = "thin_linear", x.device
     require_tensor(name, "x", x, (None, None), device, FLOATS)
     num_rows, k = x.shape
@@ -168,7 +170,8 @@ def gated_linear(
     x: torch.Tensor, weight: torch.Tensor, activation: str, *, config: ThinConfig | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """act(gate) * up for 1 to 64 token rows: weight [2 * n, k] holds gate rows, then up rows. Returns [rows, n]."""
+    """Return act(gate) * up [rows, n] for 1 to 64 token rows; weight [2 * n, k] holds the gate rows, then the up
+    rows."""
     name, device = "gated_linear", x.device
     require(activation in _GATES, name, "activation", f"is {activation!r}")
     require_tensor(name, "weight", weight, (None, None), device, (x.dtype,))
