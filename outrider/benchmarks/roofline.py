@@ -56,7 +56,7 @@ def _cuda_seconds(values: torch.Tensor) -> float:
 
 @dataclass(frozen=True)
 class Decoding:
-    """The work of a benchmark's decode steps."""
+    """The decode steps of a benchmark: lengths of requests, tokens per step and chosen drafts."""
 
     requests: Sequence[tuple[int, int]]  # prompt and answer tokens of each
     mean_run: float = 1.0  # tokens of a request in a step

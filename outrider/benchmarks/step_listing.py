@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class StepShape(NamedTuple):
-    """What a step computed."""
+    """The size of a step: its tokens, requests and drafts."""
 
     num_requests: int
     num_prompt_tokens: int

@@ -160,7 +160,8 @@ class TimedEngine:
         return pace
 
     def lone_seconds(self, length: int) -> float:
-        """Seconds from the submission of a step with one new prompt, while nothing else runs, to its result."""
+        """Measure the seconds from the submission of a step with one new prompt to its result, while nothing else
+        runs."""
         self._runner.steps.clear()
         self._add([self.prompt(length)], 1)
         while self.engine.has_work:
@@ -169,7 +170,7 @@ class TimedEngine:
         return step.done - step.submitted
 
     def start_seconds(self) -> float:
-        """Seconds from the arrival of a request, while nothing else runs, to its first step."""
+        """Measure the seconds from the arrival of a request to its first step, while nothing else runs."""
         arrived = time.perf_counter()
         self.lone_seconds(PROMPT_BACKGROUND)
         return self._runner.steps[0].submitted - arrived

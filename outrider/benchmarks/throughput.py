@@ -106,7 +106,7 @@ class Workload:
 
 
 def workloads(shapes: Sequence[Shape], seed: int, vocab_size: int) -> tuple[Workload, list[Workload]]:
-    """The workload of the warm-up, and one for every shape."""
+    """Make the workload of the warm-up, and one for every shape."""
     source = random.Random(seed)
     highest = min(HIGHEST_ID, vocab_size - 1)
     lowest = min(LOWEST_ID, highest)

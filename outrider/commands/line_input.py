@@ -30,7 +30,7 @@ class LineInput:
             _hide_control_characters()
 
     def read(self) -> str:
-        """The next text. Raises EOFError at the end of input, KeyboardInterrupt for Ctrl-C."""
+        """Read the next text. Raises EOFError at the end of input, KeyboardInterrupt for Ctrl-C."""
         lines = [input(self._prompt)]
         while self.on_terminal and select.select([sys.stdin], [], [], PASTE_SECONDS)[0]:
             try:

@@ -144,7 +144,7 @@ PLAIN_TYPES = get_type_hints(EngineConfig) | get_type_hints(SamplingParams) | ge
 
 
 class UsageError(ValueError):
-    """The command line cannot be understood. The message says what to write instead."""
+    """Raised for a command line that cannot be understood. The message says what to write instead."""
 
 
 class _Formatter(argparse.RawDescriptionHelpFormatter):
@@ -208,7 +208,7 @@ class Parser(argparse.ArgumentParser):
         own.error(f"there is no flag {name}{did_you_mean(name, known)}")
 
     def _commands(self) -> Iterator[Parser]:
-        """The parsers of all commands below this one, at any depth."""
+        """The parsers of all subcommands, at any depth."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for command in action.choices.values():
@@ -299,7 +299,7 @@ def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
 
 
 def named_adapter(args: argparse.Namespace) -> LoRARequest | None:
-    """The adapter of `--lora`."""
+    """The adapter that `--lora` names."""
     if args.lora is None:
         return None
     if not (Path(args.lora) / ADAPTER_CONFIG).is_file():

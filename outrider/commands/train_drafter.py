@@ -15,7 +15,8 @@ from outrider.training.workspace import Workspace
 
 
 def training_settings(args: argparse.Namespace) -> TrainingSettings:
-    """The settings that were given; the others have their defaults. Raises before a model is loaded."""
+    """Make the settings from the flags that were given; the others have their defaults. It raises errors before a model
+    is loaded."""
     given: dict[str, Any] = {field.name: value for field in dataclasses.fields(TrainingSettings)
                              if (value := getattr(args, field.name, None)) is not None}
     return TrainingSettings(**given)

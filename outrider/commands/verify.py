@@ -83,7 +83,7 @@ def all_variants(speculative: bool) -> list[Variant]:
 
 @dataclass
 class Row:
-    """The result of one variant."""
+    """The result of one variant, as a row of the printed table."""
 
     way: str  # name of the variant; a key of the JSON that `--json` prints
     drafts: bool

@@ -13,7 +13,7 @@ TAB = 8  # columns between the stops of a terminal
 
 
 def wrapped(text: str, stream: Any) -> str:
-    """The text for a stream, with its lines broken between words if that is a terminal."""
+    """Return the text with its lines broken between words if the stream is a terminal."""
     if not is_terminal(stream):
         return text
     columns = shutil.get_terminal_size().columns

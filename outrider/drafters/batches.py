@@ -29,7 +29,7 @@ from outrider.mixers import BatchView, ExactQueries, KeysFrom
 
 class DraftingBatches:
     def __init__(self, groups: Sequence[Group], limits: Limits, device: torch.device) -> None:
-        """groups: the cache groups of the drafter's layers."""
+        """groups: the groups of layers, with one page table each, to which the drafter's layers belong."""
         self.groups = tuple(groups)
         self._max_len = limits.max_len
         self._single = SingleTokenView(limits, device)

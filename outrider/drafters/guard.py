@@ -131,7 +131,7 @@ def _checked(drafts: object, step: Step) -> Proposal:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as a plain torch.Tensor, without the methods of a subclass."""
+    """Return the tensor as a plain torch.Tensor, without the methods of a subclass."""
     return tensor if type(tensor) is torch.Tensor else tensor.as_subclass(torch.Tensor)
 
 

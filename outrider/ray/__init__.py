@@ -16,7 +16,7 @@ NEEDS = "this needs Ray: pip install 'outrider[ray]' (in a clone: '.[ray]')"
 
 
 def app(args: dict[str, Any]) -> Application:
-    """The application, from flags of `outrider serve` by their names, and the settings of `RayConfig`."""
+    """Build the application from flags of `outrider serve`, given by their names, and settings of `RayConfig`."""
     try:
         from outrider.ray.application import application_from
     except ModuleNotFoundError as error:

@@ -36,8 +36,8 @@ log = logging.getLogger("outrider")
 
 
 class ReplicaProcess:
-    """`main` runs in the process with `arguments`, and serves at the replica's socket until SIGTERM. `on_failed` is
-    called once the replica is given up, with the exit code of its process."""
+    """Runs one replica in a process. `main` runs there with `arguments`, and serves at the replica's socket until
+    SIGTERM. `on_failed` is called with the process's exit code when the replica is given up."""
 
     def __init__(self, replica: Replica, router: PrefixRouter, adapters: AdapterChanges, main: Callable[..., None],
                  arguments: Sequence[Any], *, on_failed: Callable[[int], None], max_restarts: int,

@@ -15,7 +15,7 @@ TURN_SECONDS = 0.002  # between two turns of one tenant: 1 Gbit/s
 
 
 class BodyTurns:
-    """The turns of one event loop."""
+    """The queue of turns, for one event loop."""
 
     def __init__(self) -> None:
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # by tenants who had a turn just now

@@ -108,7 +108,7 @@ def _max_tokens(body: ChatRequest) -> int | None:
 
 
 class _Chat:
-    """One request to the route, from its checked request to its answer."""
+    """Runs one request to the route: from the checked request to the answer."""
 
     def __init__(self, service: Service, body: ChatRequest, requests: Sequence[CheckedRequest], model: str,
                  choices: Sequence[ParsedChoice]) -> None:

@@ -64,7 +64,7 @@ class _PromptParts(NamedTuple):
 
 
 class _Completion:
-    """One request to the route, from its checked requests to its answer."""
+    """Runs one request to the route: from the checked requests of its prompts to the answer."""
 
     def __init__(self, service: Service, body: CompletionRequest, requests: Sequence[CheckedRequest],
                  model: str) -> None:

@@ -68,7 +68,7 @@ class EngineHost:
 
     @property
     def llm(self) -> AsyncLLM:
-        """The running engine. Raise the error for requests if there is none."""
+        """The running engine. Raises the error for requests if there is none."""
         match self.state:
             case Serving(llm) if llm.is_running:
                 return llm

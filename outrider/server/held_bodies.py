@@ -11,7 +11,7 @@ BODIES = 64  # of the largest size that requests of one tenant may hold at once
 
 
 class HeldBodies:
-    """The held bytes of one event loop, by tenant."""
+    """Counts the bytes of bodies that are in memory, by tenant, for one event loop."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self.held: Counter[str | None] = Counter()  # bytes by tenant; none of them is 0

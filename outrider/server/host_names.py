@@ -52,7 +52,7 @@ class HostNames:
 
 
 def host_of(host: str) -> str:
-    """The name or address in the value of a `Host` header, without port and brackets."""
+    """Return the name or address in the value of a `Host` header, without port and brackets."""
     found = HOST.fullmatch(host.strip().lower())
     return host if found is None else (found[1] or found[2]).removesuffix(".")
 

@@ -222,7 +222,7 @@ def _text(content: str | list[TextBlock] | None) -> str:
 
 
 class _Message:
-    """One request to the route, from its prepared conversation to its answer."""
+    """Runs one request to the route: from the prepared conversation to the answer."""
 
     def __init__(self, conversation: TranslatedChat, body: MessagesRequest) -> None:
         self._conversation, self._body = conversation, body

@@ -159,8 +159,8 @@ def _messages(body: ResponsesPrompt, earlier: tuple[StoredItem, ...]) -> list[An
 
 
 class _Response:
-    """One request to the route, from its prepared conversation to its answer. `earlier`: the items of the response that
-    this one continues."""
+    """Runs one request to the route: from the prepared conversation to the answer. `earlier`: the items of the response
+    that this one continues."""
 
     def __init__(self, service: Service, conversation: TranslatedChat, body: ResponsesRequest, tenant: str | None,
                  earlier: tuple[StoredItem, ...]) -> None:

@@ -22,7 +22,7 @@ class ChatPart(NamedTuple):
 
 class TranslatedChat:
     def __init__(self, service: Service, body: ChatRequest, names: Mapping[str, str]) -> None:
-        """names: how this API names the fields that have other names in the body of a chat."""
+        """names: maps chat fields to the names that this API has for them."""
         self._service, self._body, self._names = service, body, names
         self.model = ""
         self.finish_reason: str | None = None

@@ -17,7 +17,7 @@ from outrider.simulation.trace import Load, TracedRequest
 class Cluster:
     def __init__(self, table: CostTable, num_replicas: int, router: RoutingPolicy, *, seed: int = 0,
                  skips: bool = True) -> None:
-        """skips: see `SimulatedReplica`."""
+        """skips: whether turns that only decode are simulated many at once, see `SimulatedReplica`."""
         self.outcome = Outcome()
         self._replicas = [SimulatedReplica(table, self.outcome, seed=seed, skips=skips) for _ in range(num_replicas)]
         self._loads = [0] * num_replicas

@@ -21,7 +21,7 @@ SUMS_PER_LAYER = 2  # after attention and after the feed-forward part
 
 @dataclass(frozen=True)
 class Link:
-    """The connection of each rank to the others."""
+    """The network link of each rank to the others: its speed and latency."""
 
     bandwidth: float  # bytes per second, in each direction
     latency: float  # seconds of the smallest sum over all ranks

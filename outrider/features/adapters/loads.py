@@ -35,7 +35,7 @@ MAX_DROPPED = 1024  # dropped loads that are remembered, for requests that were 
 
 @dataclass
 class AdapterLoad:
-    """One reading of an adapter's folder."""
+    """One load of an adapter: a single reading of its folder, with a number of its own."""
 
     number: int
     name: str

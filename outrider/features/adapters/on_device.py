@@ -34,8 +34,8 @@ class AdaptersOnDevice(WorkerFeature):
 
 
 def with_adapters(limits: Limits, model: Model, max_loras: int, max_rank: int, memory_bytes: int | None) -> Limits:
-    """The limits with the sizes of adapters' buffers. By default there is room for `max_loras` adapters of the largest
-    rank on all planned targets."""
+    """Return the limits with the sizes of the adapters' buffers. By default there is room for `max_loras` adapters of
+    the largest rank on all planned targets."""
     targets = Targets.from_model(model)
     numbers = max_loras * targets.planned_room(max_rank)
     if memory_bytes is not None:

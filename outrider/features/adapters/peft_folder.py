@@ -64,12 +64,13 @@ HARMLESS = {
 
 
 class AdapterError(ValueError):
-    """A folder that is no adapter for this engine. The message names the key, tensor or file."""
+    """Raised for a folder that is not an adapter which this engine can serve. The message names the key, tensor or
+    file."""
 
 
 @dataclass(frozen=True)
 class FactorPair:
-    """The names in the file of one adapted module's two factors: y += scale * (x A') B'."""
+    """The names and shapes of one adapted module's two factors A and B in the file: y += scale * (x A') B'."""
 
     a: str  # names of the tensors
     b: str
@@ -111,7 +112,7 @@ class PeftFolder:
         return float(alpha / (math.sqrt(rank) if self._is_rank_stabilized else rank))
 
     def rank(self, module: str) -> int:
-        """The rank that the config gives a module."""
+        """The rank of a module's factors according to the config."""
         return int(_matched(self._ranks, self._key(module), self._rank))
 
     def _key(self, module: str) -> str:

@@ -87,7 +87,7 @@ class StepAdapters(RowDeltas):
 
 
 class Unchanged(ProductChange):
-    """Stands for the change of a product that no adapter of this step changes. It adds nothing."""
+    """The change of a product that no adapter of this step changes. It adds nothing."""
 
     def add_to(self, out: torch.Tensor) -> None: ...
 

@@ -29,7 +29,7 @@ def aligned(size: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Target(ABC):
-    """One product that adapters may change."""
+    """One product of a model (a layer's multiplication by a weight) that adapters may change."""
 
     index: int  # its row in the arena's tables
     name: str  # of the module, without the names around the decoder
@@ -58,12 +58,12 @@ class Target(ABC):
         return {(0, 0)}
 
     def held_rank(self, rest: str, rank: int) -> int:
-        """The rank that the arena must have room for, if a file's module has this rank."""
+        """The rank for which the arena must have room, if a file's module has the rank `rank`."""
         return rank
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """The shape of the weight that the target changes, as the checkpoint has it; () if files never repeat it."""
+        """The shape of the target's weight in the checkpoint; () if adapter files never contain a copy of it."""
         return ()
 
     @property

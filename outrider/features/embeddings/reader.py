@@ -39,7 +39,7 @@ class EmbedsReader(InputReader):
 
 
 def read_embeds(given: Any, hidden_size: int) -> NDArray[np.floating]:
-    """A copy of an array or a tensor [tokens, hidden size] of finite floats. Raises ValueError for anything else."""
+    """Copy an array or a tensor [tokens, hidden size] of finite floats. Raises ValueError for anything else."""
     if hasattr(given, "is_floating_point"):  # a torch tensor: numpy knows neither its device nor bfloat16
         is_narrow = given.is_floating_point() and given.element_size() <= 2
         given = (given.detach().float() if is_narrow else given.detach()).cpu().numpy()

@@ -25,7 +25,7 @@ NUM_STARTING = 4  # matchers that are made at the same time
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens that grammars are compiled for."""
+    """The tokens for which grammars are compiled."""
 
     tokenizer: str  # the text of tokenizer.json
     num_tokens: int
@@ -132,7 +132,7 @@ class CompiledForms:
             deep_thread.run_deep(self._read_tokenizer, limits.VOCABULARY_SECONDS)
 
     def _read_tokenizer(self) -> Any:
-        """The tokenizer as llguidance wants it: texts of all tokens, in the order of their bytes."""
+        """The tokenizer in llguidance's form: the texts of all tokens, in the order of their bytes."""
         with self._reading:
             if self._tokenizer is None:
                 from llguidance import LLTokenizer

@@ -103,7 +103,7 @@ def _drop(begin: Begin, number: int) -> None:
 
 
 def _describe(load_tokenizer: Callable[[], Tokenizer]) -> tuple[str, int]:
-    """The text of tokenizer.json, and the number of tokens."""
+    """Return the text of tokenizer.json, and the number of tokens."""
     own = load_tokenizer()
     return own.backend.to_str(), own.vocab_size
 

@@ -42,8 +42,8 @@ class Matcher(Protocol):
         """Return the longest beginning of the drafts that the grammar allows and after which the text goes on."""
 
     def guess(self, drafts: Sequence[int], most: int) -> list[int]:
-        """At most `most` drafts: first the given drafts up to the first one that the grammar forbids, then the tokens
-        that the grammar forces."""
+        """Return at most `most` drafts: first the given drafts up to the first one that the grammar forbids, then the
+        tokens that the grammar forces."""
 
 
 class Forms(Protocol):
@@ -54,7 +54,7 @@ class Forms(Protocol):
         text."""
 
     def fill(self, wanted: Sequence[tuple[Any, list[int], int]], masks: np.ndarray) -> None:
-        """Each matcher fills the mask at its index, and one after each of its drafts."""
+        """Fill masks. Each matcher fills the mask at its index, and one more for each of its drafts."""
 
 
 class DeadMatcher:
@@ -74,7 +74,7 @@ class DeadMatcher:
 
 @dataclass
 class RowGrammar:
-    """The grammar of the request that owns a row."""
+    """The grammar of the request in a row, and the number of tokens that its matcher has followed."""
 
     params: SamplingParams
     started: Future[Matcher]

@@ -32,7 +32,7 @@ def structural_grammar(tag: str, to_lark: Callable[[str], str], json_options: di
 
 
 def regex_terminal(pattern: str) -> str:
-    """A regular expression between slashes."""
+    """Write a regular expression as a terminal of a Lark grammar: between slashes."""
     escaped = re.sub(r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], pattern, flags=re.DOTALL)
     return f"/{escaped}/"
 
@@ -44,7 +44,7 @@ def _field(given: Any, name: str, kind: type) -> Any:
 
 
 class _Builder:
-    """Collects rules; expressions name them."""
+    """Builds the text of a grammar. It collects rules, and expressions refer to them by name."""
 
     def __init__(self, to_lark: Callable[[str], str], json_options: dict[str, Any]) -> None:
         self.rules: list[str] = []

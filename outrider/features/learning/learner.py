@@ -169,7 +169,7 @@ class DrafterLearner(DraftObserver, BackgroundWork):
         self._try_recording(self.ring.reset)
 
     def end_step(self) -> AdaptationReport | None:
-        """The report, if it has changed since the last step."""
+        """Return the report, if it has changed since the last step."""
         self._last_step = time.monotonic()
         self._num_in_flight = max(0, self._num_in_flight - 1)
         report = self.report

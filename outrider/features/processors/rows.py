@@ -43,7 +43,7 @@ log = logging.getLogger("outrider")
 
 @dataclass(eq=False)
 class ProcessedRequest:
-    """The request that owns a row."""
+    """A request in a row, with its output tokens as logits processors see them."""
 
     params: SamplingParams
     prompt_ids: list[int] | None

@@ -30,7 +30,7 @@ SEALS = ("checks", "signature")
 
 
 def read_key(path: str) -> bytes:
-    """The operator's key: the bytes of a file, without white space at its ends."""
+    """Read the operator's key: the bytes of a file, without white space at its ends."""
     try:
         key = Path(path).expanduser().read_bytes().strip()
     except OSError as error:
@@ -43,7 +43,7 @@ def read_key(path: str) -> bytes:
 
 
 def sealed(fields: Mapping[str, Any], key: bytes | None) -> Receipt:
-    """A receipt with checks and, if there is a key, with a signature."""
+    """Return the receipt with checks added and, if there is a key, with a signature."""
     receipt = {**fields, "checks": {path: check(value) for path, value in leaves(fields).items()}, "signature": None}
     if key is not None:
         receipt["signature"] = {"algorithm": ALGORITHM, "value": signature(receipt, key)}

@@ -74,7 +74,7 @@ class ReceiptWriter:
         return ReceiptOutput(key, asked.sampling, self._tokenizer, write)
 
     def _describe(self, key: SampleKey, asked: CheckedRequest, keepers: RequestKeepers) -> dict[str, Any]:
-        """The fields that are known before the first token."""
+        """The fields of the receipt that are known before the first token."""
         params = params_to_json(asked.sampling)
         num_tokens = len(asked.token_ids)
         room = self._max_len - num_tokens
@@ -129,12 +129,12 @@ class ReceiptOutput(SampleOutput):
 
 
 def settings_of(config: EngineConfig) -> dict[str, Any]:
-    """The settings that a receipt names, as JSON values."""
+    """The engine settings that are written into a receipt, as JSON values."""
     return {name: _plain(getattr(config, name)) for name in SETTINGS}
 
 
 def params_to_json(params: SamplingParams) -> dict[str, Any]:
-    """All parameters of a request, as JSON values."""
+    """All sampling parameters of a request, as JSON values."""
     told = {field.name: _plain(getattr(params, field.name)) for field in fields(params) if field.name not in NOT_TOLD}
     if params.logit_bias is not None:
         told["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}

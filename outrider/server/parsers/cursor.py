@@ -68,7 +68,7 @@ class Cursor:
         return found[0]
 
     def char(self) -> Waiting[str]:
-        """Look at the next character without taking it. Returns an empty text at the end."""
+        """Look at the next character without taking it. At the end it is an empty text."""
         while self.is_at_end and not self.is_last:
             yield None
         return self._text[self._place:self._place + 1]

@@ -143,7 +143,8 @@ Region = ReasoningRegion | CallRegion | Skipped
 
 
 class OutputParser:
-    """Parses one sample. `prompt_end`: the prompt's last characters, which may have opened a region already."""
+    """Parses the text of one sample. `prompt_end`: the last characters of the prompt, which may already contain the
+    begin marker of a region."""
 
     def __init__(self, regions: Sequence[Region], schemas: Schemas | None = None, prompt_end: str = "") -> None:
         self._schemas = schemas or {}
