@@ -280,7 +280,7 @@ def _rates(flag: str, given: str) -> list[float]:
     try:
         return [float(rate) for rate in given.split(",")]
     except ValueError:
-        raise UsageError(f"{flag}: {given!r} is not a list of numbers, as 1,0.5,0") from None
+        raise UsageError(f"{flag}: {given!r} is not a list of numbers separated by commas, such as 1,0.5,0") from None
 
 
 def _golden(given: str, drafts: dict[str, Any]) -> dict[str, list[float]]:

@@ -25,7 +25,7 @@ def training_settings(args: argparse.Namespace) -> TrainingSettings:
 def run(args: argparse.Namespace) -> int:
     config = engine_config(args, speculative_config=None)
     if config.speculative_config is not None:
-        raise UsageError("--speculative-config: a drafter is trained without another one")
+        raise UsageError("--speculative-config cannot be used to train a drafter: leave it out")
     settings, workspace = training_settings(args), Workspace(Path(args.out))
     prompts_file = None if args.prompts is None else Path(args.prompts)
     if prompts_file is not None and not prompts_file.is_file():

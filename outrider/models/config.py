@@ -120,8 +120,11 @@ def rope_params(config: ConfigReader, rope: ConfigReader, head_dim: int, theta: 
         divisors=_divisors(rope, "short_factor", head_dim) if kind == "longrope" else (),
         long_divisors=_divisors(rope, "long_factor", head_dim) if kind == "longrope" else (),
     )
-    if params.theta <= 1 or min(params.factor, params.beta_fast, params.beta_slow, params.low_freq_factor) <= 0:
-        raise ConfigError(f"{rope.source}: rope_theta must be greater than 1, factors and betas greater than 0")
+    for key, value, least in (("rope_theta", params.theta, 1), ("factor", params.factor, 0),
+                              ("beta_fast", params.beta_fast, 0), ("beta_slow", params.beta_slow, 0),
+                              ("low_freq_factor", params.low_freq_factor, 0)):
+        if value <= least:
+            raise ConfigError(f"{rope.source}: {key}={value} is not supported; it must be greater than {least}")
     if params.reach > MAX_REACH:
         raise rope.refusal("factor", f"a rope of more than {MAX_REACH} positions has no table here")
     if params.high_freq_factor < params.low_freq_factor:

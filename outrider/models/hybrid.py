@@ -6,7 +6,7 @@ from __future__ import annotations
 from outrider.cache.groups import LayerCache
 from outrider.layers import RopeParams
 from outrider.models.base import Decoder
-from outrider.models.config import ConfigReader, read_rope
+from outrider.models.config import ConfigError, ConfigReader, read_rope
 
 LINEAR = "linear_attention"
 MTP_PREFIX = "mtp."  # prefix of a drafter's tensors in the checkpoint, which the target ignores
@@ -33,7 +33,8 @@ def partial_rope(config: ConfigReader, head_dim: int, factor: float) -> RopePara
     factor = rope.get("partial_rotary_factor", float, config.get("partial_rotary_factor", float, factor))
     rotary_dim = int(head_dim * factor)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
-        raise config.refusal("partial_rotary_factor", f"of {head_dim} dimensions an even number must rotate")
+        raise ConfigError(f"{config.source}: partial_rotary_factor={factor} is not supported; it must make an even "
+                          f"number of a head's {head_dim} dimensions rotate, and here it makes {rotary_dim}")
     whole = {key: value for key, value in rope.values.items() if key != "partial_rotary_factor"}
     return read_rope(config.with_values({"rope_parameters": whole, "partial_rotary_factor": None}), rotary_dim)
 

@@ -261,7 +261,8 @@ def _check_roles(messages: Sequence[ChatMessage], text: str) -> None:
             content = plain_text(message.content).strip()
             place = text.find(content, end)
             if place < 0:
-                raise ValueError(f"messages: the model's chat template leaves out messages of the role {message.role}")
+                raise ValueError(f"messages: the model's chat template leaves out messages of the role {message.role}"
+                                 "; use a role that it shows, such as user")
             end = place + len(content)
 
 

@@ -9,6 +9,7 @@ machine may also become slower for all steps alike while only one kind of step i
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from statistics import median
@@ -18,6 +19,7 @@ READING = -1  # in the place of the most drafts: a drafter proposes some, to rea
 LAST = 9  # steps of a kind that count
 ENOUGH = 3  # below, the kind is not known: the median of so many bears one long step, such as the first of a size
 NEAR_SIZES = 2  # doublings of the number of requests over which depths compare alike
+NOTICEABLE = 0.18  # logarithm of a change of the machine's speed that is no noise
 FORGET_AFTER = 4096  # steps without one of a kind, until it is tried again
 STALE_AFTER = 64  # steps without one of a kind, until its times are those of another time
 
@@ -56,9 +58,11 @@ class _Slowness:
         self._ratios.append(ratio)
         if len(self._ratios) >= ENOUGH:
             found = median(self._ratios)
-            if self._found is not None:
+            if self._found is None:
+                self._found = found
+            elif abs(math.log(found / self._found)) > NOTICEABLE:  # less would be noise, which adds up over many runs
                 self.now *= found / self._found
-            self._found = found
+                self._found = found
 
 
 class ObservedTimes:

@@ -103,3 +103,25 @@ def test_what_was_not_seen_for_long_is_tried_again() -> None:
     for _ in range(LAST):
         times.observe(1, 1, 9, 1.0, 2.0)
     assert times.ratio(1, 1) == 2.0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_over_many_short_runs_is_no_slowness(seed: int) -> None:
+    """Sizes change every few steps, and each step is up to 10% off. The machine keeps its speed for 5,000 steps, then
+    takes 1.5 times as long for everything."""
+    times, chance = ObservedTimes(), random.Random(seed)
+
+    def observe(steps: int, slowness: float) -> None:
+        while steps > 0:
+            requests, depth = chance.choice((3, 6, 12, 24)), chance.randrange(K)
+            for _ in range(min(steps, chance.randrange(5, 11))):
+                times.observe(requests, depth, requests * (1 + depth), 1.0, slowness * (1 + chance.gauss(0, 0.05)))
+                steps -= 1
+
+    observe(5000, 1.0)
+    assert times.slowness == pytest.approx(1.0, abs=0.05)
+    for _ in range(12):
+        times.observe(12, 2, 36, 1.0, 1 + chance.gauss(0, 0.05))
+    for _ in range(12):
+        times.observe(12, 2, 36, 1.0, 1.5 * (1 + chance.gauss(0, 0.05)))
+    assert times.slowness == pytest.approx(1.5, abs=0.2), "one size tells of a machine that is slower for all"

@@ -24,7 +24,8 @@ class GrammarsInEngine(EngineFeature):
     @property
     def compiler(self) -> GrammarCompiler:
         if self._compiler is None:
-            raise ValueError("structured_outputs need a tokenizer, and this engine has none")
+            raise ValueError("structured_outputs need a tokenizer, and this engine has none: use a model folder with "
+                             "tokenizer files, without skip_tokenizer_init")
         return self._compiler
 
     def part_maker(self, params: SamplingParams, caller: Caller | None) -> Callable[[], RequestPart] | None:

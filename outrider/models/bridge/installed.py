@@ -123,8 +123,9 @@ def _check_layers(reader: ConfigReader, config: Any) -> None:
     kinds = [ropes.get("rope_type"), *(rope.get("rope_type") for rope in ropes.values() if isinstance(rope, dict))]
     for kind in kinds:
         if kind in SCALED_BY_LENGTH:
-            raise ConfigError(f"{reader.source}: rope_type={kind!r} is not served by the bridge: transformers chooses "
-                              "its frequencies by the longest text of a batch")
+            raise ConfigError(f"{reader.source}: rope_type={kind!r} is not supported with model code of transformers, "
+                              "which chooses the rope's frequencies by the longest text of a batch; it needs a family "
+                              "that outrider implements itself (model_impl='outrider')")
 
 
 def positions_of(reader: ConfigReader, config: Any) -> int:

@@ -156,7 +156,8 @@ def nemotron_h_config(meta: Metadata) -> dict[str, Any]:
                for layer in meta.layers_with(f"{tensor}.weight")}
     missing = [layer for layer in range(meta.num_layers) if layer not in letters]
     if missing:
-        raise meta.refusal("block_count", f"layer {missing[0]} has no tensors of any kind of layer")
+        raise meta.refusal("block_count", f"layer {missing[0]} has none of the tensors ssm_in, attn_q, ffn_up and "
+                           "ffn_gate_inp, which tell its kind; convert the model or fetch the file again")
     for key in ("feed_forward_length", "rope.dimension_count"):
         meta.get(key)  # said by the tensors; nothing rotates
     dense = meta.layers_with("ffn_up.weight")

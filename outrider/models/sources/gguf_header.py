@@ -108,8 +108,8 @@ class _Cursor:
             return self.string()
         if kind == ARRAY and depth < MAX_NESTING:
             return self.array(depth + 1)
-        raise SourceError(f"{self.path} is damaged: {self.part} has the type {kind} before byte {self.at}. Fetch it "
-                          "again.")
+        raise SourceError(f"{self.path} is damaged: before byte {self.at}, {self.part} has a value of type {kind}, "
+                          "which GGUF does not have or which is nested too deep. Fetch it again.")
 
     def array(self, depth: int) -> list[Any]:
         item, count = self.scalar("I"), self.scalar("Q")

@@ -32,8 +32,8 @@ def spread_of_each(name: str, scales: torch.Tensor, shape: Sequence[int], group:
     if not experts:
         return spread(name, scales, outputs, inputs, group, block)
     if scales.shape[:1] != (*experts,):
-        raise WeightError(f"the scales of {name} have shape {list(scales.shape)}, those of {experts[0]} experts begin "
-                          f"with {experts[0]}")
+        raise WeightError(f"the scales of {name} have shape {list(scales.shape)}; the weight holds {experts[0]} "
+                          f"experts, so the first size must be {experts[0]}: quantize the checkpoint again")
     return torch.stack([spread(name, own, outputs, inputs, group, block) for own in scales])
 
 
