@@ -13,11 +13,13 @@ from outrider import receipts as own
 from outrider.commands.parser import ENGINE_FIELDS, UsageError, engine_config, named_adapter
 from outrider.core.file_digests import canonical
 from outrider.core.status_line import status_line
+from outrider.engine.load import find_model
 from outrider.engine.start import start_engine
 from outrider.llm import LLM
 from outrider.models.sources import DEFAULT_MODEL
 
 if TYPE_CHECKING:
+    from outrider.config import EngineConfig
     from outrider.receipts import Receipt, Verdict
 
 
@@ -69,22 +71,30 @@ def _lines(path: str, text: str) -> list[Any]:
 
 
 def _replay_group(args: argparse.Namespace, receipts: list[Receipt], key: bytes | None) -> list[Verdict]:
-    """Replay receipts of one model and one set of settings on one engine."""
-    first = receipts[0]
+    """Replay receipts of one model and one set of settings on one engine. One that keeps the engine from starting is
+    refused: each receipt of such a group gets an engine of its own."""
     adapter = named_adapter(args)
-    try:
-        settings = own.engine_settings(first, key, given=[name for name in ENGINE_FIELDS if hasattr(args, name)])
-    except ValueError as error:
-        return [own.Verdict(own.REFUSED, findings=[str(error)])] * len(receipts)
     if args.model is None:
-        args = argparse.Namespace(**vars(args) | {"model": _model_of(first)})
-    config = engine_config(args, **settings, max_model_len=max(own.num_tokens(receipt) for receipt in receipts),
-                           max_logprobs=-1)
-    with status_line(f"loading {config.model}"):
-        llm = LLM.around(start_engine(config))
+        args = argparse.Namespace(**vars(args) | {"model": _model_of(receipts[0])})
+    llm: LLM | None = None
+    with status_line(f"loading {args.model}"):
+        find_model(engine_config(args))  # a model that is not there is no receipt's fault
+        try:
+            llm = LLM.around(start_engine(_config(args, receipts, key)))
+        except (TypeError, ValueError) as error:
+            if len(receipts) == 1:
+                return [own.Verdict(own.REFUSED, findings=[str(error)])]
+    if llm is None:
+        return [verdict for receipt in receipts for verdict in _replay_group(args, [receipt], key)]
     with llm:
         return [own.replay(llm, receipt, key=key, beside=args.beside,
                            lora_request=adapter if receipt["adapter"] else None) for receipt in receipts]
+
+
+def _config(args: argparse.Namespace, receipts: list[Receipt], key: bytes | None) -> EngineConfig:
+    given = [name for name in ENGINE_FIELDS if hasattr(args, name)]
+    return engine_config(args, **own.engine_settings(receipts[0], key, given=given),
+                         max_model_len=max(map(own.num_tokens, receipts)), max_logprobs=-1)
 
 
 def _model_of(receipt: Receipt) -> str:

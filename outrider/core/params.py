@@ -149,7 +149,7 @@ class SamplingParams(metaclass=_SamplingParamsType):
     def from_optional(cls, **given: Any) -> SamplingParams:
         """Make parameters from arguments that may be None. None leaves the field's default. `max_tokens=None` asks for
         as many tokens as fit."""
-        if given.get("logit_bias") is not None:  # keys from JSON are texts
+        if isinstance(given.get("logit_bias"), dict):  # keys from JSON are texts
             given["logit_bias"] = {int(token) if isinstance(token, str) and token.isdecimal() else token: bias
                                    for token, bias in given["logit_bias"].items()}
         return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})

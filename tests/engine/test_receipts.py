@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 import os
 import sys
 import time
@@ -200,6 +201,37 @@ def test_code_that_a_receipt_names_runs_only_with_the_operators_signature(
     sys.modules.pop("this", None)
     assert cli.main(["replay", str(file), str(folder)]) == 1
     assert "receipt 1: refused" in capsys.readouterr().out and "this" not in sys.modules
+
+
+@pytest.mark.parametrize(("path", "value"), [
+    ("model", None), ("output", None), ("prompt_token_ids", None), ("prompt_token_ids", ["a"]),
+    ("weights_versions", None), ("weights_versions", [1]), ("bidirectional_spans", None), ("params", {}),
+    ("params.max_tokens", "many"), ("sample_index", [0]), ("exact", "yes"), ("adapter", {}), ("kernels", None),
+    ("output.token_ids", None), ("output.logprobs", None), ("output.logprobs", [math.nan] * 24),
+    ("output.logprobs", []), ("output.logprobs_start", 25), ("params.extra_args", {"a": math.inf})])
+def test_values_of_another_kind_are_refused(receipt: Receipt, path: str, value: Any) -> None:
+    verdict = check_receipt(put(receipt, path, value))
+    assert verdict is not None and verdict.findings[0].startswith(path.removesuffix(".logprobs")), verdict
+
+
+@pytest.mark.parametrize(("path", "value"), [
+    ("params.bad_words_token_ids", [1]), ("params.logit_bias", 1), ("params.structured_outputs", {"a": 1}),
+    ("params.tenant", 1)])
+def test_parameters_that_are_none_are_refused(receipt: Receipt, llm: LLM, path: str, value: Any) -> None:
+    verdict = replay(llm, resealed(receipt, path, value))
+    assert verdict.verdict == "refused" and verdict.findings[0].startswith("params: "), verdict
+
+
+def test_one_bad_receipt_leaves_the_others_of_its_file(receipt: Receipt, folder: Path, tmp_path: Path,
+                                                       capsys: pytest.CaptureFixture[str]) -> None:
+    bad = [put(receipt, "weights_versions", None), put(receipt, "output.logprobs", [math.nan] * 24),
+           resealed(receipt, "params.max_tokens", 10**9), resealed(receipt, "settings.page_size", "wide"),
+           resealed(receipt, "params.logit_bias", 1)]
+    file = tmp_path / "receipts.json"
+    file.write_text(json.dumps([*bad, receipt]))
+    assert cli.main(["replay", str(file), str(folder), "--json"]) == 1
+    verdicts = [json.loads(line)["verdict"] for line in capsys.readouterr().out.splitlines()]
+    assert verdicts == ["refused"] * len(bad) + ["equal"]
 
 
 @pytest.mark.parametrize("path", ["model.weights", "model.config", "model.tokenizer", "kernels.torch",

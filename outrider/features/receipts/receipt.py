@@ -7,7 +7,7 @@ change, also if the checks were computed again to hide it.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,6 +26,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "output": ("token_ids", "logprobs", "logprobs_start", "finish_reason", "stop_reason"),
     "checks": (), "signature": (),
 }
+ADAPTER = ("name", "digest")
 SEALS = ("checks", "signature")
 
 
@@ -94,15 +95,62 @@ def faults(receipt: Any, key: bytes | None) -> list[str]:
 def _form_faults(receipt: Receipt) -> list[str]:
     found = [f"{name}: the receipt lacks this field" for name in FIELDS if name not in receipt]
     found += [f"{name}: a receipt has no field of this name" for name in receipt if name not in FIELDS]
-    for name, parts in FIELDS.items():
-        own = receipt.get(name)
-        if not parts or own is None:
-            continue
-        if not isinstance(own, dict) or own.keys() != set(parts):
-            found.append(f"{name}: it must have the fields {', '.join(parts)}")
+    found += [f"{name}: it must have the fields {', '.join(parts)}" for name, parts in FIELDS.items()
+              if parts and name in receipt and not _has_fields(receipt[name], parts)]
     found += [f"{name}: it must be an object" for name in ("checks", "params", "settings", "kernels")
               if name in receipt and not isinstance(receipt[name], dict)]
+    return found or _value_faults(receipt)
+
+
+def _value_faults(receipt: Receipt) -> list[str]:
+    """Values of other kinds than those that a replay reads. The receipt has all fields."""
+    output, adapter, values = receipt["output"], receipt["adapter"], leaves(receipt)
+    fits = {
+        "exact": isinstance(receipt["exact"], bool),
+        "adapter": adapter is None or _has_fields(adapter, ADAPTER),
+        "weights_versions": _are(receipt["weights_versions"], lambda own: _is_ids(own) and len(own) == 3),
+        "prompt_token_ids": _is_ids(receipt["prompt_token_ids"]),
+        "bidirectional_spans": _are(receipt["bidirectional_spans"], lambda own: _is_ids(own) and len(own) == 2),
+        "params.max_tokens": _is_whole(values.get("params.max_tokens")),
+        "sample_index": _is_whole(receipt["sample_index"]),
+        "output.token_ids": _is_ids(output["token_ids"]),
+        "output.logprobs": _are(output["logprobs"], _is_number),
+        "output.logprobs_start": _is_whole(output["logprobs_start"]),
+    }
+    found = [f"{path}: a receipt has no such value here" for path, is_right in fits.items() if not is_right]
+    found = found or [f"{path}: it holds a number that JSON does not have" for path, value in values.items()
+                      if not _is_json(value)]
+    if not found and output["logprobs_start"] + len(output["logprobs"]) != len(output["token_ids"]):
+        found = ["output.logprobs_start: from there on every token must have a log-probability"]
     return found
+
+
+def _has_fields(value: Any, names: Collection[str]) -> bool:
+    return isinstance(value, dict) and value.keys() == set(names)
+
+
+def _are(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_right, value))
+
+
+def _is_ids(value: Any) -> bool:
+    return _are(value, _is_whole)
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_json(value: Any) -> bool:
+    try:
+        canonical(value)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _signature_faults(receipt: Receipt, key: bytes | None) -> list[str]:

@@ -59,7 +59,7 @@ def replay(llm: Generates, receipt: Receipt, *, key: bytes | None = None, beside
         mates = random_mates(beside, limits.vocab_size, min(num_tokens(receipt), limits.max_len), seed=beside)
         outputs = llm.generate([asked, *(prompt for prompt, _ in mates)], [params, *(own for _, own in mates)],
                                lora_request=[lora_request, *[None] * beside], use_tqdm=False)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         return Verdict(REFUSED, findings=[f"params: {error}"])
     sample = next((own for own in outputs[0].outputs if own.index == receipt["sample_index"]), None)
     if sample is None:
