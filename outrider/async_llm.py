@@ -270,7 +270,7 @@ class AsyncLLM(Front):
             pass
 
     async def resume_generation(self) -> None:
-        """Go on after `pause_generation`."""
+        """Run steps again after `pause_generation`."""
         await asyncio.wrap_future(self._owner.call(self._maintenance.resume))
 
     async def is_paused(self) -> bool:

@@ -1,4 +1,4 @@
-"""LLM: prompts in, outputs out, in one process. Names follow vLLM's so that an import can be swapped."""
+"""LLM: generates the outputs of a list of prompts. Names follow vLLM's, so that an import can be swapped."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class LLM(Front):
 
     def beam_search(self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams,
                     lora_request: AdapterChoice = None) -> list[BeamSearchOutput]:
-        """The likeliest answers of each prompt, found by following several at once. `lora_request`: the adapter of all
+        """Return the likeliest answers of each prompt, found by beam search. `lora_request`: the adapter of all
         prompts, or a list with one or None for each."""
         given = _as_list(prompts)
         if any(prompt.get(key) is not None for prompt in given if isinstance(prompt, dict)
@@ -321,7 +321,7 @@ class LLM(Front):
         self._loop.run(lambda: self._maintenance.pause(mode, clears_cache=clear_cache))
 
     def resume_generation(self) -> None:
-        """Go on after `pause_generation`."""
+        """Run steps again after `pause_generation`."""
         self._loop.run(self._maintenance.resume)
 
     def is_paused(self) -> bool:

@@ -42,10 +42,10 @@ MovedRequest: TypeAlias = tuple[int, int, MoveDirectionality]
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """How the batch differs from that of the call before: what was removed, then added, then moved.
+    """The changes of the batch since the call before: first removals, then additions, then moves.
 
-    An added request has its index, parameters, prompt ids (None: its prompt has embeddings alone) and output ids. The
-    list of output ids is the one that grows: a processor keeps it and finds all tokens in it when it is called."""
+    An addition has the index, parameters, prompt ids (None: the prompt only has embeddings) and output ids of a
+    request. The list of output ids grows with the request: a processor may keep it, and it always has all tokens."""
 
     batch_size: int
     removed: Sequence[int]  # indices that no added request takes

@@ -73,8 +73,8 @@ class CacheEvents:
         self._events.append(PageStored(self.state_group, digest, None))
 
     def remove_pages(self, keys: Sequence[tuple[int, bytes]], *, is_empty: bool) -> None:
-        """Note pages that can no longer be found. A state is lost with the first of its pages. is_empty: no page is
-        left."""
+        """Note pages that can no longer be found. A recurrent state is lost with the first of its pages. is_empty:
+        whether no page can be found any more."""
         if is_empty:
             self.remove_all()
             return

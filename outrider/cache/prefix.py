@@ -16,7 +16,7 @@ from outrider.core.input_part import NO_INPUTS, InputParts
 
 
 class PageHashes:
-    """A request's chain of hashes for one page size, extended as its tokens settle."""
+    """A request's chain of page hashes for one page size. It is extended as results confirm tokens."""
 
     __slots__ = ("keys", "_page_tokens", "_digests", "_root", "_inputs")
 

@@ -1,4 +1,4 @@
-"""ClassHead: what the engine and its fronts know of a model's head that scores classes instead of tokens. No torch."""
+"""ClassHead: describes a model's head that scores classes instead of tokens. No torch."""
 
 from __future__ import annotations
 

@@ -163,7 +163,7 @@ def nearest(word: str, known: Iterable[str], cutoff: float = CLOSE) -> str | Non
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of an error message: the name that was probably meant, if there is one, or the first name that begins
-    with the word. The marks before flags and routes make no two of them alike."""
+    with the word. Marks before flags and routes (`--`, `/`) are not compared."""
     names = {name.lstrip(MARKS): name for name in reversed(list(known))}
     bare = word.lstrip(MARKS)
     begun = (name for name in reversed(names) if len(bare) >= LEAST_BEGINNING and name.startswith(bare))

@@ -36,11 +36,11 @@ class InputPart(RequestPart):
         return ()
 
     def last_cut(self, position: int) -> int:
-        """The last position up to this one at which a chunk or a prefix hit may end."""
+        """The last position, at most this one, at which a chunk or a prefix hit may end."""
         return position
 
     def next_cut(self, position: int) -> int:
-        """The first position from this one on at which a chunk may end."""
+        """The first position, at least this one, at which a chunk may end."""
         return position
 
     def vectors(self, start: int, end: int) -> InputVectors | None:
@@ -63,11 +63,11 @@ class InputParts(tuple[InputPart, ...]):
         return [number for part in self for number in part.page_content(start, end, token_ids)]
 
     def last_cut(self, position: int) -> int:
-        """The last position up to this one at which no part forbids a chunk or a prefix hit to end."""
+        """The last position, at most this one, at which all parts let a chunk or a prefix hit end."""
         return _moved(position, [part.last_cut for part in self])
 
     def next_cut(self, position: int) -> int:
-        """The first position from this one on at which no part forbids a chunk to end."""
+        """The first position, at least this one, at which all parts let a chunk end."""
         return _moved(position, [part.next_cut for part in self])
 
     def chunk(self, start: int, length: int, most: int) -> int:
@@ -78,7 +78,7 @@ class InputParts(tuple[InputPart, ...]):
 
 
 def _moved(position: int, moves: Sequence[Callable[[int], int]]) -> int:
-    """The position after every move, repeated until no move changes it."""
+    """Apply all moves to a position, again and again until none changes it."""
     before = -1
     while position != before:
         before = position

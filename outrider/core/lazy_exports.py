@@ -29,7 +29,7 @@ from typing import Any
 
 
 def lazy_exports(package: str) -> Callable[[str], Any]:
-    """Return a `__getattr__` for a package."""
+    """Return a `__getattr__` for a package, which imports an exported name when it is first used."""
 
     def export(name: str) -> Any:
         home = exported_names(package).get(name)

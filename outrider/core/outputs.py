@@ -57,7 +57,7 @@ class CompletionOutput:
         return [WeightSpan(version, start, end) for (version, start), end in zip(starts, ends, strict=True)]
 
     def note_version(self, version: int) -> None:
-        """Tokens that are added from now on come from this version of the weights."""
+        """Note that tokens that are added from now on come from this version of the weights."""
         known = self.version_starts
         if version != (known[-1][0] if known else 0):
             self.version_starts = (*known, (version, len(self.token_ids)))
@@ -261,7 +261,7 @@ class RequestOutput:
 
 
 def _twin(instance: Shared) -> Shared:
-    """A shallow copy. A server makes one for every run of every stream, and dataclasses.replace takes ten times as
+    """A shallow copy. A server makes one in every step for every stream, and dataclasses.replace takes ten times as
     long."""
     twin = object.__new__(type(instance))
     twin.__dict__.update(instance.__dict__)

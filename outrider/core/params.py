@@ -76,7 +76,7 @@ NEUTRAL: dict[str, Any] = {
 
 
 def asked_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """The given fields, without fields that do not exist here and have a value that asks for nothing."""
+    """The given fields, without those that vLLM has and Outrider lacks if their value asks for nothing."""
     return {name: value for name, value in given.items()
             if name not in REFUSED_FIELDS or not (value is None or value == NEUTRAL.get(name))}
 
@@ -101,7 +101,8 @@ class RequestOutputKind(enum.Enum):
 
 @dataclass(unsafe_hash=True)
 class SamplingParams(metaclass=_SamplingParamsType):
-    """A caller may change fields until the parameters are used: an engine checks them again and keeps a copy."""
+    """The sampling settings of a request. A caller may change fields until the parameters are used: an engine checks
+    them again and keeps a copy."""
 
     n: Annotated[int, Range(1, MAX_SAMPLES)] = 1
     temperature: Annotated[float, Range(0, 1e30)] = 1.0
@@ -170,7 +171,7 @@ class SamplingParams(metaclass=_SamplingParamsType):
 
     @property
     def effective_bias(self) -> dict[int, float]:
-        """`logit_bias` as the sampler adds it."""
+        """`logit_bias` as the sampler adds it: limited to MAX_BIAS."""
         return {token: max(-MAX_BIAS, min(MAX_BIAS, value)) for token, value in (self.logit_bias or {}).items()}
 
     @property

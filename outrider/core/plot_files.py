@@ -1,4 +1,4 @@
-"""The files of a plot: each is written as a picture and as vectors. Needs matplotlib, which draws it."""
+"""Writes the files of a plot: a picture (PNG) and vector graphics (SVG). Needs matplotlib, which draws the plot."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The forms in which callers give prompts, by the names that vLLM gives them."""
+"""The forms in which callers give prompts, under vLLM's names."""
 
 from __future__ import annotations
 

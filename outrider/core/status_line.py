@@ -22,8 +22,8 @@ def is_terminal(stream: Any) -> bool:
 
 @contextmanager
 def status_line(text: str, *, is_once: bool = False) -> Iterator[None]:
-    """Show the text on standard error while the block runs, if that is a terminal. Elsewhere print nothing, or with
-    `is_once` a line that stays: for a wait that only the first start on a machine has."""
+    """Show the text on standard error while the block runs, if standard error is a terminal. Otherwise print nothing
+    or, with `is_once`, a permanent line: for a wait that occurs only in the first start on a machine."""
     if not is_terminal(sys.stderr):
         if is_once:
             say(f"outrider: {text}")

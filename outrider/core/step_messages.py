@@ -64,7 +64,7 @@ class Admission:
 
     @property
     def token_ids(self) -> list[int]:
-        """All known tokens: the prompt and the settled outputs."""
+        """All known tokens: the prompt and the outputs that results have confirmed."""
         return [*self.request.token_ids, *self.output_ids]
 
 
@@ -163,7 +163,8 @@ Part = TypeVar("Part", bound=BatchPart)
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """The scheduler's order for one step. Lists run over requests, in batch order; a batch may consist of folds alone.
+    """The scheduler's order for one step. Each list has an entry for each request, in the same order. A batch may have
+    no requests, but only folds of accepted drafts into recurrent states.
 
     Parameters of a request are not here: they travel once, in its admission, and the device side keeps them by row."""
 

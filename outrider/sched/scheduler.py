@@ -106,7 +106,7 @@ class Scheduler:
     # One step
 
     def schedule(self) -> ScheduledBatch | None:
-        """The next batch, or None if there is nothing to compute before a result comes back."""
+        """Make the batch of the next step. Returns None if there is nothing to compute before a result has come."""
         if self._suspects:
             self._try_suspects()
         if self._waiting.has_next or self._tenure.is_short:

@@ -14,8 +14,7 @@ from outrider.speculation.step_drafts import StepDrafts
 
 
 class StepDraftsWithHost(StepDrafts):
-    """The drafts of a step for an engine with a drafter on the host. Drafters on the device, if there are any, make
-    drafts too."""
+    """Speculation with a drafter on the host. Drafters on the device, if there are any, make drafts too."""
 
     def __init__(self, counts: DraftCounts, host_drafts: HostDrafts) -> None:
         super().__init__(counts)

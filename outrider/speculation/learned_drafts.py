@@ -63,7 +63,7 @@ class LearnedDrafts(DraftCounts):
                               if num_scheduled and request.checked_levels and not result.finish])
 
     def _expect_waiting(self, settled: Sequence[SettledDrafts]) -> None:
-        """Learn acceptance from the drafts that wait on the device, by how sure their drafter is of them."""
+        """Learn acceptance from the drafts that wait on the device, by their drafter's confidence in them."""
         self.acceptance.expect([(request.id, self._waiting_gains(request)) for request, result, _ in settled
                                 if request.levels and not result.finish and self._sees(request)])
 
@@ -134,7 +134,7 @@ class LearnedDrafts(DraftCounts):
         return gains[: clamp_drafts(request, self._k, is_exact)]
 
     def _sees(self, request: DraftedRequest) -> bool:
-        """Whether the drafter has seen enough of the request to guess what follows."""
+        """Whether the drafter has processed enough tokens of the request to guess the next ones."""
         return self._sight.sees_all or self._sight.sees(request.id)
 
     @property

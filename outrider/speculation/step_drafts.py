@@ -12,7 +12,7 @@ from outrider.speculation.draft_counts import DraftCounts, DraftPlan, FixedDraft
 
 
 class StepDrafts(Speculation):
-    """The drafts of steps, made by drafters on the device. `counts` chooses how many drafts each request gets."""
+    """Speculation with drafters on the device. `counts` chooses how many drafts each request gets."""
 
     def __init__(self, counts: DraftCounts) -> None:
         self.counts = counts

@@ -21,12 +21,12 @@ def pages_for(tokens: int, page_tokens: int) -> int:
 
 
 class PagedSpec(ABC):
-    """A layer's declaration of what it keeps in pages. Subclasses are frozen dataclasses."""
+    """A layer's declaration of the tensors that it keeps in pages. Subclasses are frozen dataclasses."""
 
     @property
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
-        """The tensors kept of every token, in the order in which they lie in a page."""
+        """The tensors that are kept for every token, in the order in which they are stored in a page."""
 
     @property
     def cache_type(self) -> CacheType:

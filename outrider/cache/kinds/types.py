@@ -1,7 +1,7 @@
 """CacheType: how the keys and values of a token are stored in pages. No torch.
 
-The codec of the same name (`mixers/paged/codecs.py`) turns keys and values into the parts that are declared here, and
-back.
+The codec of the same name (`mixers/paged/codecs.py`) converts keys and values to the tensors that are declared here,
+and back.
 """
 
 from __future__ import annotations
