@@ -1,8 +1,10 @@
-"""The groups of four warps that attend: each owns 64 rows of the query tile, or half of the columns of its 64 rows.
+"""The part of Hopper prefill attention that the warp groups run: each group of four warps owns 64 rows of the query
+tile, or half of the columns of its 64 rows.
 
-A group starts the product of its queries with the next keys before it weighs the current ones, so that the tensor
-cores work during the softmax. Where a head is too wide for the registers of one group, both groups have the same rows:
-each multiplies its half of the columns, they add up their scores, and each sums up its half of the values.
+A group starts the product of its queries with the next keys before it computes the softmax weights of the current ones,
+so that the tensor cores work during the softmax. If a head is too wide for the registers of one group, both groups have
+the same rows: each multiplies its half of the columns, they add up their scores, and each sums up its half of the
+values.
 """
 
 from __future__ import annotations
@@ -38,14 +40,15 @@ def _tanh(x):
 
 @gluon.jit
 def _exp2(x):
-    """As gl.exp2, a library's function that the compiler would have to link, and to inline hundreds of times."""
+    """Compute 2^x. gl.exp2 is a library function, which the compiler would have to link and to inline hundreds of
+    times."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _mask(score, position, last, lowest, HAS_LOWEST: gl.constexpr):
-    """-inf in place of scores of keys behind `last` or before `lowest`. The compiler would gather comparisons in words,
-    bit by bit, to take them out one by one again."""
+    """Put -inf in place of the scores of keys after `last` or before `lowest`. Otherwise the compiler would pack the
+    comparisons bit by bit into words, and unpack them again."""
     if HAS_LOWEST:
         return gl.inline_asm_elementwise(
             "{ .reg .pred p; setp.gt.s32 p, $2, $3; setp.lt.or.s32 p, $2, $4, p; selp.f32 $0, 0fFF800000, $1, p; }",
@@ -62,8 +65,8 @@ def _weigh(
     BLOCK_N: gl.constexpr, MASKED: gl.constexpr, WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
 ):
-    """Weights of one tile of keys, the new (peak, total), and the factor for what was summed before. Peaks are in
-    base 2. MASKED: whether is_masked may be true."""
+    """Return the softmax weights of one tile of keys, the new (peak, total), and the factor for everything summed
+    before. Peaks are in base 2. MASKED: whether is_masked may be true."""
     scale, softcap, window = scaling
     if HAS_SOFTCAP:
         score = softcap * _tanh(score * (scale / softcap))
@@ -90,8 +93,8 @@ def _weigh(
 
 @gluon.jit
 def _add_other_half(score, turn, exchange, GROUP_INDEX: gl.constexpr):
-    """Add the other group's scores, over its half of the columns. Both groups add the same two numbers and get the same
-    bits."""
+    """Add the scores of the other group, which has the other half of the columns. Both groups add the same two numbers,
+    so they get the same bits."""
     halves, ready = exchange
     slot = slot_of(turn, 2)
     halves.index(slot * 2 + GROUP_INDEX).store(score)
@@ -103,8 +106,8 @@ def _add_other_half(score, turn, exchange, GROUP_INDEX: gl.constexpr):
 
 @gluon.jit
 def _hold(total):
-    """Keep the assembler from moving the wait for the values' product ahead of the exponentials, because it takes that
-    wait for cheap. A store that depends on all weights, and is never made, must come before it."""
+    """Keep the assembler from moving the wait for the values' product before the exponentials; it assumes that the wait
+    is cheap. It cannot move it past this store, which depends on all weights and is never carried out."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $1, 0fBF800000; "
         "@p st.volatile.shared.b32 [a], $1; mov.b32 $0, $1; }",
@@ -140,8 +143,8 @@ def _step(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, GROUP_INDEX: gl.constexpr,
     MASKED: gl.constexpr, WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):
-    """Starts the scores of tile `turn`, then adds the weighted values of the tile before, and weighs the scores while
-    the tensor cores are busy with the values."""
+    """Start the scores of tile `turn`; add the weighted values of the tile before; compute the softmax weights of the
+    scores while the tensor cores work on the values."""
     score = _start_scores(q_tile, keys, turn, BLOCK_N, STAGES, SPLIT, GROUP_INDEX)
     acc = _start_values(acc, weight, values, turn - 1, STAGES, SPLIT, GROUP_INDEX)
     score = warpgroup_mma_wait(1, deps=[score])
@@ -164,8 +167,8 @@ def _attend_run(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, GROUP_INDEX: gl.constexpr,
     WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):
-    """Adds tile i, which may need a mask, and all tiles after it. With a window or starts some of these need a mask
-    too; otherwise none does."""
+    """Add tile i, which may need a mask, and all tiles after it. With a window or starts some of these need a mask too;
+    otherwise none does."""
     begin, num_key_tiles, first_whole, end_whole, lowest = keys_of_item
     HAS_BRANCH: gl.constexpr = WINDOW_KIND or HAS_STARTS
     turn += i
@@ -199,7 +202,7 @@ def _attend_keys(
     WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, GROUP_INDEX: gl.constexpr,
     WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):
-    """(weighted values, peak in base 2, sum of weights) over all keys of an item."""
+    """Return (weighted values, peak in base 2, sum of weights) over all keys of an item of work."""
     num_key_tiles, end_whole = keys_of_item[1], keys_of_item[3]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     row_layout: gl.constexpr = q_position.type.layout
@@ -231,7 +234,7 @@ def _attend_item(
     STAGES: gl.constexpr, SPLIT: gl.constexpr, SEARCH: gl.constexpr, WINDOW_KIND: gl.constexpr,
     HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):
-    """The number of its key tiles."""
+    """Attend for one item of work and store the result. Returns the number of its key tiles."""
     WIDTH: gl.constexpr = D // SPLIT  # columns of this group
     first_row: gl.constexpr = 0 if SPLIT > 1 else GROUP_INDEX * ROWS
     first_column: gl.constexpr = GROUP_INDEX * WIDTH if SPLIT > 1 else 0

@@ -17,7 +17,7 @@ def release_dependents(PDL: gl.constexpr):
 
 @gluon.jit
 def wait_for_inputs(PDL: gl.constexpr):
-    """Waits until what the kernels before have written can be read."""
+    """Wait until everything that earlier kernels have written can be read."""
     if PDL:
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r,~{memory}", [], dtype=gl.int32, is_pure=False,
                                   pack=1)

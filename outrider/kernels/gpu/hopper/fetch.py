@@ -1,7 +1,8 @@
-"""The warps that fetch: one copies keys, one values, page by page into rings of tiles in shared memory.
+"""The warps that fetch for Hopper prefill attention: one copies keys and one values, page by page, into rings of tiles
+in shared memory.
 
-The bulk copy engine moves 64 columns of one page at a time and writes zeros for page -1, which stands for pages that
-are not the request's. A ring is (tiles, barriers that say a tile has come, barriers that say it may be overwritten).
+The bulk copy engine moves 64 columns of one page at a time, and writes zeros for page -1, which stands for pages that
+are not the request's. A ring is (tiles, barriers that say a tile has arrived, barriers that say it may be overwritten).
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ def fetch_keys(
     D: gl.constexpr, PAGE: gl.constexpr, Q_TILE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     SEARCH: gl.constexpr, WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):
-    """The warp that copies keys. It also takes items of work from the counter, and tells the other warps of the program
-    about them."""
+    """Copy keys; run by one warp. This warp also takes items of work from the counter, and tells the program's other
+    warps about them."""
     key_tiles, ready, free = ring
     count = count_tiles(tiles, SEARCH)
     turn = 0
@@ -102,7 +103,7 @@ def fetch_values(
     D: gl.constexpr, PAGE: gl.constexpr, Q_TILE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     SEARCH: gl.constexpr, WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):
-    """The warp that copies values. The ring has one barrier more than slots, for tiles in which some values must be
+    """Copy values; run by one warp. The ring has one barrier more than slots, for tiles in which some values must be
     zeroed before use."""
     value_tiles, ready, free = ring
     count = count_tiles(tiles, SEARCH)

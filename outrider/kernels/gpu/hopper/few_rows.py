@@ -1,12 +1,12 @@
 """The Hopper kernel of linear layers for 2 to 64 token rows: the time is that of reading the weight.
 
 The weight is the first operand, of which tensor cores take 64 rows, and the token rows are the second one, padded to
-16, 32 or 64. One warp fetches tiles with the bulk copy engine into a ring; four warps multiply. A weight depends on no
-other kernel, so the ring is filled with weights before the kernel waits for its token rows.
+16, 32 or 64. One warp fetches tiles with the bulk copy engine into a ring; four warps multiply. A weight does not
+depend on other kernels, so the ring is filled with weights before the kernel waits for its token rows.
 
-Where there are few outputs, several programs share the inner dimension of a tile: each stores its float32 sums, and the
-last one to arrive adds them up, always in the same order. A token row's bits depend on no other row, and on the number
-of rows only by the padding.
+If there are few outputs, several programs share the inner dimension of a tile: each stores its float32 sums, and the
+last one to arrive adds them up, always in the same order. A token row's bits do not depend on other rows, and on the
+number of rows only through the padding.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ RING_BYTES, LARGE_RING_BYTES = 104 << 10, 208 << 10  # two programs share a mult
 
 @gluon.jit
 def gated(gate, up, GATE: gl.constexpr):
-    """The gated activation, as `common.gated`."""
+    """Apply a gated activation, as `common.gated` does."""
     if GATE == _GELU_TANH:
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
         return 0.5 * gate * (1.0 + (1.0 - 2.0 / (1.0 + gl.exp(2.0 * inner)))) * up
@@ -63,7 +63,7 @@ def gated(gate, up, GATE: gl.constexpr):
 def _fetch_weights(
     w_tiles, weights, ready, slot, output, column, N, GATE: gl.constexpr, ROWS: gl.constexpr, OUTPUTS: gl.constexpr,
 ):
-    """Start the copies of one step's weights, and set how many bytes of the step its barrier waits for."""
+    """Start the copies of one step's weights, and set the number of bytes that the step's barrier waits for."""
     if GATE:
         mbarrier.expect(ready.index(slot), (2 * OUTPUTS + ROWS) * COLUMNS * 2)
         tma.async_copy_global_to_shared(w_tiles, [output, column], ready.index(slot), weights.index(slot * 2))
@@ -109,7 +109,7 @@ def _start_product(slot, turn, acc, up, ring, GATE: gl.constexpr, STAGES: gl.con
 
 @gluon.jit
 def _finish_products(acc, up, OUTSTANDING: gl.constexpr, GATE: gl.constexpr):
-    """Wait until at most so many steps' products are still running."""
+    """Wait until the products of at most OUTSTANDING steps are still running."""
     if GATE:
         acc, up = warpgroup_mma_wait(2 * OUTSTANDING, deps=[acc, up])
     else:
@@ -119,8 +119,8 @@ def _finish_products(acc, up, OUTSTANDING: gl.constexpr, GATE: gl.constexpr):
 
 @gluon.jit
 def add_parts(part, SPLITS: gl.constexpr, STRIDE: gl.constexpr):
-    """The sum of what splits stored, in order. Parts come from other multiprocessors: they are read where all of them
-    write."""
+    """Add up the sums that the splits stored, in order. Other multiprocessors wrote them, so they are read from the
+    shared cache."""
     total = gl.load(part, cache_modifier=".cg")
     for split in gl.static_range(1, SPLITS):
         total += gl.load(part + split * STRIDE, cache_modifier=".cg")
@@ -178,7 +178,7 @@ def _few_rows_kernel(
     OUTPUTS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, FETCH_REGS: gl.constexpr, LATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """LATE: the next kernel starts when every program has waited for the token rows, and so finds them complete."""
+    """LATE: the next kernel starts only when every program has waited for the token rows, so it finds them complete."""
     if not LATE:
         release_dependents(PDL)
     dtype: gl.constexpr = x_tiles.dtype
@@ -204,7 +204,7 @@ def _few_rows_kernel(
 
 @dataclass(frozen=True)
 class FewRowsPlan:
-    """How a product is shared out among programs."""
+    """How a product is divided among programs."""
 
     rows: int  # token rows of a tile: 16, 32 or 64
     outputs: int  # weight rows of a tile: 64 or 128
@@ -228,11 +228,11 @@ def make_plan(rows: int, outputs: int, splits: int, is_gated: bool, ring_bytes: 
 
 @lru_cache(maxsize=1024)
 def plan_few_rows(num_rows: int, n: int, k: int, is_gated: bool, sms: int) -> FewRowsPlan | None:
-    """The plan for a weight with n outputs (pairs of them if gated), or None where another kernel was faster.
+    """Return the plan for a weight with n outputs (n pairs of outputs if gated), or None if another kernel was faster.
 
-    All programs are on the card at once, as far as there are not more tiles than that. One program with a large ring on
-    each multiprocessor is best for long sums: two are not placed evenly while the kernel before still runs. Sums of
-    splits are written and read, so that more token rows need longer splits.
+    All programs run at the same time, unless there are more tiles than that. For long sums one program with a large
+    ring on each multiprocessor is best: two are not placed evenly while the kernel before still runs. The sums of
+    splits are written and read again, so more token rows need longer splits.
     """
     rows, steps, tiles = padded_rows(num_rows), k // COLUMNS.value, cdiv(n, 64)
     small = 2 * n * k * (2 if is_gated else 1) <= SMALL_WEIGHT
@@ -253,13 +253,13 @@ def plan_few_rows(num_rows: int, n: int, k: int, is_gated: bool, sms: int) -> Fe
 
 @lru_cache(maxsize=1024)
 def plan_wide(num_rows: int, n: int, k: int, sms: int) -> FewRowsPlan | None:
-    """The plan for float32 logits. Wide tiles read the token rows less often."""
+    """Return the plan for float32 logits. Wide tiles read the token rows fewer times."""
     has_many_tiles = n >= 4 * 128 * sms and k >= MIN_HEAD_INNER
     return make_plan(padded_rows(num_rows), 128, 1, False, RING_BYTES) if has_many_tiles else None
 
 
 def can_fetch(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether the copy engine can read x and the weight, and the inner dimension is a number of whole tiles."""
+    """Whether the copy engine can read x and the weight, and the inner dimension consists of whole tiles."""
     return (
         x.dtype == weight.dtype == torch.bfloat16 and is_hopper(x.device) and x.shape[1] % COLUMNS.value == 0
         and all(each.stride(1) == 1 and each.stride(0) % 8 == 0 and each.data_ptr() % 16 == 0 for each in (x, weight))
@@ -294,7 +294,7 @@ def few_rows_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: None = None, *, plan: FewRowsPlan | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """x [rows, k] times weight [n, k] transposed; 1 to 64 rows, which `is_fastest` or a plan takes."""
+    """Multiply x [rows, k] with weight [n, k] transposed; 1 to 64 rows, which `is_fastest` or a plan accepts."""
     out = _new_output("few_rows_linear", x, weight, weight.shape[0], x.dtype)
     _launch(x, weight, out, 0, [plan or _plan(x.shape[0], weight, False), *_later_plans(weight, False)], pdl)
     return out
@@ -303,7 +303,7 @@ def few_rows_linear(
 def few_rows_gated(
     x: torch.Tensor, weight: torch.Tensor, activation: str, *, plan: FewRowsPlan | None = None, pdl: bool | None = None
 ) -> torch.Tensor:
-    """act(gate) * up: weight [2 * n, k] holds gate rows, then up rows. Returns [rows, n]."""
+    """Return act(gate) * up [rows, n]; weight [2 * n, k] holds the gate rows, then the up rows."""
     require(activation in GATES, "few_rows_gated", "activation", f"is {activation!r}")
     out = _new_output("few_rows_gated", x, weight, weight.shape[0] // 2, x.dtype)
     plans = [plan or _plan(x.shape[0], weight, True), *_later_plans(weight, True)]
@@ -314,7 +314,7 @@ def few_rows_gated(
 def few_rows_wide(
     x: torch.Tensor, weight: torch.Tensor, *, plan: FewRowsPlan | None = None, pdl: bool | None = None
 ) -> torch.Tensor:
-    """The product in float32."""
+    """Return the product in float32."""
     out = _new_output("few_rows_wide", x, weight, weight.shape[0], torch.float32)
     sizes = *weight.shape, num_sms(x.device)
     later = [plan_wide(rows, *sizes) for rows in _TILE_ROWS] if is_collecting() else []
@@ -330,14 +330,14 @@ def _new_output(name: str, x: torch.Tensor, weight: torch.Tensor, n: int, dtype:
 
 
 def _later_plans(weight: torch.Tensor, is_gated: bool) -> list[FewRowsPlan | None]:
-    """Plans for other numbers of token rows, which later steps have. Their kernels are compiled together with this
-    plan's kernel."""
+    """Return the plans for other numbers of token rows, which later steps may have, so that their kernels are compiled
+    together with this plan's."""
     return [_plan(rows, weight, is_gated) for rows in _TILE_ROWS] if is_collecting() else []
 
 
 def _launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gate: int,
             plans: Sequence[FewRowsPlan | None], pdl: bool | None) -> None:
-    """Launches the kernel of the first plan, and of the others if launches are collected."""
+    """Launch the kernel of the first plan; if launches are being collected, also those of the other plans."""
     (num_rows, k), n, device = x.shape, out.shape[1], x.device
     pdl = uses_pdl(device) if pdl is None else pdl
     # A large product still runs for microseconds when its token rows are complete: time enough for the next kernel to

@@ -40,7 +40,7 @@ _INTS = ["request_of", "first", "stop", "page_table"]
 
 @gluon.jit
 def _load_rows(contexts, num_tokens, top_k):
-    """(request, first position, end, whether it needs scores) of the token rows of a tile."""
+    """Load (request, first position, end, whether it needs scores) of the token rows of a tile."""
     request_of, first, stop = contexts
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     token = gl.program_id(0) * ROWS + gl.arange(0, ROWS, layout=layout)
@@ -53,8 +53,8 @@ def _load_rows(contexts, num_tokens, top_k):
 
 @gluon.jit
 def _next_request(request, low, high, waits):
-    """(the request of the first token row that waits, where its own token rows begin to see, their end, the first tile
-    of keys for this program, which token rows wait then)."""
+    """Return (the request of the first waiting token row, the first position that its token rows see, the end of what
+    they see, this program's first tile of keys, which token rows still wait after it)."""
     row = gl.arange(0, ROWS, layout=request.type.layout)
     leader = gl.min(gl.where(waits > 0, row, ROWS), axis=0)
     owner = gl.max(gl.where(row == leader, request, -1), axis=0)
@@ -84,7 +84,7 @@ def _score(
     q, weights, contexts, scores, ring, queries, num_tokens, top_k, strides,
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
 ):
-    """Adds up the heads of a group's products: column `t * HEADS + h` is head h of token row t."""
+    """Add up the heads of a group's products; column `t * HEADS + h` is head h of token row t."""
     WIDTH: gl.constexpr = GROUP_ROWS * HEADS
     q_token_stride, q_head_stride, weights_stride, scores_stride = strides
     multiplied: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -163,14 +163,14 @@ def _prompt_scores_kernel(
 def takes_prompts(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts,
                   chosen: torch.Tensor, scales: torch.Tensor | None = None,
                   counters: torch.Tensor | None = None) -> bool:
-    """Whether the kernel takes these queries [tokens, heads, dim] and keys [pages, page tokens, dim], and pays: it does
-    where neighbouring token rows are of one request."""
+    """Whether the kernel serves these queries [tokens, heads, dim] and keys [pages, page tokens, dim], and is worth it:
+    it is if neighbouring token rows belong to one request."""
     return (q.shape[0] >= max(MIN_TOKENS, MIN_ROWS * contexts.page_table.shape[0]) and scales is None
             and can_score(q, keys))
 
 
 def can_score(q: torch.Tensor, keys: torch.Tensor) -> bool:
-    """Whether the kernels of this package serve the card and these shapes."""
+    """Whether the kernels of this package serve this GPU and these shapes."""
     num_heads, head_dim = q.shape[1:]
     return (
         is_hopper(q.device) and num_heads in (16, 32, 64) and head_dim in (64, 128)
@@ -183,8 +183,8 @@ def launch_scores(
     q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts, top_k: int,
     scores: torch.Tensor, num_splits: int | None = None,
 ) -> None:
-    """Writes scores [tokens, positions] float32 of visible positions, for token rows with more than top_k of them.
-    Takes the arguments of `kernels.latent.choose_positions`."""
+    """Write scores [tokens, positions] float32 of visible positions, for token rows with more than top_k of them. Takes
+    the arguments of `kernels.latent.choose_positions`."""
     num_tokens, num_heads, head_dim = q.shape
     num_pages, page_size, _ = keys.shape
     tiles = triton.cdiv(num_tokens, ROWS.value)

@@ -1,7 +1,7 @@
 """The Hopper kernel of the indexer's scores for few token rows: `index/scores.py` with the bulk copy engine.
 
-A program serves one token row and every n-th tile of 128 keys. Shared memory holds several tiles that are on their way,
-so that reading keys, which is all that takes time here, never stops.
+Each program serves one token row and every n-th tile of 128 keys. Shared memory has room for several tiles that are
+being copied, so that reading keys, which takes all of the time here, never stops.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _VARYING = ["top_k", "table_stride"]
 
 @gluon.jit
 def _page_numbers(table, start, low, high, PAGE: gl.constexpr, KEYS: gl.constexpr):
-    """The pages of a tile of keys; -1, for which the copy engine writes zeros, where no query sees them."""
+    """Load the page numbers of a tile of keys; -1, for which the copy engine writes zeros, where no query sees them."""
     COPY: gl.constexpr = min(PAGE, KEYS)
     numbers = ()
     for j in gl.static_range(KEYS // COPY):
@@ -124,7 +124,8 @@ def _decode_scores_kernel(
 
 
 def takes_few_rows(q: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor | None) -> bool:
-    """Whether the kernel takes these queries [tokens, heads, dim] and keys [pages, page tokens, dim], and pays."""
+    """Whether the kernel serves these queries [tokens, heads, dim] and keys [pages, page tokens, dim], and is worth
+    it."""
     return q.shape[0] <= MAX_TOKENS and q.element_size() == 2 and scales is None and can_score(q, keys)
 
 

@@ -1,8 +1,9 @@
-"""Items of work: one query tile of a request and one key/value head. Which a program takes, and which keys it needs.
+"""Items of work: each is one query tile of a request and one key/value head. This file says which items a program
+takes, and which keys an item needs.
 
 One warp takes items from a counter in device memory and tells all other warps of its program through two slots of
-shared memory. Items come head by head, so that the keys of one head stay in the cache of the card, and the tiles with
-the most keys first.
+shared memory. Items are ordered by head, so that the keys of one head stay in the GPU's cache, and within a head the
+tiles with the most keys come first.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 
 
 @gluon.jit
 def slot_of(turn, SLOTS: gl.constexpr):
-    """The slot of a turn. Turns are not negative, and unsigned division takes fewer instructions."""
+    """Return the slot of a turn. Turns are not negative, and unsigned division takes fewer instructions."""
     return (turn.to(gl.uint32) % SLOTS).to(gl.int32)
 
 
@@ -29,14 +30,14 @@ def phase_of(turn, SLOTS: gl.constexpr):
 
 @gluon.jit
 def nth_tile(n, num_key_tiles):
-    """Which of an item's key tiles comes n-th. The last tiles come first, because queries see different keys in them:
+    """Return which of an item's key tiles is n-th. The last tiles come first: queries see different keys in them, so
     they need masks, and at the beginning there is no other work to overlap with."""
     return num_key_tiles - 1 - n
 
 
 @gluon.jit
 def publish(item, number, queue):
-    """Tells the other warps which item comes next. Two may be on their way."""
+    """Tell the other warps which item comes next. Two items may be announced at a time."""
     items, ready, free = queue
     slot = number % 2
     mbarrier.wait(free.index(slot), ((number // 2) & 1) ^ 1)
@@ -58,8 +59,9 @@ def receive(number, queue):
 
 @gluon.jit
 def take(counter, num_items):
-    """The next item that no program has taken. A program's first item has the program's own number. Every program takes
-    one item too many at its end, so the very last call gets number num_items - 1, and sets the counter back to zero."""
+    """Take the next item that no program has taken. A program's first item has the program's own number. Every program
+    takes one item too many at its end, so the very last call gets number num_items - 1, and resets the counter to
+    zero."""
     taken = gl.atomic_add(counter, 1, sem="relaxed")
     if taken == num_items - 1:
         gl.store(counter, 0)
@@ -68,7 +70,7 @@ def take(counter, num_items):
 
 @gluon.jit
 def count_tiles(tiles, SEARCH: gl.constexpr):
-    """How many query tiles there are: as the host listed them, or as the device counted them."""
+    """Return how many query tiles there are: as the host listed them, or as the device counted them."""
     tile_requests, tile_indices, lengths, live, key_starts, num_requests, num_tiles, window = tiles
     if SEARCH > 0:
         num_tiles = gl.load(tile_requests + num_requests)
@@ -77,7 +79,8 @@ def count_tiles(tiles, SEARCH: gl.constexpr):
 
 @gluon.jit
 def _find_tile(index, count, tile_requests, tile_indices, num_requests, SEARCH: gl.constexpr):
-    """(request, tile of it). Counted tiles are taken from the last one backwards: late tiles have the most keys."""
+    """Return (request, tile of it). Counted tiles are taken from the last one back, because late tiles have the most
+    keys."""
     if SEARCH > 0:
         at = count - 1 - index
         num_warps: gl.constexpr = gl.num_warps()

@@ -1,9 +1,9 @@
 """The Hopper kernel of attention over the latent cache, over chosen positions or whole contexts, for many token rows.
 
-A program serves one token row and at most 32 of its heads. Positions are the rows of its products and heads the
-columns, so that few heads leave no part of a matrix instruction empty. A tile of 64 entries is gathered into shared
-memory once: the product with the queries takes it as keys, that with the weights takes its latent part as values. Two
-programs share a multiprocessor, and one multiplies while the other gathers, so neither needs a second tile.
+Each program serves one token row and at most 32 of its heads. Positions are the rows of its matrix products and heads
+the columns, so that few heads leave no part of a matrix instruction empty. A tile of 64 entries is gathered into shared
+memory once: the product with the queries uses it as keys, and the product with the weights uses its latent part as
+values. Two programs share a multiprocessor, and one multiplies while the other gathers, so neither needs a second tile.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INTS = ["page_table", "request_of", "first", "stop", "positions", "sinks"]
 
 @gluon.jit
 def position_at(own, index, low, count, is_long):
-    """The positions at these places of a token row's list. Places after its end stand for the first position."""
+    """Return the positions at these places of a token row's list. Places after its end stand for the first position."""
     listed = gl.load(own + index, mask=(index < count) & is_long, other=0).to(gl.int32)
     return gl.where(index < count, gl.where(is_long, listed, low + index), low)
 
@@ -41,7 +41,7 @@ def _add_tile(
     acc, peak, total, start, count, factor, tiles, queries,
     HEADS: gl.constexpr, L: gl.constexpr,
 ):
-    """Adds the weighted values of the tile of entries that has come. Peaks are in base 2."""
+    """Add the weighted values of the tile of entries that has arrived. Peaks are in base 2."""
     entries, ropes, shares = tiles
     layout: gl.constexpr = acc.type.layout
     score = gl.zeros([TILE, HEADS], gl.float32, layout=layout)
@@ -69,8 +69,9 @@ def attend_entries(
     q, cache, table, own, token, low, begin, end, is_long, scale, strides,
     NUM_HEADS: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
 ):
-    """(weighted values [L, HEADS], their divisors, peaks) over the places [begin, end) of a token row's list; and, to
-    write whole rows, the shared memory of the queries' latent parts, with heads and columns in its order."""
+    """Attend to the places [begin, end) of a token row's list: returns (weighted values [L, HEADS], their divisors,
+    peaks), and the shared memory of the queries' latent parts, with heads and columns in its order, to be used for
+    writing whole rows."""
     q_token_stride, q_head_stride, page_stride, entry_stride = strides
     dtype: gl.constexpr = q.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -117,7 +118,7 @@ def attend_entries(
 
 @gluon.jit
 def add_sinks(sinks, divisor, peak, HAS_SINKS: gl.constexpr, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr):
-    """The divisors with the weight of one more key, whose value is 0 and whose score `sinks` has for each head."""
+    """Add to the divisors the weight of one more key, whose value is 0 and whose score per head is in `sinks`."""
     if HAS_SINKS:
         head = gl.program_id(0) * HEADS + gl.arange(0, HEADS, layout=divisor.type.layout)
         sink = gl.load(sinks + head, mask=head < NUM_HEADS, other=float("-inf"))
@@ -127,7 +128,7 @@ def add_sinks(sinks, divisor, peak, HAS_SINKS: gl.constexpr, NUM_HEADS: gl.const
 
 @gluon.jit
 def store_rows(out, result, rows, head_stride, NUM_HEADS: gl.constexpr):
-    """result [L, HEADS] to out, by whole rows. `rows` comes from `attend_entries`."""
+    """Store result [L, HEADS] to out, by whole rows. `rows` comes from `attend_entries`."""
     q_latent, head, latent = rows
     barrier()
     q_latent.permute((1, 0)).store(result.to(q_latent.dtype))
@@ -159,8 +160,8 @@ def _chosen_kernel(
 
 def takes_many_rows(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, chosen: object, scale: float,
                     latent_dim: int, sinks: torch.Tensor | None = None) -> bool:
-    """Whether the kernel takes these queries [tokens, heads, latent | rope] and this cache, and is faster for them than
-    other kernels."""
+    """Whether the kernel serves these queries [tokens, heads, latent | rope] and this cache, and is faster than other
+    kernels."""
     return q.shape[0] >= MIN_TOKENS and can_attend(q, cache, latent_dim)
 
 

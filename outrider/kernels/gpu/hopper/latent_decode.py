@@ -1,7 +1,7 @@
-"""The Hopper kernel of attention over the latent cache for few token rows: `latent.py` over splits of positions.
+"""The Hopper kernel of attention over the latent cache for few token rows: `latent.py`, split over the positions.
 
-A program serves one split of a token row's positions, and at most 32 of its heads. Splits are merged by
-`latent/attention.py`.
+Each program serves one split of a token row's positions, and at most 32 of its heads. `latent/attention.py` merges the
+splits.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def launch_splits(
     scale: float, splits: int, min_split: int, made: torch.Tensor, lse: torch.Tensor | None, pdl: bool,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """made: the output [tokens, heads, latent], or with `lse` [tokens, heads, splits] the splits' results
-    [tokens, heads, splits, latent] in float32, which are to be merged. A split without positions writes only `lse`.
-    Sinks are part of the output alone."""
+    """Launch the splits. made: the output [tokens, heads, latent]; or, with `lse` [tokens, heads, splits], results of
+    splits [tokens, heads, splits, latent] in float32, which are to be merged. A split without positions writes only
+    `lse`. Sinks are included only in the output."""
     (num_tokens, num_heads, width), latent_dim = q.shape, made.shape[-1]
     heads = heads_at_once(num_heads)
     strides = (*made.stride()[:2], 0) if lse is None else made.stride()[:3]
@@ -87,5 +87,5 @@ def launch_splits(
 
 
 def heads_at_once(num_heads: int) -> int:
-    """How many heads a program serves."""
+    """Return how many heads a program serves."""
     return HEADS_AT_ONCE if num_heads > HEADS_AT_ONCE // 2 else HEADS_AT_ONCE // 2

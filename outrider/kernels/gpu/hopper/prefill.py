@@ -1,6 +1,6 @@
 """The Hopper kernel of prefill attention and its launch: which kinds of warps there are, and what they share.
 
-A program stays on its multiprocessor and takes items of work until there are none. Keys that a query may not see are
+A program stays on its multiprocessor and takes items of work until none are left. Keys that a query may not see are
 masked in the scores. Values beyond a request's own keys are zeroed before they are used.
 """
 
@@ -32,9 +32,9 @@ _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_re
 
 @gluon.jit
 def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
-    """Make the barriers of a program. Every one of them must be used by some warps: Triton reuses the memory of a
-    barrier that is not used any more, and a card that resumes a stopped program (for another process, say) restores
-    barriers, over whatever was stored in that memory since."""
+    """Make the barriers of a program. Some warps must use each of them. Triton reuses the memory of a barrier that is
+    no longer used, but a GPU that resumes a stopped program (for another process, say) restores barriers, and would
+    overwrite what was stored there since."""
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
         mbarrier.init(barriers.index(i), count=arrivals)
@@ -119,7 +119,7 @@ class HopperConfig:
 
     @property
     def block_m(self) -> int:
-        """Rows: query tokens times the heads of one key/value head."""
+        """The rows of a tile: query tokens times query heads per key/value head."""
         return 128 // self.value_split
 
     @property
@@ -139,7 +139,7 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def takes_cache(num_heads: int, k_cache: torch.Tensor) -> bool:
-    """Whether the kernel takes this cache [pages, page tokens, kv heads, dim], values laid out alike."""
+    """Whether the kernel serves this cache [pages, page tokens, kv heads, dim]; values must be laid out like keys."""
     page_size, num_kv_heads, head_dim = k_cache.shape[1:]
     page_stride, token_stride, head_stride, stride = k_cache.stride()
     return (

@@ -2,8 +2,8 @@
 
 A program stays on its multiprocessor and computes every n-th tile of the result. One warp fetches tiles of token rows
 and of the weight with the bulk copy engine into a ring; two groups of four warps multiply, 64 token rows each. An
-output is the chain of additions that `linear/exact_linear.py` describes, or the sum of several in order: its bits are
-those of every other tile.
+output is the chain of additions that `linear/exact_linear.py` describes, or the sum of several chains in order, so its
+bits are those of any other tile.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ REGISTERS, FETCH_REGISTERS, MULTIPLY_REGISTERS = 168, 40, 232
 
 @gluon.jit
 def _place(index, M, N, BLOCK_N: gl.constexpr):
-    """(first token row, first output) of a tile."""
+    """Return (first token row, first output) of a tile."""
     m_tiles, n_tiles = gl.cdiv(M, 2 * ROWS), gl.cdiv(N, BLOCK_N)
     first = index // (GROUP * n_tiles) * GROUP
     height = gl.minimum(m_tiles - first, GROUP)
@@ -66,8 +66,8 @@ def _fetch(
 def _chain(
     turn, columns, ring, GROUP_INDEX: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """The sums over `columns` tiles of the inner dimension. The next product is started before the kernel waits for the
-    last one."""
+    """Return the sums over `columns` tiles of the inner dimension. The next product is started before the last one is
+    waited for."""
     rows, weights, ready, free = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=layout)
@@ -149,7 +149,7 @@ WIDE, NARROW = HOPPER_TILES = HopperTile(256, 4, 1.0), HopperTile(128, 6, 0.55)
 
 
 def takes_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> bool:
-    """Whether the kernel serves this product, with any number of token rows."""
+    """Whether the kernel serves this product, for any number of token rows."""
     return (
         bias is None and x.dtype == out_dtype == torch.bfloat16 and is_hopper(x.device)
         and x.shape[1] % COLUMNS.value == 0
@@ -158,7 +158,8 @@ def takes_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def choose_tile(num_rows: int, n: int, k: int, chain: int, sms: int) -> HopperTile:
-    """The fastest tile. With several chains a tile keeps two sums for each output in registers, so it is narrow."""
+    """Return the fastest tile. With several chains a tile keeps two sums for each output in registers, so it is
+    narrow."""
     if chain < k:
         return NARROW
     return min(HOPPER_TILES, key=lambda tile: tile.seconds * cdiv(cdiv(num_rows, 128) * cdiv(n, tile.block_n), sms))
@@ -166,7 +167,7 @@ def choose_tile(num_rows: int, n: int, k: int, chain: int, sms: int) -> HopperTi
 
 def launch_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, chain: int,
                    tile: HopperTile | None = None) -> None:
-    """Arguments that `exact_linear` has checked and that fit this kernel."""
+    """Launch the kernel. `exact_linear` has checked the arguments, and they fit this kernel."""
     num_rows, (n, k) = x.shape[0], weight.shape
     sms = num_sms(x.device)
     tile = tile or choose_tile(num_rows, n, k, chain, sms)

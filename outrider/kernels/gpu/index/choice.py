@@ -1,9 +1,9 @@
-"""The best top-k positions of few token rows, by scores that `scores.py` left, without a sort.
+"""The choice of the top-k positions of few token rows, from the scores that `scores.py` computed, without a sort.
 
-Two kernels, divided into segments of a token row's positions, so that a few long contexts use the whole card. The first
-lists candidates by a sample (see `search.py`), in any order. In the second each program finds the least chosen score
-among all candidates of its token row, counts those that come before its segments, and writes its segments' chosen
-positions in their order. No result depends on the order in which programs run.
+There are two kernels. Their programs have segments of a token row's positions, so that a few long contexts use the
+whole GPU. The first kernel lists candidates, which it finds from a sample (see `search.py`), in any order. In the
+second, each program finds the least chosen score among all candidates of its token row, counts the candidates before
+its segments, and writes its segments' chosen positions in order. No result depends on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _candidates_kernel(
     first, stop, scores, lists, num_listed, scores_stride, num_splits, top_k,
     ROOM: tl.constexpr, SAMPLE: tl.constexpr, SEG: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Lists the candidates of token rows with more positions than there is room for."""
+    """List the candidates of token rows that have more positions than there is room for."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -81,8 +81,8 @@ def _choice_kernel(
     first, stop, scores, lists, num_listed, chosen, scores_stride, chosen_stride, num_splits, top_k,
     ROOM: tl.constexpr, SEG: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Writes the chosen positions of a token row's segments: scores above the least one, and as many of those equal to
-    it as are missing."""
+    """Write the chosen positions of a token row's segments: those with scores above the least chosen one, and as many
+    of those equal to it as are still needed."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -121,7 +121,8 @@ def choose_positions(
     scales: torch.Tensor | None = None, counters: torch.Tensor | None = None, *, config: ScoreConfig | None = None,
     segment: int = SEGMENT, room: int | None = None, num_splits: int | None = None, pdl: bool | None = None,
 ) -> None:
-    """See `kernels.latent.choose_positions`. Scores exist for as many token rows as MAX_SCORES allows at a time."""
+    """See `kernels.latent.choose_positions`. Scores are computed for as many token rows at a time as MAX_SCORES
+    allows."""
     pdl = uses_pdl(q.device) if pdl is None else pdl
     num_tokens, num_keys, top_k = check_choice(q, weights, keys, contexts, chosen, scales)
     if counters is not None:
@@ -152,8 +153,8 @@ def choose_by_scores(
     segment: int = SEGMENT, room: int | None = None, sample: int | None = None, num_splits: int | None = None,
     pdl: bool,
 ) -> None:
-    """Writes the choice by scores [tokens, positions], with room for whole groups of ALIGNED positions. num_listed: a
-    zero for each token row."""
+    """Write the choice from scores [tokens, positions], which have room for whole groups of ALIGNED positions.
+    num_listed: a zero for each token row."""
     (count, top_k), num_keys, sms = chosen.shape, scores.shape[1], num_sms(scores.device)
     room, most = room or room_for(top_k), cdiv(num_keys, segment)
     lists = torch.empty(count if num_keys > room else 0, 2, room, dtype=torch.int32, device=scores.device)

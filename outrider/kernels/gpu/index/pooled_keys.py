@@ -1,7 +1,7 @@
 """Index keys of whole blocks for latent attention, and the positions of chosen blocks.
 
-`kernels/pooled_keys.py` says what they are. One program writes one token's key and gate, or the key of the block that
-the token completes; another kernel lists the positions of one token row. Everything is read on the device.
+`kernels/pooled_keys.py` defines both. Each program writes one token's key and gate, or the key of the block that the
+token completes; another kernel lists the positions, one token row per program. Everything is read on the device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _ENTRIES = 1024  # positions of a program that lists them
 
 @triton.jit
 def _normed(source, norm_weight, norm_bias, eps, dim, mask, D: tl.constexpr, dtype: tl.constexpr):
-    """The layer norm of a key, rounded to the dtype in which it is stored."""
+    """Apply the layer norm to a key, and round it to the dtype in which it is stored."""
     value = tl.load(source + dim, mask=mask, other=0.0).to(tl.float32)
     mean = tl.sum(value, axis=0) / D
     apart = tl.where(dim < D, value - mean, 0.0)

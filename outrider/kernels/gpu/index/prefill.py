@@ -1,10 +1,11 @@
-"""The choice of positions for many token rows: after a kernel of scores, one program searches one token row's best.
+"""The choice of positions for many token rows: after a kernel has computed scores, one program searches one token row's
+best.
 
-It keeps the scores of its token row in registers, as ordered integers, and narrows the range in which the least chosen
-score lies, until as many as are chosen are not below. Programs of a launch serve contexts up to one size, so that many
-of the short ones run at a time; those that no registers hold are searched in memory. Another kernel, which needs few
-registers, then reads the scores once more and writes the chosen positions in their order. No result depends on the
-order in which programs run.
+The program keeps its token row's scores in registers, as integers in the same order, and narrows the range that
+contains the least chosen score until as many scores are at or above it as are to be chosen. Each launch serves contexts
+up to one size, so that many short ones run at the same time; contexts too long for registers are searched in memory.
+Another kernel, which needs few registers, then reads the scores again and writes the chosen positions in order. No
+result depends on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _VARYING, _FIXED = ["top_k", "above"], ["top_k"]
 
 @triton.jit
 def _is_chosen(position, order, least, last):
-    """Whether a score is above the least chosen one, or equal to it and not after the last position chosen."""
+    """Whether a score is above the least chosen one, or equal to it at a position not after the last one chosen."""
     return (order > least) | ((order == least) & (position <= last))
 
 
@@ -40,7 +41,7 @@ def _search_kernel(
     first, stop, scores, found, scores_stride, top_k, above,
     SIZE: tl.constexpr,
 ):
-    """Serves token rows that have to choose, whose positions lie in more than `above` and no more than SIZE."""
+    """Serves token rows that have to choose and have more than `above` positions, but no more than SIZE."""
     row = tl.program_id(0).to(tl.int64)
     low = tl.load(first + row).to(tl.int32)
     high = tl.load(stop + row).to(tl.int32)
@@ -81,7 +82,7 @@ def _count_in_memory(own, begin, low, high, least, last, SEG: tl.constexpr):
 def _search_in_memory_kernel(
     first, stop, scores, found, scores_stride, top_k, above, SEG: tl.constexpr,
 ):
-    """Serves token rows that have to choose, whose positions lie in more than `above`."""
+    """Serves token rows that have to choose and have more than `above` positions."""
     row = tl.program_id(0).to(tl.int64)
     low = tl.load(first + row).to(tl.int32)
     high = tl.load(stop + row).to(tl.int32)
@@ -116,7 +117,7 @@ def _write_kernel(
     first, stop, scores, found, chosen, scores_stride, chosen_stride, top_k,
     SEG: tl.constexpr,
 ):
-    """Writes the chosen positions of one token row in their order."""
+    """Write the chosen positions of one token row in order."""
     row = tl.program_id(0).to(tl.int64)
     low = tl.load(first + row).to(tl.int32)
     high = tl.load(stop + row).to(tl.int32)
@@ -141,8 +142,9 @@ def write_best(
     scores: torch.Tensor, contexts: TokenContexts, chosen: torch.Tensor, *, sizes: tuple[int, ...] = SIZES,
     segment: int = SEGMENT,
 ) -> None:
-    """Writes into chosen [tokens, top_k] what `kernels.latent.choose_positions` does, by scores [tokens, positions]
-    float32 of the visible positions of contexts that have more than top_k. There is room for whole groups of them."""
+    """Write into chosen [tokens, top_k] what `kernels.latent.choose_positions` does, from scores [tokens, positions]
+    float32, which are needed only for contexts with more than top_k positions. Scores must have room for whole groups
+    of positions."""
     num_tokens, top_k = chosen.shape
     num_keys, above = scores.shape[1], -1
     found = torch.empty(num_tokens, 2, dtype=torch.int32, device=scores.device)
@@ -162,7 +164,8 @@ def write_best(
 def choose_positions(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts,
                      chosen: torch.Tensor, scales: torch.Tensor | None = None,
                      counters: torch.Tensor | None = None) -> None:
-    """See `kernels.latent.choose_positions`. Scores exist for as many token rows as MAX_SCORES allows at a time."""
+    """See `kernels.latent.choose_positions`. Scores are computed for as many token rows at a time as MAX_SCORES
+    allows."""
     num_tokens, num_keys, top_k = check_choice(q, weights, keys, contexts, chosen, scales)
     step = max(1, min(num_tokens, MAX_SCORES // num_keys))
     columns = triton.cdiv(num_keys, ALIGNED.value) * ALIGNED.value

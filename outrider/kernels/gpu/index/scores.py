@@ -1,8 +1,8 @@
-"""Scores of the indexer in flat token space: for each token row, the weighted sum over heads of relu(q . key).
+"""The indexer's scores in flat token space: for each token row, the weighted sum over heads of relu(q . key).
 
-A program serves a tile of token rows and every n-th tile of their keys, so that the grid does not grow with the length.
-Token rows that belong to different requests are served one request after the other. Those whose context has no more
-than top-k positions are skipped: they need no scores.
+Each program serves a tile of token rows and every n-th tile of their keys, so that the grid does not grow with the
+length. If token rows belong to different requests, the requests are served one after the other. Rows whose context has
+no more than top-k positions are skipped, because they need no scores.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class ScoreConfig:
 
 
 def score_config(num_tokens: int, itemsize: int) -> ScoreConfig:
-    """Several token rows in a tile share the keys that it reads, which pays where prompts are computed."""
+    """Return the tile for these sizes. With several token rows in a tile, they share the keys that it reads, which pays
+    for prompts."""
     if itemsize > 2:
         return ScoreConfig(1 if num_tokens < 64 else 2, 32, 4, 1)
     return ScoreConfig(1, 128, 4, 3) if num_tokens <= 64 else ScoreConfig(4, 128, 8, 3)
@@ -52,7 +53,7 @@ def _scores_kernel(
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Column `t * HEADS_PAD + h` of a program's products is head h of token row t of its tile."""
+    """Column `t * HEADS_PAD + h` of a program's matrix products is head h of token row t of its tile."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.arange(0, ROWS)
@@ -107,8 +108,8 @@ def index_scores(
     scores: torch.Tensor, scales: torch.Tensor | None = None, *, config: ScoreConfig | None = None,
     num_splits: int | None = None, pdl: bool | None = None,
 ) -> None:
-    """Writes scores [tokens, positions] float32 of visible positions, for token rows with more than top_k of them.
-    Arguments are those of `kernels.latent.choose_positions`, which checks them."""
+    """Write scores [tokens, positions] float32 of visible positions, for token rows with more than top_k of them. The
+    arguments are those of `kernels.latent.choose_positions`, which checks them."""
     pdl = uses_pdl(q.device) if pdl is None else pdl
     num_tokens, num_heads, head_dim = q.shape
     config = config or score_config(num_tokens, q.element_size())

@@ -1,10 +1,11 @@
-"""How kernels find the least score that is chosen: parts that those for few and for many token rows share.
+"""How kernels find the least score that is chosen: the parts that the kernels for few and for many token rows share.
 
-A context's scores are not sorted. A sample of them says from which score up there are about twice as many as are
-chosen; these *candidates* are listed, and the least chosen score is searched among them alone, in registers: a guess,
-the number of candidates that are not below it, and a smaller range. A sample may mislead. That shows, since too few are
-listed, or more than there is room for; then the search goes over the whole context in memory, which is slower and as
-exact. So what is chosen does not depend on the sample. Scores are compared as integers in their order.
+A context's scores are not sorted. A sample of them suggests a score that about twice as many scores reach as are to be
+chosen; the scores that reach it, the *candidates*, are listed. The least chosen score is then searched among them, in
+registers: guess a score, count the candidates at or above it, narrow the range. A sample may mislead. Then too few
+candidates are listed, or more than there is room for, which shows, and the whole context is searched in memory: slower,
+but with the same result. So what is chosen does not depend on the sample. Scores are compared as integers in the same
+order.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ _GUESSES = tl.constexpr(24)
 
 
 def room_for(top_k: int) -> int:
-    """How many candidates of a token row the list has room for. A context with no more positions than that needs no
-    sample."""
+    """Return how many candidates of a token row the list has room for. A context with no more positions than that needs
+    no sample."""
     return min(MAX_ROOM, max(MIN_ROOM, next_power_of_two(4 * top_k)))
 
 
@@ -38,22 +39,22 @@ def sample_size(num_keys: int, top_k: int) -> int:
 
 @triton.jit
 def ordered(score):
-    """Integers in the order of the scores; -0.0 is 0.0, as for a sort."""
+    """Convert scores to integers in the same order; -0.0 counts as 0.0, as in a sort."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def number(order):
-    """The score of an ordered integer."""
+    """Convert an ordered integer back to its score."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def guess_between(bottom, top, not_below, above, wanted, turn):
-    """A guess of the score, as an ordered integer in (bottom, top], that the best `wanted` scores are not below.
-    `not_below` scores are not below the bottom, and `above` scores are above the top. The guess assumes that scores are
-    spread evenly between. After some turns it is the middle of the integers instead, so that the search always ends."""
+    """Guess the score, as an ordered integer in (bottom, top], that exactly the best `wanted` scores reach. `not_below`
+    scores reach the bottom, and `above` scores are above the top. The guess assumes that scores are spread evenly
+    between the two. After some turns it is the middle of the integers instead, so that the search always ends."""
     middle = (bottom | top) - ((bottom ^ top) >> 1)
     share = (not_below - wanted).to(tl.float32) / ((not_below - above) * 1.0)
     share = tl.minimum(tl.maximum(share, 0.02), 0.98)
@@ -63,8 +64,9 @@ def guess_between(bottom, top, not_below, above, wanted, turn):
 
 @triton.jit
 def narrow(bottom, top, not_below, above, guess, enough, least_wanted, most_wanted):
-    """Narrow the range by one guess: `enough` scores are not below it. Returns the range, with how many scores are not
-    below it and above it. The range becomes one integer as soon as the number of scores is as wanted."""
+    """Narrow the range by one guess, which `enough` scores reach. Returns the range, with how many scores reach its
+    bottom and how many are above its top. The range becomes one integer as soon as the number of scores is as
+    wanted."""
     is_enough = enough >= least_wanted
     new_top = tl.where(is_enough, tl.where(enough <= most_wanted, guess, top), guess - 1)
     return tl.where(is_enough, guess, bottom), new_top, tl.where(is_enough, enough, not_below), tl.where(
@@ -73,8 +75,8 @@ def narrow(bottom, top, not_below, above, guess, enough, least_wanted, most_want
 
 @triton.jit
 def _taken(bottom, not_below, above, top_k):
-    """The result of `least_chosen` once the range is one integer. If exactly top_k scores are not below that integer,
-    all of them are chosen. Otherwise the integer is a score itself, `above` scores are greater, and some of those equal
+    """Return the result of `least_chosen` once the range is one integer. If exactly top_k scores reach that integer,
+    all of them are chosen. Otherwise the integer is a score itself: `above` scores are greater, and some of those equal
     to it are chosen too."""
     is_apart = not_below == top_k
     return tl.where(is_apart, bottom - 1, bottom), tl.where(is_apart, 0, top_k - above)
@@ -82,7 +84,8 @@ def _taken(bottom, not_below, above, top_k):
 
 @triton.jit
 def load_orders(own, start, low, high, SIZE: tl.constexpr):
-    """(positions, whether they are visible, their ordered scores or the least integer)."""
+    """Load (positions, whether they are visible, their scores as ordered integers, the least integer where not
+    visible)."""
     position = start + tl.arange(0, SIZE)
     is_visible = (position >= low) & (position < high)
     is_near = position < tl.cdiv(high, ALIGNED) * ALIGNED  # whole groups, as wide loads need
@@ -103,15 +106,16 @@ def _ends_and_sum(top, bottom, total, other_top, other_bottom, other_total):
 
 @triton.jit
 def _end_of_normal(share):
-    """How many deviations above the mean the best `share` of normally distributed numbers begin, about."""
+    """Return about how many standard deviations above the mean the best `share` of normally distributed numbers
+    begins."""
     t = tl.sqrt(-2.0 * tl.log(tl.minimum(share, 0.5)))
     return t - (2.30753 + 0.27061 * t) / (1.0 + t * (0.99229 + 0.04481 * t))
 
 
 @triton.jit
 def least_candidate(own, low, high, top_k, ROOM: tl.constexpr, SAMPLE: tl.constexpr):
-    """An ordered score that more than top_k scores of a context reach, and fewer than ROOM, judged by a sample. The
-    first guess is where it would be if scores were normally distributed."""
+    """Return an ordered score that, judging by a sample, more than top_k scores of a context reach and fewer than ROOM.
+    The first guess assumes that scores are normally distributed."""
     place = tl.arange(0, SAMPLE)
     step = (high - low) // (SAMPLE // _RUN)
     begin = tl.cdiv(low + place // _RUN * step, _RUN) * _RUN  # whole runs, as wide loads need
@@ -135,9 +139,9 @@ def least_candidate(own, low, high, top_k, ROOM: tl.constexpr, SAMPLE: tl.conste
 
 @triton.jit
 def least_chosen(order, is_there, count, top_k):
-    """(an ordered score: all scores above it are chosen; how many scores equal to it are chosen too). `count`: the
-    number of scores, more than top_k. Where `is_there` is not set, order is the least integer. The first guess is by
-    the mean, as if scores got rarer exponentially."""
+    """Return (an ordered score; how many scores equal to it are chosen); all scores above it are chosen. `count`: the
+    number of scores, more than top_k. `order` must be the least integer where `is_there` is not set. The first guess
+    uses the mean, as if scores became rarer exponentially."""
     low_order = tl.where(is_there, order, GREATEST)
     top, bottom, total = tl.reduce((order, low_order, tl.where(is_there, number(order), 0.0)), 0, _ends_and_sum)
     beyond = total / count - number(bottom)
@@ -163,7 +167,8 @@ def _count_in_memory(own, low, high, least, SEG: tl.constexpr):
 
 @triton.jit
 def count_kinds(own, begin, end, low, high, least, SEG: tl.constexpr):
-    """How many visible scores of positions [begin, end), whole segments, are above the least one, and equal to it."""
+    """Count the visible scores of positions [begin, end), whole segments, that are above the least chosen one, and
+    equal to it."""
     above, equal = tl.zeros([SEG], dtype=tl.int32), tl.zeros([SEG], dtype=tl.int32)
     for start in tl.range(begin, end, SEG, num_stages=3):
         position, is_visible, order = load_orders(own, start, low, high, SEG)
@@ -174,7 +179,7 @@ def count_kinds(own, begin, end, low, high, least, SEG: tl.constexpr):
 
 @triton.jit
 def least_chosen_in_memory(own, low, high, top_k, SEG: tl.constexpr):
-    """As `least_chosen`, over all scores of a context."""
+    """Do what `least_chosen` does, over all scores of a context, read from memory."""
     tops, bottoms = tl.full([SEG], LEAST, dtype=tl.int32), tl.full([SEG], GREATEST, dtype=tl.int32)
     for start in tl.range(low // ALIGNED * ALIGNED, high, SEG, num_stages=3):
         position, is_visible, order = load_orders(own, start, low, high, SEG)
@@ -192,8 +197,8 @@ def least_chosen_in_memory(own, low, high, top_k, SEG: tl.constexpr):
 
 @triton.jit
 def write_chosen(to, position, is_there, order, least, missing, above_before, equal_before, top_k):
-    """Writes the chosen ones of these positions, ascending, behind `above_before` and the chosen ones of
-    `equal_before`. Returns both numbers with these positions'. There are fewer than 32768 of them."""
+    """Write the chosen ones of these positions, ascending, after `above_before` and the chosen ones of `equal_before`
+    earlier scores. Returns both numbers, increased by these positions. There are fewer than 32768 positions."""
     is_above, is_equal = is_there & (order > least), is_there & (order == least)
     both = is_above.to(tl.int32) * 65536 + is_equal.to(tl.int32)
     so_far = tl.cumsum(both, axis=0)
@@ -207,13 +212,13 @@ def write_chosen(to, position, is_there, order, least, missing, above_before, eq
 
 @triton.jit
 def needs_list(low, high, ROOM: tl.constexpr):
-    """Whether a context does not fit into the room for candidates."""
+    """Whether a context has more positions than there is room for candidates."""
     return high - low // ALIGNED * ALIGNED > ROOM
 
 
 @triton.jit
 def list_candidates(at, place, position, order, is_candidate, ROOM: tl.constexpr):
-    """A list is the candidates' ordered scores, then their positions, with room for as many of each."""
+    """Append candidates to a list: their ordered scores first, then their positions, with equal room for both."""
     is_kept = is_candidate & (place < ROOM)
     tl.store(at + place, order, mask=is_kept)
     tl.store(at + ROOM + place, position, mask=is_kept)
@@ -221,7 +226,7 @@ def list_candidates(at, place, position, order, is_candidate, ROOM: tl.constexpr
 
 @triton.jit
 def load_listed(at, start, count, ROOM: tl.constexpr, SIZE: tl.constexpr):
-    """(positions, whether they are there, ordered scores or the least integer) of places of a list."""
+    """Load entries of a list: (positions, whether they exist, their ordered scores or the least integer)."""
     slot = start + tl.arange(0, SIZE)
     is_there = slot < count
     is_near = slot < tl.cdiv(count, ALIGNED) * ALIGNED  # whole groups, as wide loads need
@@ -231,7 +236,7 @@ def load_listed(at, start, count, ROOM: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def write_all(to, low, high, top_k, first, step, SEG: tl.constexpr):
-    """Write every position of a context, from place `first` on in steps, then NOT_CHOSEN in the places after them."""
+    """Write every position of a context, from place `first` on in steps, then NOT_CHOSEN in the remaining places."""
     for start in range(first, top_k, step):
         place = start + tl.arange(0, SEG)
         tl.store(to + place, tl.where(low + place < high, low + place, NONE), mask=place < top_k)

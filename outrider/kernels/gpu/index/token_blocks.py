@@ -1,8 +1,8 @@
 """Attention to the blocks of a context that an indexer chose, and the cache write of its index keys.
 
-`kernels/token_blocks.py` says what a block is. One program attends for the heads of one kv head of one token row, over
-a split of its chosen blocks and last tokens; the splits are merged as those of latent attention. Contexts and choices
-are read on the device: the host sizes the grid by the number of token rows alone.
+`kernels/token_blocks.py` says what a block is. Each program attends, for the heads of one kv head of one token row, to
+one split of the chosen blocks and last tokens; the splits are merged as in latent attention. Contexts and choices are
+read on the device: the host sets the grid from the number of token rows alone.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def _write_kernel(
     SIZE: tl.constexpr, ANCHOR: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, HALF: tl.constexpr,
     PAGE: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A program writes one token's key, or the key of the block that the token completes. Each dimension is computed
-    together with the dimension with which the rope rotates it."""
+    """Each program writes one token's key, or the key of the block that the token completes. A dimension is computed
+    together with the one that the rope rotates with it."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -214,8 +214,8 @@ def exact_block_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, contexts: TokenContexts, chosen: torch.Tensor,
     scale: float, blocks: TokenBlocks, *, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """`block_attention` with one number of splits for any number of token rows: every token row has programs of its
-    own, so that its bits do not depend on other rows."""
+    """Compute `block_attention` with the same number of splits for any number of token rows. Every token row has
+    programs of its own, so its bits do not depend on other rows."""
     check_blocks(q, k_cache, contexts, chosen)
     parts = [slice(begin, begin + EXACT_ROWS) for begin in range(0, max(1, q.shape[0]), EXACT_ROWS)]
     made = [block_attention(q[rows], k_cache, v_cache, contexts.cut(rows), chosen[rows], scale, blocks,

@@ -1,11 +1,11 @@
-"""The Hopper kernel of linear layers whose weights are codes with scales, for 1 to 64 token rows: the time is that of
+"""The Hopper kernel of linear layers with weights of codes and scales, for 1 to 64 token rows: the time is that of
 reading the codes. Its parts and its order of sums are those of `../few_rows.py`, with these differences.
 
-Codes of fp8 meet token rows of fp8 in the tensor cores as they are. Integers become bfloat16 in the registers of those
-threads that multiply with them; the weight is arranged for that when it is loaded (`arrange`), so that a thread finds
-its bytes side by side. Sums of 128 columns are brought to float32, since tensor cores add fp8 with fewer bits, and have
-their scales there; scales of fewer columns, and offsets, are applied to the numbers in bfloat16. One or
-two groups of four warps multiply, each with 64 outputs, and share the token rows.
+Fp8 codes and fp8 token rows go to the tensor cores as they are. Integers become bfloat16 in the registers of the
+threads that multiply with them; the weight is rearranged for that when it is loaded (`arrange`), so that a thread's
+bytes are side by side. Tensor cores add fp8 with fewer bits, so sums of 128 columns are moved to float32 and multiplied
+by their scales there. Scales of fewer columns, and offsets, are applied to the numbers in bfloat16. One or two groups
+of four warps multiply, each with 64 outputs, and share the token rows.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RING_BYTES, LARGE_RING_BYTES = 100 << 10, 204 << 10  # two programs share a mult
 
 @dataclass(frozen=True)
 class CodedPlan:
-    """How a product is shared out among programs."""
+    """How a product is divided among programs."""
 
     rows: int  # token rows of a tile: 16, 32 or 64
     warp_groups: int  # of 64 outputs each
@@ -55,7 +55,7 @@ class CodedPlan:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread at the start, and of one that multiplies if two groups of warps do."""
+        """Registers per thread at the start, and of a thread that multiplies if two groups of warps do."""
         if self.warp_groups == 1:
             return (168 if self.fills else 128), 0
         return (168, 232) if self.fills else (80, 96)
@@ -70,7 +70,7 @@ def scale_kind(weight: Scaled) -> int:
 
 
 def step_group(weight: Scaled) -> int:
-    """Columns of a step that share a scale."""
+    """Return how many columns of a step share a scale."""
     return min(weight.group, COLUMNS.value)
 
 
@@ -79,7 +79,7 @@ def padded_scales(rows: int) -> int:
 
 
 def step_bytes(weight: Scaled, rows: int, warp_groups: int) -> int:
-    """Bytes of shared memory of one step."""
+    """Return the bytes of shared memory that one step takes."""
     codes = OUTPUTS.value * COLUMNS.value // codes_per_byte(weight.code)
     groups = COLUMNS.value // step_group(weight)
     scales = groups * weight.scales.element_size() if scale_kind(weight) in (OF_STEPS.value, OF_GROUPS.value) else 0
@@ -96,8 +96,9 @@ def make_plan(weight: Scaled, rows: int, warp_groups: int, splits: int, fills: b
 
 @lru_cache(maxsize=1024)
 def choose(num_rows: int, n: int, k: int, code: str, kind: int, is_gated: bool, sms: int) -> tuple[int, int, int, bool]:
-    """(token rows of a tile, groups of warps, splits, whether a program fills a multiprocessor), as they were measured.
-    Scales of steps are work for the warps, so that more programs on a multiprocessor are faster. n: all outputs."""
+    """Return the fastest measured (token rows of a tile, groups of warps, splits, whether one program fills a
+    multiprocessor). If steps have scales, the warps have more work, so more programs on a multiprocessor are faster. n:
+    all outputs."""
     rows = next(rows for rows in tile_rows(code) if num_rows <= rows)
     steps, tiles = k // COLUMNS.value, cdiv(n, OUTPUTS.value)
     if is_gated:
@@ -110,12 +111,12 @@ def choose(num_rows: int, n: int, k: int, code: str, kind: int, is_gated: bool, 
 
 
 def tile_rows(code: str) -> tuple[int, ...]:
-    """The numbers of token rows that a tile may have."""
+    """Return the numbers of token rows that a tile may have."""
     return TILE_ROWS[1:] if code == FP8 else TILE_ROWS
 
 
 def has_order(weight: Scaled, dtype: torch.dtype) -> bool:
-    """Whether some kernel, or the library's product of many token rows, reads this weight in an order of its own."""
+    """Whether some kernel, or the library's product for many token rows, reads this weight in a special order."""
     return dtype == torch.bfloat16 and is_hopper(weight.codes.device) and (weight.has_tiles or weight.has_blocks)
 
 
@@ -130,7 +131,7 @@ def plan_rows(num_rows: int, weight: Scaled, is_gated: bool, sms: int) -> CodedP
 
 
 def takes(x: torch.Tensor, weight: Scaled, rounding: int, activation: str | None = None) -> bool:
-    """Whether the kernel serves this product, or the activation of it."""
+    """Whether the kernel serves this product, with its activation if there is one."""
     n, k = weight.shape
     if not (1 <= x.shape[0] <= MAX_ROWS and is_hopper(x.device) and x.dtype == torch.bfloat16 and k % COLUMNS.value == 0
             and weight.factors is None):
@@ -146,9 +147,9 @@ def coded_rows(
     values: torch.Tensor, x_scales: torch.Tensor, weight: Scaled, bias: torch.Tensor | None, out: torch.Tensor, *,
     activation: str | None = None, plan: CodedPlan | None = None, pdl: bool | None = None,
 ) -> None:
-    """values [rows, k]: fp8 with scales [rows, groups], by group if there are several, for codes of fp8, bfloat16 for
-    all others. Writes out [rows, n], in bfloat16 or float32; with an activation, act(gate) * up of the product's halves
-    [rows, n / 2]."""
+    """Multiply values [rows, k]: fp8 with scales [rows, groups] (stored by group if there are several) for fp8 codes,
+    bfloat16 for all others. Writes out [rows, n] in bfloat16 or float32; with an activation, act(gate) * up of the
+    product's halves [rows, n / 2]."""
     device = out.device
     pdl = uses_pdl(device) if pdl is None else pdl
     counts = {out.shape[0], *(tile_rows(weight.code) if is_collecting() else ())}  # later steps have other rows

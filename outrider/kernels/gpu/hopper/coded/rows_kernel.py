@@ -1,4 +1,4 @@
-"""The Hopper kernel of `rows.py`: its parts, as the kinds of warps run them."""
+"""The Hopper kernel of `rows.py`, divided into what each kind of warp runs."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ _BYTES_TO_BF16 = gl.constexpr("""{
 
 @gluon.jit
 def _outputs_of(tile, WARP_GROUP: gl.constexpr, num_tiles, WARP_GROUPS: gl.constexpr, GATE: gl.constexpr):
-    """Which 64 outputs of the weight a group of warps has. With a gate the first group has the gate's outputs, and the
-    second the outputs of up that these multiply."""
+    """Return which 64 outputs of the weight a group of warps computes. With a gate, the first group has gate outputs,
+    and the second the up outputs that these multiply."""
     if GATE:
         return tile + WARP_GROUP * num_tiles
     else:
@@ -58,7 +58,7 @@ def _outputs_of(tile, WARP_GROUP: gl.constexpr, num_tiles, WARP_GROUPS: gl.const
 def _fetch_weights(tiles, ring, slot, tile, step, num_tiles, num_steps, CODE: gl.constexpr, WARP_GROUPS: gl.constexpr,
                    SCALES: gl.constexpr, GROUP: gl.constexpr, HAS_SHIFTS: gl.constexpr, GATE: gl.constexpr,
                    BYTES: gl.constexpr):
-    """Starts the copies of one step's codes and scales. BYTES: all that the step has."""
+    """Start the copies of one step's codes and scales. BYTES: the bytes of the whole step."""
     x_tiles, xs_tiles, w_tiles, s_tiles, z_tiles = tiles
     rows, x_scales, weights, scales, shifts, ready, free = ring
     TILES: gl.constexpr = 2 if CODE == _INT8 else 1
@@ -118,10 +118,11 @@ def _fetch(
 
 @gluon.jit
 def int4_halves(packed, LAYOUT: gl.constexpr):
-    """(columns 0 to 63, columns 64 to 127) of 64 outputs in bfloat16, of the bytes [32, 128] that `arrange` made.
+    """Unpack the bytes [32, 128] that `arrange` made: (columns 0 to 63, columns 64 to 127) of 64 outputs in bfloat16.
 
     Four bytes of a thread hold two neighbouring columns of two outputs: low bits of the first half, high bits of the
-    second one."""
+    second.
+    """
     packed = packed.reshape([2, 4, 4, 2, 4, 4, 2, 2]).permute((1, 6, 2, 3, 0, 5, 4, 7)).reshape([64, 64])
     packed = gl.convert_layout(packed, LAYOUT, assert_trivial=True)
     return gl.inline_asm_elementwise(
@@ -132,7 +133,7 @@ def int4_halves(packed, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def int8_half(packed, LAYOUT: gl.constexpr):
-    """64 columns of 64 outputs in bfloat16, of the bytes [32, 128] of int8 codes that `arrange` made."""
+    """Unpack the bytes [32, 128] of int8 codes that `arrange` made: 64 columns of 64 outputs in bfloat16."""
     packed = packed.reshape([2, 4, 4, 2, 4, 4, 2, 2]).permute((1, 6, 2, 3, 0, 5, 4, 7)).reshape([64, 64])
     packed = gl.convert_layout(packed, LAYOUT, assert_trivial=True)
     return gl.inline_asm_elementwise(_BYTES_TO_BF16, "=r,=r,r", [packed], dtype=gl.bfloat16, is_pure=True, pack=4)
@@ -157,7 +158,7 @@ def load_groups(tile, HALF: gl.constexpr, GROUP: gl.constexpr, OPERAND: gl.const
 @gluon.jit
 def _scaled(numbers, at, ring, HALF: gl.constexpr, GROUP: gl.constexpr, HAS_SHIFTS: gl.constexpr,
             OPERAND: gl.constexpr):
-    """numbers [64, 64], the operand of a product, times the scales of their groups, plus the offsets."""
+    """Multiply numbers [64, 64], the operand of a product, by the scales of their groups, and add the offsets."""
     rows, x_scales, weights, scales, shifts, ready, free = ring
     scale = load_groups(scales.index(at), HALF, GROUP, OPERAND)
     if HAS_SHIFTS:
@@ -173,8 +174,8 @@ def _scaled(numbers, at, ring, HALF: gl.constexpr, GROUP: gl.constexpr, HAS_SHIF
 def _product(slot, ring, acc, WARP_GROUP: gl.constexpr, CODE: gl.constexpr, WARP_GROUPS: gl.constexpr,
              SCALES: gl.constexpr, GROUP: gl.constexpr,
              HAS_SHIFTS: gl.constexpr, IS_OLD: gl.constexpr, LAYOUT: gl.constexpr):
-    """The sums of one step, without scales. acc: has their shape and layout. With scales of groups `acc` holds the sums
-    so far, and the step's sums are added to it."""
+    """Return the sums of one step, without scales. acc: has their shape and layout. If scales belong to groups, `acc`
+    holds the sums so far, and the step's sums are added to it."""
     rows, x_scales, weights, scales, shifts, ready, free = ring
     at = slot * WARP_GROUPS + WARP_GROUP
     if CODE == _FP8:

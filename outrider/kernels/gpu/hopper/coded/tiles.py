@@ -1,10 +1,10 @@
-"""The Hopper kernel of linear layers whose weights are int4 or int8 codes in tiles, for more token rows than
-`rows.py` takes and fewer than a prompt has.
+"""The Hopper kernel of linear layers whose weights are int4 or int8 codes in tiles, for more token rows than `rows.py`
+serves and fewer than a long prompt has.
 
 Writing the weight's numbers to memory and reading them again takes several times as long as reading the codes. Here
 codes become numbers in the registers from which tensor cores read them, once for every tile of token rows. Each number
-is rounded to bfloat16 with its scale, as if it had been written. With thousands of token rows the library's product
-saves more than writing the numbers costs.
+is rounded to bfloat16 with its scale, as if it had been written. With thousands of token rows the library's product is
+so much faster that writing the numbers pays.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class TileShape:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread at the start, and of one that multiplies if two groups of warps do."""
+        """Registers per thread at the start, and of a thread that multiplies if two groups of warps do."""
         return (255, 0) if self.warp_groups == 1 else (168, 232)
 
 
@@ -68,7 +68,7 @@ SHAPES = (TileShape(128, 2, 1, 1.0), TileShape(64, 2, 1, 0.7), TileShape(128, 2,
 
 @dataclass(frozen=True)
 class TilePlan:
-    """How a product is shared out among programs."""
+    """How a product is divided among programs."""
 
     shape: TileShape
     splits: int  # programs that share the inner dimension of a tile
@@ -77,12 +77,12 @@ class TilePlan:
 
 
 def step_group(weight: Scaled) -> int:
-    """Columns of a step that share a scale."""
+    """Return how many columns of a step share a scale."""
     return min(weight.group, COLUMNS.value)
 
 
 def step_bytes(weight: Scaled, shape: TileShape) -> int:
-    """Bytes of codes, scales and shifts of one step."""
+    """Return the bytes of one step's codes, scales and shifts."""
     groups = COLUMNS.value // step_group(weight)
     shifts = 0 if weight.shifts is None else weight.shifts.element_size()
     codes = COLUMNS.value // codes_per_byte(weight.code)
@@ -90,7 +90,7 @@ def step_bytes(weight: Scaled, shape: TileShape) -> int:
 
 
 def make_plan(weight: Scaled, shape: TileShape, splits: int, out_bytes: int) -> TilePlan:
-    """out_bytes: of a number of the result."""
+    """Make the plan for a tile and a number of splits. out_bytes: bytes of one number of the result."""
     exchange = shape.warp_groups * OUTPUTS.value * STORED_ROWS.value * out_bytes
     room, step, half = SHARED_BYTES - exchange, step_bytes(weight, shape), 2 * shape.rows * HALF.value
     # Token rows come from the card's cache, codes from its memory: these have a step more.
@@ -100,7 +100,7 @@ def make_plan(weight: Scaled, shape: TileShape, splits: int, out_bytes: int) -> 
 
 @lru_cache(maxsize=1024)
 def choose(num_rows: int, n: int, k: int, is_gated: bool, sms: int) -> tuple[TileShape, int]:
-    """(the tile, splits) that are expected to take least time. n: all outputs."""
+    """Return the (tile, splits) with the least expected time. n: all outputs."""
     steps = k // COLUMNS.value
 
     def num_programs(shape: TileShape, splits: int) -> int:
@@ -121,14 +121,14 @@ def choose(num_rows: int, n: int, k: int, is_gated: bool, sms: int) -> tuple[Til
 
 
 def has_kernel(weight: Scaled, device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernel multiplies with this weight, if it has the token rows."""
+    """Whether the kernel serves this weight, for some numbers of token rows."""
     return (is_hopper(device) and dtype == torch.bfloat16 and weight.code in (INT4, INT8) and weight.is_tiled
             and weight.factors is None)
 
 
 def takes(x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None = None, rounding: int = 0,
           activation: str | None = None) -> bool:
-    """Whether the kernel serves this product, or the activation of it."""
+    """Whether the kernel serves this product, with its activation if there is one."""
     if not (coded_rows.MAX_ROWS < x.shape[0] <= MAX_ROWS and rounding == 0 and has_kernel(weight, x.device, x.dtype)):
         return False
     return activation is None or (activation in GATES and weight.shape[0] % (2 * OUTPUTS.value) == 0)
@@ -159,8 +159,8 @@ def coded_tiles(
     x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None, out_dtype: torch.dtype, *,
     activation: str | None = None, plan: TilePlan | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """[rows, n] of any number of token rows. With an activation: act(gate) * up of the product's halves [rows, n / 2].
-    While launches are collected, the launches of later steps are collected too."""
+    """Return the product [rows, n] for any number of token rows; with an activation, act(gate) * up of its halves
+    [rows, n / 2]. While launches are collected, the launches of later steps are collected too."""
     name, (n, k), device = "coded_tiles", weight.shape, x.device
     require_tensor(name, "x", x, (None, k), device, (torch.bfloat16,))
     require_tensor(name, "weight", weight.codes, (n, None), device, (weight.codes.dtype,))
@@ -187,8 +187,8 @@ def coded_tiles(
 
 
 def later_choices(n: int, k: int, is_gated: bool, sms: int) -> Iterable[tuple[TileShape, int]]:
-    """Tiles of all numbers of token rows that the kernel serves, of which later steps have some, with and without
-    splits as they need it: their number is not compiled in."""
+    """Return the tiles for all numbers of token rows that the kernel serves, which later steps may have, each with and
+    without splits as needed. The number of splits is not compiled in."""
     counts = range(coded_rows.MAX_ROWS + 1, MAX_ROWS + 1, min(shape.rows for shape in SHAPES))
     chosen = (choose(count, n, k, is_gated, sms) for count in counts)
     return {(shape, splits > 1): (shape, splits) for shape, splits in chosen}.values()

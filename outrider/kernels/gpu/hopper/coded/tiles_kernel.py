@@ -1,8 +1,9 @@
-"""The Hopper kernel of `tiles.py`: its parts, as the kinds of warps run them.
+"""The Hopper kernel of `tiles.py`, divided into what each kind of warp runs.
 
-One warp fetches. Codes with their scales, and 64 columns of token rows, lie in two rings, because a tile has many more
-bytes of token rows than of codes. One or two groups of four warps multiply: each makes bfloat16 numbers of its codes in
-the registers from which tensor cores read them, for one or two times 64 outputs, and all share the token rows.
+One warp fetches. Codes with their scales are in one ring, and 64 columns of token rows in another, because a tile has
+many more bytes of token rows than of codes. One or two groups of four warps multiply: each converts its codes to
+bfloat16 numbers in the registers from which tensor cores read them, for one or two times 64 outputs, and all share the
+token rows.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ _INT8 = gl.constexpr(CODES.index(INT8))
 @gluon.jit
 def _outputs_of(tile, WARP_GROUP: gl.constexpr, BLOCK: gl.constexpr, N, WARP_GROUPS: gl.constexpr,
                 BLOCKS: gl.constexpr, GATE: gl.constexpr):
-    """Which 64 outputs of the weight a block of a group of warps has. With a gate the first block has the gate's
-    outputs, and the second the outputs of up that these multiply."""
+    """Return which 64 outputs of the weight a block of a group of warps has. With a gate, the first block has gate
+    outputs, and the second the up outputs that these multiply."""
     if GATE:
         return tile * WARP_GROUPS + WARP_GROUP + BLOCK * (N // (2 * OUTPUTS))
     else:
@@ -46,7 +47,7 @@ def _outputs_of(tile, WARP_GROUP: gl.constexpr, BLOCK: gl.constexpr, N, WARP_GRO
 def _fetch_weights(tiles, ring, turn, tile, step, num_steps, N, CODE: gl.constexpr, WARP_GROUPS: gl.constexpr,
                    BLOCKS: gl.constexpr, GROUP: gl.constexpr, SHIFTS: gl.constexpr, GATE: gl.constexpr,
                    BYTES: gl.constexpr, STAGES: gl.constexpr):
-    """Starts the copies of one step's codes and scales, which have BYTES."""
+    """Start the copies of one step's codes and scales, BYTES in all."""
     x_tiles, w_tiles, s_tiles, z_tiles = tiles
     rows, weights, scales, shifts, x_ready, x_free, ready, free = ring
     TILES: gl.constexpr = 2 if CODE == _INT8 else 1
@@ -67,7 +68,7 @@ def _fetch_weights(tiles, ring, turn, tile, step, num_steps, N, CODE: gl.constex
 
 @gluon.jit
 def _fetch_rows(tiles, ring, turn, token, step, ROWS: gl.constexpr, X_STAGES: gl.constexpr):
-    """Starts the copies of one step's token rows, each half as soon as there is room."""
+    """Start the copies of one step's token rows, each half as soon as there is room."""
     x_tiles, w_tiles, s_tiles, z_tiles = tiles
     rows, weights, scales, shifts, x_ready, x_free, ready, free = ring
     for part in gl.static_range(2):
@@ -105,8 +106,8 @@ def _fetch(
 @gluon.jit
 def _scaled(numbers, scales, shifts, PART: gl.constexpr, GROUP: gl.constexpr, SHIFTS: gl.constexpr,
             OPERAND: gl.constexpr):
-    """Multiply numbers [64, 64], half PART of a step's columns, by the scales of their groups and add the shifts;
-    rounded once."""
+    """Multiply numbers [64, 64], half PART of a step's columns, by the scales of their groups and add the shifts; round
+    once."""
     IN_HALF: gl.constexpr = min(GROUP, HALF)
     FIRST: gl.constexpr = PART if GROUP <= HALF else 0
     scale = load_groups(scales, FIRST, IN_HALF, OPERAND)
@@ -127,7 +128,7 @@ def _scaled(numbers, scales, shifts, PART: gl.constexpr, GROUP: gl.constexpr, SH
 
 @gluon.jit
 def _numbers(ring, at, CODE: gl.constexpr, GROUP: gl.constexpr, SHIFTS: gl.constexpr, OPERAND: gl.constexpr):
-    """(columns 0 to 63, columns 64 to 127) of 64 outputs in bfloat16."""
+    """Convert codes to bfloat16 numbers of 64 outputs: (columns 0 to 63, columns 64 to 127)."""
     rows, weights, scales, shifts, x_ready, x_free, ready, free = ring
     BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     if CODE == _INT8:
@@ -162,7 +163,8 @@ def _store(values, out, out_stride, output, token, M, N, ROWS: gl.constexpr):
 
 @gluon.jit
 def _sum_splits(acc, parts, counters, place, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """(whether this program is the last of the programs that share a block's sums, the block's sums if it is)."""
+    """Store a block's sums, and return (whether this program is the last of those that share the block, the sum of all
+    if it is)."""
     SIZE: gl.constexpr = OUTPUTS * ROWS
     splits = gl.num_programs(2)  # not compiled in: products of other shapes have other numbers
     row = gl.arange(0, OUTPUTS, layout=gl.SliceLayout(1, LAYOUT))
