@@ -1,10 +1,11 @@
 """Products of token rows with the experts they chose, whose weights are codes with scales (`kernels.scaled.Scaled`).
 
-Pairs are found as in `moe.py`, and an output is one chain of additions over the columns, as in `linear/scaled.py`: the
-weight is the first operand, fp8 codes meet rounded rows as they are, other codes become the dtype of x in registers. A
-tile of a gated product has as many rows of the gate as of what it gates. A pair's result depends on no other pair, nor
-on the tile, so exact mode has the same kernel. In ordinary mode codes of experts with many pairs become numbers first,
-some experts at a time, and a few pairs are left to `coded_rows.py`.
+Pairs (token row, chosen expert) are found as in `moe.py`. An output is one chain of additions over the columns, as in
+`linear/scaled.py`: the weight is the first operand, fp8 codes are multiplied with rounded rows as they are, and other
+codes become the dtype of x in registers. A tile of a gated product has as many gate rows as up rows. A pair's result
+does not depend on other pairs, nor on the tile, so exact mode has the same kernel. In ordinary mode the codes of
+experts with many pairs are first expanded to numbers, some experts at a time, and a few pairs are left to
+`coded_rows.py`.
 """
 
 from __future__ import annotations
@@ -154,9 +155,8 @@ def scaled_experts(
     as_numbers: bool | None = None, by_rows: bool | None = None, tile: ScaledTile | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.moe.scaled_experts`. as_numbers: whether codes are written as numbers to scratch memory first;
-    by_rows: whether each pair is multiplied by itself, on the vector units. None for the choice by shapes; a tile is
-    for neither."""
+    """See `kernels.moe.scaled_experts`. as_numbers: expand codes to numbers in scratch memory first. by_rows: multiply
+    each pair by itself, without tensor cores. None: choose by shapes. `tile` is used if neither is done."""
     name, device, (num_experts, hidden, width) = "scaled_experts", x.device, down.shape
     check_activation(name, activation, biases)
     rows = width if activation == "relu2" else 2 * width
@@ -210,8 +210,9 @@ def _product(
     activation: str | None, rounds: bool, as_numbers: bool, tile: ScaledTile | None, pdl: bool, is_second: bool,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[pairs, n], row p for pair p, from row p // pairs_per_row of x. is_second: x is made by a first product. bias
-    [experts, rows of a weight]: added before the activation, to products with codes alone."""
+    """Multiply pairs with their experts' weights: [pairs, n], where row p is pair p, from row p // pairs_per_row of x.
+    is_second: x is the result of a first product. bias [experts, rows of a weight]: added before the activation, only
+    in products with codes."""
     group = min(weight.group, x.shape[1])
     assert not rounds or group == x.shape[1] or group % COLUMNS == 0, "sums of whole groups are scaled"
     values, x_scales = x, x

@@ -40,15 +40,15 @@ def _tanh(x):
 
 @gluon.jit
 def _exp2(x):
-    """Compute 2^x. gl.exp2 is a library function, which the compiler would have to link and to inline hundreds of
-    times."""
+    """Compute 2^x in one instruction. gl.exp2 is a library function, which the compiler would link and inline hundreds
+    of times."""
     return gl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 @gluon.jit
 def _mask(score, position, last, lowest, HAS_LOWEST: gl.constexpr):
-    """Put -inf in place of the scores of keys after `last` or before `lowest`. Otherwise the compiler would pack the
-    comparisons bit by bit into words, and unpack them again."""
+    """Put -inf in place of the scores of keys after `last` or before `lowest`. This is assembly, because the compiler
+    would pack the comparisons bit by bit into words and unpack them again."""
     if HAS_LOWEST:
         return gl.inline_asm_elementwise(
             "{ .reg .pred p; setp.gt.s32 p, $2, $3; setp.lt.or.s32 p, $2, $4, p; selp.f32 $0, 0fFF800000, $1, p; }",
@@ -106,8 +106,9 @@ def _add_other_half(score, turn, exchange, GROUP_INDEX: gl.constexpr):
 
 @gluon.jit
 def _hold(total):
-    """Keep the assembler from moving the wait for the values' product before the exponentials; it assumes that the wait
-    is cheap. It cannot move it past this store, which depends on all weights and is never carried out."""
+    """Keep the assembler from moving the wait for the values' product ahead of the exponentials, which it would do
+    because it assumes that the wait costs little. It cannot move the wait ahead of this store, which depends on all
+    weights and is never carried out."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $1, 0fBF800000; "
         "@p st.volatile.shared.b32 [a], $1; mov.b32 $0, $1; }",

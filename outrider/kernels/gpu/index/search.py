@@ -1,7 +1,7 @@
 """How kernels find the least score that is chosen: the parts that the kernels for few and for many token rows share.
 
-A context's scores are not sorted. A sample of them suggests a score that about twice as many scores reach as are to be
-chosen; the scores that reach it, the *candidates*, are listed. The least chosen score is then searched among them, in
+A context's scores are not sorted. A sample of them gives a bound, at or above which are about twice as many scores as
+are to be chosen; these scores, the *candidates*, are listed. The least chosen score is then searched among them, in
 registers: guess a score, count the candidates at or above it, narrow the range. A sample may mislead. Then too few
 candidates are listed, or more than there is room for, which shows, and the whole context is searched in memory: slower,
 but with the same result. So what is chosen does not depend on the sample. Scores are compared as integers in the same
@@ -52,9 +52,10 @@ def number(order):
 
 @triton.jit
 def guess_between(bottom, top, not_below, above, wanted, turn):
-    """Guess the score, as an ordered integer in (bottom, top], that exactly the best `wanted` scores reach. `not_below`
-    scores reach the bottom, and `above` scores are above the top. The guess assumes that scores are spread evenly
-    between the two. After some turns it is the middle of the integers instead, so that the search always ends."""
+    """Guess the score, as an ordered integer in (bottom, top], such that `wanted` scores are at or above it.
+    `not_below` scores are at or above the bottom, and `above` scores are above the top. The guess assumes that scores
+    are spread evenly between the two. After some turns it is the middle of the integers instead, so that the search
+    always ends."""
     middle = (bottom | top) - ((bottom ^ top) >> 1)
     share = (not_below - wanted).to(tl.float32) / ((not_below - above) * 1.0)
     share = tl.minimum(tl.maximum(share, 0.02), 0.98)
@@ -64,9 +65,9 @@ def guess_between(bottom, top, not_below, above, wanted, turn):
 
 @triton.jit
 def narrow(bottom, top, not_below, above, guess, enough, least_wanted, most_wanted):
-    """Narrow the range by one guess, which `enough` scores reach. Returns the range, with how many scores reach its
-    bottom and how many are above its top. The range becomes one integer as soon as the number of scores is as
-    wanted."""
+    """Narrow the range by one guess; `enough` scores are at or above the guess. Returns the range, how many scores are
+    at or above its bottom, and how many are above its top. The range becomes one integer as soon as the number of
+    scores is as wanted."""
     is_enough = enough >= least_wanted
     new_top = tl.where(is_enough, tl.where(enough <= most_wanted, guess, top), guess - 1)
     return tl.where(is_enough, guess, bottom), new_top, tl.where(is_enough, enough, not_below), tl.where(
@@ -75,17 +76,17 @@ def narrow(bottom, top, not_below, above, guess, enough, least_wanted, most_want
 
 @triton.jit
 def _taken(bottom, not_below, above, top_k):
-    """Return the result of `least_chosen` once the range is one integer. If exactly top_k scores reach that integer,
-    all of them are chosen. Otherwise the integer is a score itself: `above` scores are greater, and some of those equal
-    to it are chosen too."""
+    """Return the result of `least_chosen` once the range is one integer. If exactly top_k scores are at or above that
+    integer, all of them are chosen. Otherwise the integer is a score itself: `above` scores are greater, and some of
+    those equal to it are chosen too."""
     is_apart = not_below == top_k
     return tl.where(is_apart, bottom - 1, bottom), tl.where(is_apart, 0, top_k - above)
 
 
 @triton.jit
 def load_orders(own, start, low, high, SIZE: tl.constexpr):
-    """Load (positions, whether they are visible, their scores as ordered integers, the least integer where not
-    visible)."""
+    """Load (positions, whether they are visible, ordered scores). An invisible position has the least integer as its
+    score."""
     position = start + tl.arange(0, SIZE)
     is_visible = (position >= low) & (position < high)
     is_near = position < tl.cdiv(high, ALIGNED) * ALIGNED  # whole groups, as wide loads need
@@ -114,8 +115,8 @@ def _end_of_normal(share):
 
 @triton.jit
 def least_candidate(own, low, high, top_k, ROOM: tl.constexpr, SAMPLE: tl.constexpr):
-    """Return an ordered score that, judging by a sample, more than top_k scores of a context reach and fewer than ROOM.
-    The first guess assumes that scores are normally distributed."""
+    """Return an ordered score such that, judging by a sample, more than top_k and fewer than ROOM scores of a context
+    are at or above it. The first guess assumes that scores are normally distributed."""
     place = tl.arange(0, SAMPLE)
     step = (high - low) // (SAMPLE // _RUN)
     begin = tl.cdiv(low + place // _RUN * step, _RUN) * _RUN  # whole runs, as wide loads need

@@ -337,9 +337,10 @@ def unpacks_pairs(weight: Scaled, dtype: torch.dtype) -> bool:
 
 
 def _library_takes(weight: Scaled, rounding: int, out_dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether torch has the product: rows of both with one scale each, sizes that are multiples of 16; or 128 columns
-    of token rows, and 128 of as many outputs. In the latter the library reads rows of scales whose lengths it takes for
-    multiples of 4, and torch does not refuse others."""
+    """Whether torch has a kernel for this product. Either both weight rows and token rows have one scale each and sizes
+    are multiples of 16; or scales belong to 128 columns of token rows and to blocks of 128 x 128 of the weight. In the
+    second case the library reads rows of scales whose lengths it assumes to be multiples of 4, and torch does not
+    refuse others."""
     n, k = weight.shape
     if device.type != "cuda" or out_dtype != torch.bfloat16 or weight.code != FP8 or not rounding:
         return False
@@ -352,8 +353,8 @@ def _product_of_numbers(
     values: torch.Tensor, x_scales: torch.Tensor, weight: Scaled, rounding: int, dtype: torch.dtype,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Token rows that were rounded to fp8 are multiplied as the numbers of their codes: a product of few rows has the
-    same factors, but for the rounding of scaled numbers to `dtype`."""
+    """Multiply with the weight expanded to numbers. Token rows that were rounded to fp8 are expanded too, so that the
+    factors are those of a product of few rows, except that scaled numbers are rounded to `dtype`."""
     (n, k), num_rows, device = weight.shape, values.shape[0], values.device
     x = expand(Scaled(FP8, rounding, values, x_scales), dtype) if rounding else values
     out = torch.empty(num_rows, n, dtype=out_dtype, device=device)
@@ -369,8 +370,8 @@ def _product_of_numbers(
 
 
 def outputs_at_once(n: int, k: int) -> int:
-    """How many outputs of a weight [n, k] are expanded to numbers in scratch memory at once: all outputs, or pieces of
-    about the same size."""
+    """Return how many outputs of a weight [n, k] are expanded to numbers in scratch memory at once: all of them, or
+    pieces of about the same size."""
     return cdiv(cdiv(n, cdiv(n * k, MAX_NUMBERS)), COLUMNS) * COLUMNS
 
 
