@@ -88,8 +88,8 @@ class PageChanges:
 
 
 class DeltaReach(enum.Flag):
-    """The kinds of matrix products that row deltas (LoRA) change. A captured step only has the delta kernels of certain
-    kinds, so that adapters of linear layers do not pay for those of experts, embeddings or latents."""
+    """The kinds of matrix products that row deltas change. A captured step only has the delta kernels of certain
+    kinds, so that deltas of linear layers do not pay for those of experts, embeddings or latents."""
 
     NOTHING = 0
     LINEARS = enum.auto()

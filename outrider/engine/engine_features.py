@@ -77,9 +77,10 @@ class EngineFeatures:
         """Add a feature that requests ask for. It is registered last, so that an interrupt leaves no half-made feature
         behind."""
         keeper = feature.make_keeper(self._tools)
+        if name not in self._in_worker:
+            self._in_worker[name] = self._tools.begin(MakeFeature(name)) if has_worker_half(name) else done_errand()
         if keeper is not None:
             self.keepers.add(keeper)
-        self._in_worker[name] = self._tools.begin(MakeFeature(name)) if has_worker_half(name) else done_errand()
         self._made[name] = feature
 
     def _serving(self, params: SamplingParams) -> list[EngineFeature]:

@@ -5,7 +5,7 @@ A model passes one context to every layer, feed-forward and product. The context
 - the caches of the layers, bound to the step (`attend`);
 - each token's place in its request (`positions`), and the place that ropes turn by (`rope_positions`);
 - vectors that replace the embeddings of token ids at some rows (`given_rows`);
-- changes to the matrix products of some rows, such as LoRA adapters (`deltas`).
+- changes to the matrix products of some rows, such as low-rank ones (`deltas`).
 
 A part that computes only some of the rows passes on the context of these rows (`of_rows`), so a product always knows
 its rows. Draft heads and prediction modules are called in the same way. A layer that is one native call applies deltas
@@ -66,7 +66,7 @@ class LinearLayer(Protocol):
 
 @dataclass(frozen=True)
 class StepFactors:
-    """The low-rank factors (LoRA) of a step's row deltas, as tables that a kernel for a whole layer reads itself."""
+    """The low-rank factors of a step's row deltas, as tables that a kernel for a whole layer reads itself."""
 
     rows: RowSlots
     tables: DeltaTables
@@ -74,7 +74,7 @@ class StepFactors:
 
 
 class RowDeltas(ABC):
-    """Row deltas (LoRA): what each request of a step adds to the matrix products of its token rows. The results of
+    """Row deltas: what each request of a step adds to the matrix products of its token rows. The results of
     modules and token rows without deltas are the same, bit for bit, as in a step without any."""
 
     @abstractmethod
@@ -144,7 +144,7 @@ class ProductChange:
 
 
 class DeltaSource(StepPart):
-    """The base class of a feature that gives requests their row deltas, such as LoRA adapters. It learns which deltas a
+    """The base class of a feature that gives requests their row deltas, such as low-rank ones. It learns which deltas a
     request uses when the request is admitted to a row."""
 
     @property

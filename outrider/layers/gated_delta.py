@@ -98,7 +98,7 @@ class GatedDelta(TokenMixer):
     def __init__(self, index: int, hidden_size: int, shape: GatedDeltaShape, eps: float, *, is_interleaved: bool,
                  dtype: torch.dtype, device: torch.device, gate: str = "silu") -> None:
         """is_interleaved: the checkpoint has two projections, ordered key head by key head, instead of four. A GGUF
-        file of Qwen3-Next has four, but LoRA adapters are made for the two. gate: the activation of the output gate,
+        file of Qwen3-Next has four, but low-rank deltas are made for the two. gate: the activation of the output gate,
         silu or sigmoid."""
         self.index = index
         self.mixer = GatedDeltaMixer(shape, dtype=dtype, device=device)

@@ -101,7 +101,7 @@ class Linear(FormatModule[LinearFormat]):
 
 class JointMatrix(NamedTuple):
     """A matrix that other files of the same model have instead of several of a layer's matrices, which it stores head
-    by head. LoRA adapters for the joint matrix also work with checkpoints that have separate matrices."""
+    by head. Low-rank deltas for the joint matrix also work with checkpoints that have separate matrices."""
 
     parts: tuple[str, ...]  # names of the layer's own matrices
     layout: HeadLayout

@@ -1,4 +1,6 @@
-"""RowResource: what a request needs on the device to run, beside a row and pages, such as an adapter. No torch.
+"""RowResource: what a request needs on the device to run, beside a row and pages, such as a slot on the device.
+
+No torch.
 
 A feature gives the scheduler its resources. A request for which a resource has no room waits, and other requests may
 start before it. Once it has waited for long, no other request that needs the resource may, of whatever tenant.

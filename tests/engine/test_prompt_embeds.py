@@ -13,6 +13,7 @@ import torch
 from outrider import LLM, PoolingParams, SamplingParams
 from outrider.config import EngineConfig
 from outrider.engine.start import start_engine
+from outrider.features.embeddings.reader import place_embeds
 from outrider.models.base import Model
 from tests.drafters.checkpoints import make_drafter
 from tests.drafters.rig import DraftRig
@@ -153,6 +154,14 @@ def test_other_embeddings_and_ids_share_no_page() -> None:
         for ask in (Ask([0] * 32, greedy(2)), Ask(SHARED, greedy(2)), Ask([], greedy(2), embeds=other)):
             assert rig.run([ask])[0].metrics.num_cached_tokens == 0
         assert rig.run([Ask([], greedy(2), embeds=embeds)])[0].metrics.num_cached_tokens == 16
+
+
+def test_keys_tell_embeddings_of_other_types_apart() -> None:
+    """The bytes of values and positions together are equal: position 0 ends the doubles."""
+    floats, positions = np.arange(1, 7, dtype=np.float32).reshape(3, 2), [0, 1, 2]
+    doubles = np.frombuffer(floats.tobytes() + bytes(8), dtype=np.float64).reshape(2, 2)
+    one, other = place_embeds(floats, positions, 3), place_embeds(doubles, [1, 2], 3)
+    assert one.cache_key != other.cache_key
 
 
 @pytest.mark.parametrize(("embeds", "message"), [

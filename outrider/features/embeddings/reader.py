@@ -67,7 +67,8 @@ def place_embeds(values: NDArray[np.floating], given: Sequence[Any] | None, num_
     if len(places) != len(values):
         raise ValueError(f"prompt_embeds has {len(values)} embeddings and prompt_embeds_positions has {len(places)}")
     positions = np.array(places, dtype=np.int64)
-    digest = hashlib.blake2b(values.data, digest_size=16)
+    digest = hashlib.blake2b(f"{values.dtype} {values.shape} ".encode(), digest_size=16)
+    digest.update(values.data)
     digest.update(positions.data)
     return PromptEmbeds(values, positions, digest.hexdigest())
 
