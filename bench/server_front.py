@@ -48,7 +48,8 @@ class FakeEngine:
         self.stats = EngineStats()
         self.limits = SimpleNamespace(max_requests=1024, max_len=1 << 20, vocab_size=1000)
         self.model = SimpleNamespace(name="fake", limits=self.limits, tokenizer=None)
-        self.checks = SimpleNamespace(grammars=None, check_all=self._check_all)
+        no_features = SimpleNamespace(start_check=lambda *_: None)
+        self.checks = SimpleNamespace(features=no_features, check_all=self._check_all)
         self.runner = SimpleNamespace(close=lambda: None)
         self.pause = Pause()
         self._live: dict[str, list[Any]] = {}  # key, tokens that are left

@@ -59,6 +59,7 @@ BY_NAME = {
     "hf_overrides": {"empty dict", "dict"}, "profiler_dir": {"text", "number as text"},
     "logits_processors": {"empty list"}, "kv_cache_dtype_skip_layers": {"empty list"},
     "extra_args": {"empty dict", "dict"},
+    "receipt_key_file": {"text", "number as text"},
     "kv_cache_memory_bytes": set(), "synthetic_acceptance_length": set(), "repetition_penalty": {"0.5"},
 }
 NOT_HALF = {"synthetic_acceptance_length"}  # a run has one token at least
@@ -166,7 +167,7 @@ FLAG_ACCEPTS = {
     "kv_events_config": {"{}"}, "speculative_config": {"null"},
     "pad_requests": {""}, "pad_tokens": {""}, "stop_token_ids": {""},
     **dict.fromkeys(("stop", "bad_words", "tokenizer", "revision", "download_dir",
-                     "ignore_config_keys", "profiler_dir"), set(FLAG_WORDS) - {""}),
+                     "ignore_config_keys", "profiler_dir", "receipt_key_file"), set(FLAG_WORDS) - {""}),
 }
 PARSER = cli.build_parser()
 
