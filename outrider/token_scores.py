@@ -11,7 +11,7 @@ from math import inf
 from typing import Annotated
 
 from outrider.core.fields import INT32, OneOf, Range, check_value
-from outrider.core.outputs import Logprob, RequestOutput
+from outrider.core.outputs import Logprob, RequestOutput, WeightSpan
 from outrider.core.params import MAX_LOGPROBS_ALL, SamplingParams, need_sampling_params
 
 MODES = {"raw": "raw", "processed": "processed", "raw_logprobs": "raw", "processed_logprobs": "processed"}
@@ -29,7 +29,8 @@ class TokenScores:
     top_logprobs: list[list[float] | None] = field(default_factory=list)
     # The tokens that the filters leave at each place, by rank, if they were asked for. None: too many tie.
     kept_ids: list[list[int] | None] | None = None
-    weights_version: int = 0  # how many updates of weights had come
+    weights_version: int | None = 0  # how many updates of weights had come. None: the scores are of several versions
+    weight_versions: list[WeightSpan] = field(default_factory=list)  # the tokens that were scored by each version
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,10 @@ class Scoring:
         """The scores in the output of a request with these parameters."""
         num = self.params.prompt_logprobs
         num_reported = vocab_size if num is None or num == MAX_LOGPROBS_ALL else min(num, vocab_size)
+        versions = output.prompt_weight_versions or output.outputs[0].weight_versions  # one token has no score
         scores = TokenScores(list(output.prompt_token_ids), kept_ids=[] if self.return_kept_ids else None,
-                             weights_version=output.outputs[0].weight_versions[-1].version)
+                             weights_version=versions[0].version if len(versions) == 1 else None,
+                             weight_versions=versions)
         for token, entry in zip(scores.token_ids, output.prompt_logprobs or (), strict=True):
             ranked = None if entry is None else _ranked(entry, num_reported)
             top = ranked if ranked is None or self.top_k == MAX_LOGPROBS_ALL else ranked[: self.top_k]

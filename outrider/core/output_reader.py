@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from outrider.core.any_output import Output
-from outrider.core.outputs import CompletionOutput, RequestOutput
+from outrider.core.outputs import CompletionOutput, RequestOutput, cut_starts
 from outrider.core.params import RequestOutputKind
 
 
@@ -32,6 +32,7 @@ class OutputReader:
             num_read, num_known = self._num_prompt_logprobs, len(part.prompt_logprobs)
             self._num_prompt_logprobs = max(num_read, num_known)
             part.prompt_logprobs = part.prompt_logprobs[num_read:]
+            part.prompt_version_starts = cut_starts(part.prompt_version_starts, num_read, num_known)
         return part
 
     def _keep_unread(self, sample: CompletionOutput) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from outrider.core.params import SamplingParams
 from outrider.core.step_messages import TokenLogprobs
@@ -25,11 +25,37 @@ class Logprob:
 
 
 class WeightSpan(NamedTuple):
-    """Tokens of a sample that came from one version of the weights: those from `start` on, up to `end`."""
+    """Tokens of a sample, or rows of a prompt, that came from one version of the weights: those from `start` on, up to
+    `end`."""
 
     version: int  # how many updates of weights were complete
     start: int
     end: int
+
+
+# (version of the weights, its first position), in order. Positions before the first start are those of version 0.
+VersionStarts: TypeAlias = tuple[tuple[int, int], ...]
+
+
+def weight_spans(starts: VersionStarts, num: int) -> list[WeightSpan]:
+    """The versions that `num` positions came from."""
+    if not starts or starts[0][1]:
+        starts = ((0, 0), *starts)
+    ends = [*(start for _, start in starts[1:]), num]
+    return [WeightSpan(version, start, end) for (version, start), end in zip(starts, ends, strict=True)]
+
+
+def with_version(starts: VersionStarts, version: int, position: int) -> VersionStarts:
+    """The starts if positions from this one on come from this version."""
+    is_known = version == (starts[-1][0] if starts else 0)
+    return starts if is_known else (*starts, (version, position))
+
+
+def cut_starts(starts: VersionStarts, first: int, stop: int) -> VersionStarts:
+    """The starts of positions `first` to `stop`, counted from `first`."""
+    cut = [(version, max(0, start - first)) for version, start in starts if start < stop]
+    num_before = sum(start == 0 for _, start in cut)  # only the last of these has positions
+    return tuple(cut[max(0, num_before - 1) :])
 
 
 @dataclass
@@ -44,29 +70,20 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
     receipt: dict[str, Any] | None = field(default=None, repr=False)  # with its end, if the request asked for it
-    # (version of the weights, its first token), in order; tokens before the first start are those of version 0
-    version_starts: tuple[tuple[int, int], ...] = field(default=(), repr=False)
+    version_starts: VersionStarts = field(default=(), repr=False)
 
     @property
     def weight_versions(self) -> list[WeightSpan]:
         """The versions of the weights that the tokens came from."""
-        starts, num_tokens = self.version_starts, len(self.token_ids)
-        if not starts or starts[0][1]:
-            starts = ((0, 0), *starts)
-        ends = [*(start for _, start in starts[1:]), num_tokens]
-        return [WeightSpan(version, start, end) for (version, start), end in zip(starts, ends, strict=True)]
+        return weight_spans(self.version_starts, len(self.token_ids))
 
     def note_version(self, version: int) -> None:
         """Note that tokens that are added from now on come from this version of the weights."""
-        known = self.version_starts
-        if version != (known[-1][0] if known else 0):
-            self.version_starts = (*known, (version, len(self.token_ids)))
+        self.version_starts = with_version(self.version_starts, version, len(self.token_ids))
 
     def cut_versions(self, first: int, stop: int) -> None:
         """Keep only the weight versions of tokens `first` to `stop`, and count positions from `first`."""
-        starts = [(version, max(0, start - first)) for version, start in self.version_starts if start < stop]
-        num_before = sum(start == 0 for _, start in starts)  # only the last of these has tokens
-        self.version_starts = tuple(starts[max(0, num_before - 1) :])
+        self.version_starts = cut_starts(self.version_starts, first, stop)
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -156,6 +173,13 @@ class SampleEnd(NamedTuple):
     receipt: dict[str, Any] | None = None
 
 
+class PromptRows(NamedTuple):
+    """Log-probabilities of a prompt's tokens from `start` on. They replace the rows from there on that came before."""
+
+    start: int
+    entries: list[dict[int, Logprob] | None]
+
+
 class OutputIncrement(NamedTuple):
     """The part of a sample that one step added. A short tuple, because hundreds are made every step."""
 
@@ -164,7 +188,7 @@ class OutputIncrement(NamedTuple):
     text: str = ""
     logprobs: list[TokenLogprobs] | None = None
     end: SampleEnd | None = None
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    prompt_logprobs: PromptRows | None = None
     hidden: NDArray[np.float32] | None = None  # the result of a request for hidden states, with its end
 
 
@@ -177,6 +201,14 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     seed: int | None = None  # given with the request or drawn for it; the request repeated with it gives the same text
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
+    prompt_version_starts: VersionStarts = field(default=(), repr=False)
+
+    @property
+    def prompt_weight_versions(self) -> list[WeightSpan]:
+        """The versions of the weights that the rows of `prompt_logprobs` came from. If the request is computed again
+        after an update, all rows of a prompt that was not done come again."""
+        rows = self.prompt_logprobs
+        return weight_spans(self.prompt_version_starts, len(rows)) if rows and rows != [None] else []
 
     @classmethod
     def empty(cls, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams) -> RequestOutput:
@@ -197,9 +229,18 @@ class RequestOutput:
         if logprobs is not None:
             sample.add_logprobs(logprobs)
         if prompt_logprobs is not None and self.prompt_logprobs is not None:
-            self.prompt_logprobs += prompt_logprobs
+            self._add_prompt_rows(prompt_logprobs, version)
         if end is not None:
             sample.finish_reason, sample.stop_reason, sample.error, sample.receipt = end
+
+    def _add_prompt_rows(self, rows: PromptRows, version: int) -> None:
+        assert self.prompt_logprobs is not None
+        if not rows.entries:
+            return
+        del self.prompt_logprobs[rows.start :]
+        self.prompt_logprobs += rows.entries
+        kept = rows.start if rows.start > 1 else 0  # the first token has no row: a version that begins after it has all
+        self.prompt_version_starts = with_version(cut_starts(self.prompt_version_starts, 0, kept), version, kept)
 
     def cut_back(self) -> dict[int, list[int]]:
         """Cut each unfinished sample back to tokens from which it can be resumed, and return these tokens by sample
@@ -216,7 +257,7 @@ class RequestOutput:
                     del sample.logprobs[num_kept:]
                 known[sample.index] = list(sample.token_ids)
         if self.prompt_logprobs is not None and 0 in known:  # they come again, with the first sample
-            self.prompt_logprobs = [None]
+            self.prompt_logprobs, self.prompt_version_starts = [None], ()
         return known
 
     def fail(self, error: str) -> None:

@@ -156,9 +156,11 @@ class LiveRequests:
     def use_weights(self, version: int) -> None:
         """Set the version of the weights from which later tokens of all requests come."""
         self.weights_version = version
-        for _, sample in self._samples.values():
-            if isinstance(sample, SampleOutput):
-                sample.use_weights(version)
+        for live in self._live.values():
+            live.prompt_logprobs.use_weights(version)
+            for request, sample in live.samples:
+                if isinstance(sample, SampleOutput):
+                    sample.use_weights(version, in_place=request.settled.at_least > 0)
 
     # Outputs, which are added to `increments`
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from outrider.core import Finish, RequestResult, TokenLogprobs
 from outrider.core.failures import ExplainedFailure, OwnFailure
-from outrider.core.outputs import Logprob, OutputIncrement, SampleEnd, SampleKey, name_logprobs
+from outrider.core.outputs import Logprob, OutputIncrement, PromptRows, SampleEnd, SampleKey, name_logprobs
 from outrider.core.params import FORBID_ALL, FORBID_SOME, SamplingParams
 from outrider.engine.detokenize import Detokenizer, StopStrings
 from outrider.engine.text import Tokenizer, TokenTexts
@@ -25,8 +25,9 @@ class SampleOutput:
         self._detokenizer = None if own is None else Detokenizer(own, params.skip_special_tokens)
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output, params.min_tokens)
 
-    def use_weights(self, version: int) -> None:
-        """Set the version of the weights from which later tokens come."""
+    def use_weights(self, version: int, *, in_place: bool) -> None:
+        """Set the version of the weights from which later tokens come. in_place: the request goes on with what earlier
+        weights have computed of it."""
         self._key = self._key._replace(weights_version=version)
 
     def take(self, result: RequestResult) -> OutputIncrement:
@@ -97,13 +98,21 @@ class PromptLogprobsOutput:
         self._epoch = 0
         self._position = 1  # position of the next row
         self._num_entries = 1  # so far
+        self._first_version = key.weights_version  # of the weights, for the first row
+
+    def use_weights(self, version: int) -> None:
+        """Set the version of the weights from which later rows come."""
+        self._key = self._key._replace(weights_version=version)
 
     def take(self, epoch: int, chunk: list[TokenLogprobs]) -> OutputIncrement:
         """Add the log-probabilities that a step computed. After a preemption they are computed again from the first one
-        on, and known ones are dropped."""
+        on, and known ones are dropped, unless they are part of a prompt and came from older weights."""
         if epoch != self._epoch:
-            self._epoch, self._position = epoch, 1
-        first = max(0, self._num_entries - self._position)
+            self._begin_again(epoch)
+        start = self._num_entries
+        if start == 1:
+            self._first_version = self._key.weights_version
+        first = max(0, start - self._position)
         stop = max(first, self._prompt_len - self._position)  # rows past the prompt's last token speak of outputs
         rows = chunk[first:stop]
         if self._tokenizer is not None:
@@ -111,4 +120,10 @@ class PromptLogprobsOutput:
         entries: list[dict[int, Logprob] | None] = [name_logprobs(row) for row in rows]
         self._num_entries += len(entries)
         self._position += len(chunk)
-        return OutputIncrement(self._key, [], prompt_logprobs=entries)
+        return OutputIncrement(self._key, [], prompt_logprobs=PromptRows(start, entries))
+
+    def _begin_again(self, epoch: int) -> None:
+        self._epoch, self._position = epoch, 1
+        is_whole, is_old = self._num_entries == self._prompt_len, self._first_version != self._key.weights_version
+        if is_old and not is_whole:
+            self._num_entries = 1

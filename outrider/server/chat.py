@@ -12,7 +12,7 @@ from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
 from outrider.server.answer_json import write_answer
 from outrider.server.bodies import beside_loop
 from outrider.server.choice import ParsedChoice, plain_message
-from outrider.server.completions import prompt_logprobs_to_json
+from outrider.server.completions import mixed_versions_to_json, prompt_logprobs_to_json
 from outrider.server.errors import ApiError
 from outrider.server.forms import ForcedCalls, chat_form, forced_calls, with_allowed_tools
 from outrider.server.generation import (
@@ -132,6 +132,7 @@ class _Chat:
             "metrics": self._usage.metrics_to_json(), "prompt_logprobs": None, "prompt_token_ids": None}
         if last.prompt_logprobs is not None:
             answer["prompt_logprobs"] = prompt_logprobs_to_json(last.prompt_logprobs)
+            answer |= mixed_versions_to_json(last)
         if self._body.return_token_ids:
             answer["prompt_token_ids"] = last.prompt_token_ids
         return answer

@@ -90,8 +90,8 @@ class _Completion:
     def _answer(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = []
         for i, output in enumerate(outputs):
-            prompt = self._prompt_parts(output)
-            choices += [self._choice(prompt, sample, i * len(output.outputs) + sample.index)
+            prompt, versions = self._prompt_parts(output), mixed_versions_to_json(output)
+            choices += [self._choice(prompt, sample, i * len(output.outputs) + sample.index) | versions
                         for sample in output.outputs]
         return self._head | {"choices": choices, "usage": self._usage.to_json(),
                              "metrics": self._usage.metrics_to_json()}
@@ -201,6 +201,12 @@ class _Completion:
         tokenizer = self._service.host.llm.engine.model.tokenizer
         return TokenLog(tokenizer, skip_special_tokens, self._body.logprobs or 0, begin,
                         by_id=bool(self._body.return_tokens_as_token_ids))
+
+
+def mixed_versions_to_json(output: RequestOutput) -> dict[str, Any]:
+    """The field that says which of a prompt's log-probabilities came from which weights, if they came from several."""
+    versions = output.prompt_weight_versions
+    return {"prompt_weight_versions": versions} if len(versions) > 1 else {}
 
 
 def prompt_logprobs_to_json(entries: list[dict[int, Logprob] | None]) -> list[dict[str, Any] | None]:

@@ -89,4 +89,5 @@ def _to_json(index: int, scores: TokenScores) -> dict[str, Any]:
             "logprobs": [None if value is None else finite(value) for value in scores.logprobs],
             "ranks": scores.ranks, "top_ids": scores.top_ids,
             "top_logprobs": [None if top is None else list(map(finite, top)) for top in scores.top_logprobs],
-            "kept_ids": scores.kept_ids, "weights_version": scores.weights_version}
+            "kept_ids": scores.kept_ids, "weights_version": scores.weights_version,
+            "weight_versions": scores.weight_versions}

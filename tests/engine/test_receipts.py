@@ -326,6 +326,32 @@ def test_updated_weights_are_taken_at_the_users_word(folder: Path, tmp_path: Pat
     assert refused is not None and "updated while" in refused.findings[0]
 
 
+@pytest.mark.parametrize("in_place", [False, True])
+def test_an_update_within_the_prompt_is_told_if_its_pages_stay(in_place: bool, folder: Path, tmp_path: Path) -> None:
+    """Then the answer depends on both weights, though all its tokens are of the new ones."""
+    other = save_folder(tmp_path / "other", FAMILIES["llama"], seed=3)
+    byte_tokenizer().backend.save(str(other / "tokenizer.json"))
+    asked = replace(SAMPLED, prompt_logprobs=0, seed=4)
+    with LLM(str(folder), **ENGINE | {"max_num_batched_tokens": 16}) as llm:
+        llm.llm_engine.add_request("a", prompt_of(3, 70, VOCAB), asked)
+        while not any(len(output.prompt_logprobs or ()) > 1 for output in llm.llm_engine.step()):
+            continue
+        if in_place:
+            llm.pause_generation("keep", clear_cache=False)
+        llm.update_weights(str(other))
+        llm.resume_generation()
+        while llm.llm_engine.has_unfinished_requests():
+            for output in llm.llm_engine.step():
+                last = output
+    made = last.outputs[0].receipt
+    assert made is not None and last.outputs[0].weight_versions == [(1, 0, 24)]
+    assert made["weights_versions"] == ([[0, 0, 0]] if in_place else []) + [[1, 0, 24]]
+    with LLM(str(other), **ENGINE) as llm:
+        verdict = replay(llm, made)
+    assert verdict.is_equal != in_place
+    assert not in_place or "updated while" in verdict.findings[0]
+
+
 def test_what_no_receipt_can_tell_is_refused(folder: Path, tmp_path: Path) -> None:
     with LLM(str(folder), load_format="dummy", **ENGINE) as llm, pytest.raises(ValueError, match="load_format"):
         llm.generate([[1, 2]], SAMPLED, use_tqdm=False)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from outrider import LLM, SamplingParams, StructuredOutputsParams
-from outrider.core.outputs import RequestOutput
+from outrider.core.outputs import Logprob, RequestOutput
 from outrider.kernels import cpu as native
 from outrider.logits_processors import LogitsProcessor
-from outrider.token_scores import TokenScores
+from outrider.token_scores import Scoring, TokenScores
 from tests.engine.harness import prompt_of, save_folder
 from tests.engine.test_exact_mode import FAMILIES, VOCAB
 
@@ -174,3 +174,65 @@ def test_scores_say_which_weights_they_are_of(tmp_path: Path) -> None:
         llm.update_weights(str(other))
         (after,) = llm.score_tokens([1, 2, 3], use_tqdm=False)
     assert (before.weights_version, after.weights_version) == (0, 1) and before.logprobs != after.logprobs
+    assert before.weight_versions == [(0, 0, 3)] and after.weight_versions == [(1, 0, 3)]
+
+
+Rows = list[dict[int, Logprob] | None]
+
+
+def updated_in_its_prompt(llm: LLM, weights: str, params: SamplingParams, in_place: bool) -> tuple[RequestOutput, int]:
+    """The output of a prompt during which the weights were updated, and how many rows it had by then."""
+    llm.llm_engine.add_request("a", LONG, params)
+    before: Rows = [None]
+    while len(before) < 20:
+        for output in llm.llm_engine.step():
+            before = list(output.prompt_logprobs or before)
+    if in_place:
+        llm.pause_generation("keep", clear_cache=False)
+    llm.update_weights(weights)
+    llm.resume_generation()
+    while llm.llm_engine.has_unfinished_requests():
+        for output in llm.llm_engine.step():
+            last = output
+    return last, len(before)
+
+
+LONG = prompt_of(7, 90, VOCAB)
+CHUNKS = ENGINE | {"max_num_batched_tokens": 16, "dtype": "float64", "overlap": False}
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_rows_of_two_versions_are_never_mixed_silently(in_place: bool, tmp_path: Path) -> None:
+    """A prompt that is computed again after an update has rows of the new weights alone. One that goes on in place says
+    which rows are of which weights, and its scores are of no single version."""
+    folder = folder_of("llama", tmp_path)
+    other = str(save_folder(tmp_path / "other", FAMILIES["llama"], seed=5))
+    scoring = Scoring.from_arguments(None, 0, "raw", return_kept_ids=False)
+    with LLM(folder, **CHUNKS) as llm, LLM(other, **CHUNKS) as fresh:
+        (old,), (new,) = ([own.logprobs for own in each.score_tokens(LONG, use_tqdm=False)] for each in (llm, fresh))
+        output, num_before = updated_in_its_prompt(llm, other, scoring.params, in_place)
+        assert 20 <= num_before < len(LONG)
+        scores = scoring.read(output, VOCAB)
+    assert scores.weight_versions == output.prompt_weight_versions
+    if not in_place:
+        assert scores.weights_version == 1 and scores.weight_versions == [(1, 0, len(LONG))]
+        assert scores.logprobs[1:] == pytest.approx(new[1:], abs=1e-9)
+        return
+    (_, start, first), (version, then, end) = scores.weight_versions
+    assert scores.weights_version is None and (start, version, then, end) == (0, 1, first, len(LONG))
+    assert num_before <= first and scores.logprobs[1:first] == pytest.approx(old[1:first], abs=1e-9)
+    assert scores.logprobs[first:] != pytest.approx(old[first:], abs=1e-3)
+
+
+def test_a_prompt_that_was_done_keeps_its_rows(tmp_path: Path) -> None:
+    """They are of one version, and its tokens of two."""
+    folder, other = folder_of("llama", tmp_path), str(save_folder(tmp_path / "other", FAMILIES["llama"], seed=5))
+    with LLM(folder, **CHUNKS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=12, prompt_logprobs=0, ignore_eos=True)
+        outputs = llm.stream(LONG, params)
+        before = next(output for output in outputs if len(output.outputs[0].token_ids) > 3).prompt_logprobs
+        before = list(before or [])
+        llm.update_weights(other)
+        *_, last = outputs
+    assert last.prompt_logprobs == before and last.prompt_weight_versions == [(0, 0, len(LONG))]
+    assert [version for version, _, _ in last.outputs[0].weight_versions] == [0, 1]

@@ -8,8 +8,17 @@ import pickle
 import pytest
 
 from outrider.core import TokenLogprobs
-from outrider.core.outputs import CompletionOutput, Logprob, OutputIncrement, RequestMetrics, RequestOutput, SampleKey
-from outrider.core.params import SamplingParams, check_params
+from outrider.core.output_reader import OutputReader
+from outrider.core.outputs import (
+    CompletionOutput,
+    Logprob,
+    OutputIncrement,
+    PromptRows,
+    RequestMetrics,
+    RequestOutput,
+    SampleKey,
+)
+from outrider.core.params import RequestOutputKind, SamplingParams, check_params
 
 KEY = SampleKey("a", 0, 7, RequestMetrics())
 FIRST = TokenLogprobs((5, 5, 6), (-0.5, -0.5, -1.0), 1, ("five", "five", "six"))
@@ -75,3 +84,25 @@ def test_spans_of_versions_follow_growth_cuts_and_parts() -> None:
         part = CompletionOutput(0, token_ids=sample.token_ids[first:stop], version_starts=sample.version_starts)
         part.cut_versions(first, stop)
         assert part.weight_versions == expected
+
+
+def test_rows_of_a_prompt_are_named_by_version_and_replaced() -> None:
+    output = RequestOutput.empty("a", None, [1] * 9, SamplingParams(prompt_logprobs=0))
+    reader = OutputReader(RequestOutputKind.DELTA)
+    assert output.prompt_weight_versions == []
+
+    def grow(version: int, start: int, count: int) -> RequestOutput:
+        rows = PromptRows(start, [{1: Logprob(float(version), 1)}] * count)
+        output.grow(OutputIncrement(KEY._replace(weights_version=version), [], prompt_logprobs=rows))
+        return reader.read(output)
+
+    assert grow(2, 1, 3).prompt_weight_versions == output.prompt_weight_versions == [(2, 0, 4)]
+    assert grow(3, 4, 0).prompt_logprobs == [] and output.prompt_weight_versions == [(2, 0, 4)]
+    assert grow(3, 4, 2).prompt_weight_versions == [(3, 0, 2)]
+    assert output.prompt_weight_versions == [(2, 0, 4), (3, 4, 6)]
+    assert grow(4, 1, 2).prompt_logprobs == [] and output.prompt_weight_versions == [(4, 0, 3)]
+    assert grow(4, 3, 6).prompt_weight_versions == [(4, 0, 3)], "the three that the reader has not seen"
+    assert output.prompt_weight_versions == [(4, 0, 9)]
+    assert output.prompt_logprobs == [None, *[{1: Logprob(4.0, 1)}] * 8]
+    output.cut_back()
+    assert output.prompt_logprobs == [None] and output.prompt_weight_versions == []

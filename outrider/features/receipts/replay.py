@@ -39,7 +39,7 @@ def check_receipt(receipt: Receipt, key: bytes | None = None) -> Verdict | None:
     replayed."""
     found = faults(receipt, key)
     if not found and len(receipt["weights_versions"]) > 1:
-        found = ["weights_versions: the weights were updated while the tokens came, so no engine can repeat them"]
+        found = ["weights_versions: the weights were updated while the request ran, so no engine can repeat it"]
     return Verdict(REFUSED, findings=found) if found else None
 
 

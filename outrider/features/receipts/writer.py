@@ -96,8 +96,12 @@ class ReceiptOutput(SampleOutput):
         self._logprobs: list[float] = []
         self._versions = [(key.weights_version, 0)]  # with the first token of each
 
-    def use_weights(self, version: int) -> None:
-        super().use_weights(version)
+    def use_weights(self, version: int, *, in_place: bool) -> None:
+        """See SampleOutput. A version that goes on in place is told even if it has no tokens, since later tokens depend
+        on it."""
+        super().use_weights(version, in_place=in_place)
+        if not in_place and self._versions[-1][1] == len(self._token_ids):
+            self._versions.pop()
         self._versions.append((version, len(self._token_ids)))
 
     def replay(self, token_ids: list[int]) -> str:
@@ -119,8 +123,9 @@ class ReceiptOutput(SampleOutput):
 
     def _spans(self) -> list[tuple[int, int, int]]:
         """The versions of the weights, each with the first token that it computed and the token after its last."""
-        starts = [*self._versions, (0, len(self._token_ids))]
-        return [(version, start, end) for (version, start), (_, end) in pairwise(starts) if start < end]
+        num_tokens = len(self._token_ids)
+        starts = [*(own for own in self._versions if own[1] < num_tokens), (0, num_tokens)]
+        return [(version, start, end) for (version, start), (_, end) in pairwise(starts)]
 
     def _told(self, end: SampleEnd) -> dict[str, Any]:
         return {"token_ids": list(self._token_ids), "logprobs": list(self._logprobs),
