@@ -7,6 +7,7 @@ to a request is a field here, so that the code between the fronts and the worker
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from outrider.core.feature_parts import Part, RequestPart, find_part
@@ -55,6 +56,21 @@ class CheckedRequest:
     def is_masked(self) -> bool:
         """Whether a feature writes masks of the tokens that may be sampled."""
         return any(part.masks_tokens for part in self.parts)
+
+    @property
+    def is_ended_by_masks(self) -> bool:
+        """Whether a feature's masks decide where the text ends."""
+        return any(part.decides_end for part in self.parts)
+
+    @property
+    def min_tokens(self) -> int:
+        """The number of tokens before which the sampler forbids the ids that end the request."""
+        return 0 if self.is_ended_by_masks else self.sampling.min_tokens
+
+    def stop_ids(self, eos_ids: Sequence[int]) -> list[int]:
+        """The token ids that end the request, each once. eos_ids: those of the model."""
+        is_endless = self.sampling.ignore_eos and not self.is_ended_by_masks
+        return list(dict.fromkeys([*(() if is_endless else eos_ids), *(self.sampling.stop_token_ids or ())]))
 
     @property
     def cache_keys(self) -> tuple[str, ...]:

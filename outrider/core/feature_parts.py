@@ -23,6 +23,9 @@ class RequestPart:
     # Whether the feature decides which tokens may be sampled: it writes a mask for each logit row of the request, when
     # the host has its turn in a step (`runner/host_turn.py`).
     masks_tokens: ClassVar[bool] = False
+    # Whether these masks decide where the text may end: they allow an end id only there. The request then ends with one
+    # in spite of `ignore_eos`, and `min_tokens` is left to the feature.
+    decides_end: ClassVar[bool] = False
 
     @property
     def cache_key(self) -> str | None:

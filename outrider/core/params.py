@@ -178,18 +178,6 @@ class SamplingParams(metaclass=_SamplingParamsType):
     def has_penalties(self) -> bool:
         return self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
 
-    @property
-    def is_endless(self) -> bool:
-        """Whether the text goes on after the model's end ids. With structured outputs it never does: a text ends when
-        its form is complete."""
-        return self.ignore_eos and self.structured_outputs is None
-
-    @property
-    def edits_early_stops(self) -> bool:
-        """Whether the sampler forbids stop ids for min_tokens. Not with structured outputs, whose masks decide: a text
-        ends when its form is complete, however short it is."""
-        return self.min_tokens > 0 and self.structured_outputs is None
-
     @cached_property
     def is_plain(self) -> bool:
         """Whether the request only draws at its temperature: logits are neither edited, filtered nor reported."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 
 from outrider.core.fields import shown
 from outrider.core.limits import Limits
@@ -25,27 +25,29 @@ def bias_from_json(bias: Mapping[str, float]) -> dict[int, float]:
     return found
 
 
-def stop_ids_of(params: SamplingParams, eos_ids: Sequence[int]) -> list[int]:
-    """The token ids that end a request, each once."""
-    ids = [*(() if params.is_endless else eos_ids), *(params.stop_token_ids or ())]
-    return list(dict.fromkeys(ids))
-
-
-def check_token_ids(params: SamplingParams, eos_ids: Sequence[int], limits: Limits) -> None:
-    """Raise ValueError for token ids that the device cannot hold. Called before a request is admitted."""
-    stop_ids = stop_ids_of(params, eos_ids)
-    if len(stop_ids) > limits.max_stop_ids:
-        raise ValueError(f"{len(stop_ids)} stop token ids; at most {limits.max_stop_ids} are supported (max_stop_ids)")
+def check_token_ids(params: SamplingParams, limits: Limits) -> None:
+    """Raise ValueError for token ids that no token has. Called before a request is admitted."""
     bad_word_ids = [token for word in params.bad_words_token_ids for token in word]
     named: dict[str, Collection[int]] = {
-        "stop_token_ids": stop_ids,
+        "stop_token_ids": params.stop_token_ids or (),
         "logit_bias": params.logit_bias or (),
         "allowed_token_ids": params.allowed_token_ids or (),
         "bad_words": bad_word_ids,
     }
     for name, ids in named.items():
-        if ids and not 0 <= min(ids) <= max(ids) < limits.vocab_size:
-            token = next(token for token in ids if not 0 <= token < limits.vocab_size)
-            raise ValueError(f"{name}: token id {token} is outside the vocabulary of {limits.vocab_size}")
+        _check_vocabulary(name, ids, limits)
     if any(not word for word in params.bad_words_token_ids):
         raise ValueError("bad_words: a word has no tokens")
+
+
+def check_stop_ids(stop_ids: Collection[int], limits: Limits) -> None:
+    """Raise ValueError for ids, those of the model among them, with which the device cannot end a request."""
+    if len(stop_ids) > limits.max_stop_ids:
+        raise ValueError(f"{len(stop_ids)} stop token ids; at most {limits.max_stop_ids} are supported (max_stop_ids)")
+    _check_vocabulary("stop_token_ids", stop_ids, limits)
+
+
+def _check_vocabulary(name: str, ids: Collection[int], limits: Limits) -> None:
+    if ids and not 0 <= min(ids) <= max(ids) < limits.vocab_size:
+        token = next(token for token in ids if not 0 <= token < limits.vocab_size)
+        raise ValueError(f"{name}: token id {token} is outside the vocabulary of {limits.vocab_size}")

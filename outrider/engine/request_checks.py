@@ -17,7 +17,7 @@ from outrider.core.fields import check_value, did_you_mean, shown
 from outrider.core.hidden_params import HiddenParams, RequestParams
 from outrider.core.params import MAX_LOGPROBS_ALL, Priority, SamplingParams, check_params
 from outrider.core.prompts import NEEDED_KEYS, PROMPT_KEYS, Prompt
-from outrider.core.token_ids import check_token_ids
+from outrider.core.token_ids import check_stop_ids, check_token_ids
 from outrider.engine.engine_feature import Caller
 from outrider.engine.engine_features import EngineFeatures, PartMaker
 from outrider.engine.input_reader import InputReader
@@ -92,9 +92,12 @@ class RequestChecks:
         token_ids = tuple(find_ids())
         self._check_tokens(token_ids, max_len)
         inputs = [part for reader in readers for part in reader.make_parts(token_ids)]
-        return CheckedRequest(token_ids, params, text, priority, salt,
-                              has_ids=all(reader.has_ids for reader in readers),
-                              parts=(*inputs, *(make() for make in makers)))
+        request = CheckedRequest(token_ids, params, text, priority, salt,
+                                 has_ids=all(reader.has_ids for reader in readers),
+                                 parts=(*inputs, *(make() for make in makers)))
+        if request.generates:
+            check_stop_ids(request.stop_ids(self.model.eos_ids), self.model.limits)
+        return request
 
     def _own_ids(self, prompt: dict[str, Any]) -> Sequence[int]:
         """Return the token ids that a prompt gives, or tokenize its text."""
@@ -119,7 +122,7 @@ class RequestChecks:
         if params.stop_strings and self.model.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
-        check_token_ids(params, self.model.eos_ids, limits)
+        check_token_ids(params, limits)
         self.features.check_params(params)
         if params.receipt:
             self.model.receipts.check(params)

@@ -18,8 +18,9 @@ class HostTurn(StepPart):
 
     @abstractmethod
     def turn(self, batch: ScheduledBatch, *, runs_ahead: bool) -> None:
-        """Write what the sampler reads, such as masks (`RowMasks`). runs_ahead: the next step is queued before the
-        result of this one is read, so the part must guess drafts for the next step now."""
+        """Write what the sampler reads, such as masks (`RowMasks`, which combines those of several parts). runs_ahead:
+        the next step is queued before the result of this one is read, so the part must guess drafts for the next step
+        now."""
 
     def settle(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
         """Correct the result of a split step, before the next step is queued. Called only if steps do not run ahead.

@@ -151,6 +151,7 @@ class DeviceStep:
 
     def host_turn(self, batch: ScheduledBatch) -> None:
         """Let the features take their turns, between the two halves of a split step."""
+        self.state.sampling.masks.begin_step()
         self.turns.take(batch, self.clock)
 
     @property

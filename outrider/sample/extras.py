@@ -48,7 +48,7 @@ class StepNeeds:
             any_sampled=bool(sampled),
             any_allowed=any(p.allowed_token_ids is not None for p in asked),
             any_bad_words=any(p.bad_words_token_ids for p in asked),
-            any_min_tokens=any(p.edits_early_stops for p in asked),
+            any_min_tokens=any(p.min_tokens > 0 for p in asked),
             any_logit_bias=any(p.logit_bias for p in asked),
             any_repetition=any(p.repetition_penalty != 1 for p in asked),
             any_output_counts=any(p.presence_penalty != 0 or p.frequency_penalty != 0 for p in asked),

@@ -15,7 +15,6 @@ import torch
 from outrider.core import Admission, Axis, Limits
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.params import SamplingParams
-from outrider.core.token_ids import stop_ids_of
 from outrider.kernels import sampling_flags as flags
 from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.sampling_keys import SamplingKeys
@@ -67,7 +66,7 @@ class SamplingRows:
         field."""
         if not admissions:
             return
-        stops = [stop_ids_of(a.params, a.eos_ids) for a in admissions]
+        stops = [a.request.stop_ids(a.eos_ids) for a in admissions]
         width = self.stop_ids.shape[1]
         assert all(len(ids) <= width for ids in stops), f"more than {width} stop ids passed the request check"
         ints = [
@@ -110,8 +109,7 @@ def _int_fields(admission: Admission, num_stop_ids: int, places: ListPlaces, voc
     """Return the values of INT_FIELDS, in their order."""
     params = admission.params
     top_k = 0 if params.is_greedy else max(params.top_k, 0)
-    min_tokens = params.min_tokens if params.edits_early_stops else 0  # stages run for all rows if one asks for them
-    counts = (min_tokens, admission.prompt_len, admission.max_len, num_stop_ids)
+    counts = (admission.request.min_tokens, admission.prompt_len, admission.max_len, num_stop_ids)
     num_logprobs = NO_LOGPROBS if params.logprobs is None else params.logprobs
     asked = flags_of(admission.request, vocab)
     return [top_k, admission.request.seed, admission.sample_index, *counts, asked, num_logprobs, places.bias_start,
@@ -126,7 +124,7 @@ def flags_of(request: CheckedRequest, vocab: int) -> int:
         flags.ALLOWED: params.allowed_token_ids is not None,
         flags.BIAS: bool(params.logit_bias),
         flags.BAD_WORDS: bool(params.bad_words_token_ids),
-        flags.MIN_TOKENS: params.edits_early_stops,
+        flags.MIN_TOKENS: request.min_tokens > 0,
         flags.PENALTIES: params.has_penalties,
         flags.TOP_K: is_sampled and 0 < params.top_k < vocab,
         flags.TOP_P: is_sampled and params.top_p < 1,

@@ -16,7 +16,7 @@ PLAIN = SamplingParams()
 class Masks(RequestPart):
     """The part of a request whose tokens a test masks."""
 
-    masks_tokens = True
+    masks_tokens = decides_end = True
 
 
 def made_request(token_ids: Sequence[int], params: SamplingParams = PLAIN, *, seed: int = 0,

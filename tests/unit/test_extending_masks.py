@@ -1,5 +1,6 @@
-"""A feature from outside the package that masks tokens: grammars are not the only one that may. Its requests get the
-tokens that `allowed_token_ids` would give them, also with drafts and after preemptions."""
+"""Features from outside the package that mask tokens: grammars are not the only one that may. Their requests get the
+tokens that `allowed_token_ids` would give them, also with drafts and after preemptions. Two that mask one row leave it
+the tokens that both allow, and one that says so decides where a text ends."""
 
 from __future__ import annotations
 
@@ -39,15 +40,25 @@ class Only(RequestPart):
     token_ids: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class Also(Only):
+    """The part of a second feature."""
+
+
+@dataclass(frozen=True)
+class Ends(Only):
+    decides_end: ClassVar[bool] = True
+
+
 class OnlyRows(HostTurn):
-    def __init__(self, state: RowState, limits: Limits) -> None:
-        self._state, self._run = state, limits.extent(Axis.RUN)
+    def __init__(self, state: RowState, limits: Limits, kind: type[Only] = Only) -> None:
+        self._state, self._run, self._kind = state, limits.extent(Axis.RUN), kind
         self._rows: dict[int, Only] = {}
 
     def admit(self, admissions: Sequence[Admission]) -> None:
         for admission in admissions:
             self._rows.pop(admission.row, None)
-            if (part := admission.request.part(Only)) is not None:
+            if (part := admission.request.part(self._kind)) is not None:
                 self._rows[admission.row] = part
 
     def reset(self) -> None:
@@ -119,3 +130,59 @@ def test_masks_of_an_outside_feature_are_allowed_tokens(settings: dict[str, Any]
         assert InEngine.num_made == before + 1
         with pytest.raises(ValueError, match="only 'only' is known"):
             rig.engine.checks.check([5], greedy(3, extra_args={"other": 1}))
+
+
+def register(monkeypatch: pytest.MonkeyPatch, name: str, kind: type[Only]) -> None:
+    """A feature that masks the tokens of `extra_args[name]`."""
+    class Device(OnDevice):
+        def attach(self, step: DeviceStep, model: Model, limits: Limits) -> None:
+            step.take_turns(OnlyRows(step.state, limits, kind))
+
+    class Checks(EngineFeature):
+        reads_extra_args = True
+
+        def __init__(self, config: EngineConfig) -> None: ...
+
+        def part_maker(self, params: SamplingParams, caller: Caller | None) -> Callable[[], RequestPart] | None:
+            found = (params.extra_args or {}).get(name)
+            return None if found is None else lambda: kind(tuple(found))
+
+    monkeypatch.setitem(feature_list._registered, name, FeatureEntry(name, Device, Checks))
+
+
+@pytest.mark.parametrize("settings", [{}, {"speculative_config": DRAFTS}])
+def test_two_features_leave_a_row_the_tokens_that_both_allow(settings: dict[str, Any],
+                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, "only", Only)
+    register(monkeypatch, "also", Also)
+    one, other = list(range(4, 60)), list(range(30, 250))
+    with Rig(tiny_model("llama"), max_num_seqs=3, **settings) as rig:
+        wanted = tokens_of(rig.run([Ask(prompt, greedy(14, allowed_token_ids=ids))
+                                    for ids in (list(range(30, 60)), one, other) for prompt in PROMPTS]))
+        masked = [{"only": one, "also": other}, {"only": one}, {"also": other}]
+        found = tokens_of(rig.run([Ask(prompt, greedy(14, extra_args=lists))
+                                   for lists in masked for prompt in PROMPTS], after_step=rig.preempt))
+    assert found == wanted
+
+
+@pytest.mark.parametrize(("kind", "fields", "length", "reason"), [
+    (Ends, {"ignore_eos": True}, 1, "stop"), (Ends, {"min_tokens": 4}, 1, "stop"),
+    (Only, {"ignore_eos": True}, 6, "length"), (Only, {"min_tokens": 4}, 0, "error")])
+def test_masks_end_a_text_only_if_their_feature_says_so(kind: type[Only], fields: dict[str, Any], length: int,
+                                                        reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The masks allow the model's end id alone."""
+    register(monkeypatch, "only", kind)
+    with Rig(tiny_model("llama"), eos_ids=(9,)) as rig:
+        (output,) = rig.run([Ask(PROMPTS[0], SamplingParams(
+            temperature=0, max_tokens=6, extra_args={"only": [9]}, **fields))])
+    assert (len(output.outputs[0].token_ids), output.outputs[0].finish_reason) == (length, reason)
+
+
+def test_ids_that_end_a_text_are_counted_with_those_that_masks_bring(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(monkeypatch, "only", Ends)
+    with Rig(tiny_model("llama"), eos_ids=(9,)) as rig:
+        most = rig.engine.limits.max_stop_ids
+        params = greedy(4, stop_token_ids=list(range(10, 10 + most)), ignore_eos=True)
+        rig.engine.checks.check([5], params)
+        with pytest.raises(ValueError, match=f"{most + 1} stop token ids"):
+            rig.engine.checks.check([5], replace(params, extra_args={"only": [9]}))

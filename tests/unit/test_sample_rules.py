@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from outrider.core import Admission, Limits
 from outrider.core.params import SamplingParams
-from outrider.core.token_ids import check_token_ids, stop_ids_of
+from outrider.core.token_ids import check_stop_ids, check_token_ids
 from outrider.kernels import cpu as native
 from outrider.kernels import ops
 from outrider.sample import SamplingRows, StepExtras, StepNeeds
@@ -20,7 +20,7 @@ from outrider.sample.draw import draw_tokens
 from outrider.sample.extras import BadWords
 from outrider.sample.filters import keep_likely, scale
 from outrider.sample.sampler import sample_chunk
-from tests.unit.made_requests import made_admission
+from tests.unit.made_requests import Masks, made_admission, made_request
 from tests.unit.test_sample_reference import LIMITS, VOCAB, Case, make_batch
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
@@ -250,8 +250,10 @@ class Wide(TorchDispatchMode):
 
 class TestRows:
     def test_stop_ids_are_eos_and_the_requests_own_each_once(self) -> None:
-        assert stop_ids_of(SamplingParams(stop_token_ids=[4, 2]), (2, 3)) == [2, 3, 4]
-        assert stop_ids_of(SamplingParams(stop_token_ids=[4], ignore_eos=True), (2, 3)) == [4]
+        assert made_request([1], SamplingParams(stop_token_ids=[4, 2])).stop_ids((2, 3)) == [2, 3, 4]
+        endless = SamplingParams(stop_token_ids=[4], ignore_eos=True)
+        assert made_request([1], endless).stop_ids((2, 3)) == [4]
+        assert made_request([1], endless, parts=(Masks(),)).stop_ids((2, 3)) == [2, 3, 4], "its masks decide"
 
     def test_admitting_writes_its_rows_and_no_others(self) -> None:
         rows = SamplingRows(LIMITS, torch.device("cpu"))
@@ -281,5 +283,7 @@ class TestRows:
     ])
     def test_what_the_device_cannot_hold_is_refused_by_name(self, fields: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            check_token_ids(SamplingParams(**fields), (0,), LIMITS)
-        check_token_ids(SamplingParams(stop_token_ids=[1, 2, 3, 4]), (0,), Limits(9, 9, 9, 0, VOCAB, max_stop_ids=5))
+            params = SamplingParams(**fields)
+            check_token_ids(params, LIMITS)
+            check_stop_ids(made_request([1], params).stop_ids((0,)), LIMITS)
+        check_stop_ids([0, 1, 2, 3, 4], Limits(9, 9, 9, 0, VOCAB, max_stop_ids=5))

@@ -14,7 +14,7 @@ class FormLease(RequestPart):
     earlier. See `leases.py`."""
 
     __slots__ = ("__weakref__", "client", "digest", "number")
-    masks_tokens = True
+    masks_tokens = decides_end = True
 
     def __init__(self, number: int, digest: bytes, client: str | None) -> None:
         """number: the number of the compiled form in the worker. client: who sent the request. None is the program

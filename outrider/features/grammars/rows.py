@@ -19,7 +19,6 @@ import numpy as np
 
 from outrider.core import Admission, Axis, Finish, HostDraft, Limits, ScheduledBatch, StepForm, StepResult
 from outrider.core.params import SamplingParams
-from outrider.core.token_ids import stop_ids_of
 from outrider.features.grammars.form_lease import FormFailure, FormLease
 from outrider.runner.host_turn import HostTurn
 from outrider.runner.rank_link import ONE_RANK_LINK, RankLink
@@ -120,8 +119,8 @@ class GrammarRows(HostTurn):
             params, lease = admission.params, admission.request.part(FormLease)
             if lease is not None:
                 self._rows[admission.row] = RowGrammar(
-                    params, self._forms.start(lease.number), list(admission.output_ids),
-                    admission.prompt_len, admission.num_known, stop_ids_of(params, admission.eos_ids), link=self._link)
+                    params, self._forms.start(lease.number), list(admission.output_ids), admission.prompt_len,
+                    admission.num_known, admission.request.stop_ids(admission.eos_ids), link=self._link)
 
     def reset(self) -> None:
         self._rows.clear()
