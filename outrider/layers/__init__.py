@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         ScaledLayer,
     )
     from outrider.layers.embedding import Embedding
-    from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape
+    from outrider.layers.gated_delta import GatedDelta, GatedDeltaShape, SplitGatedDelta
     from outrider.layers.given_rows import GivenRows
     from outrider.layers.kda import KDA, KDANames, KDAShape
     from outrider.layers.latent_attention import LatentAttention, LatentShape
@@ -91,8 +91,8 @@ __all__ = [
     "INNER_KEYS", "Injection", "KDA", "KDANames", "KDAShape", "LateNormAttention", "LatentAttention", "LatentShape",
     "LayerNames", "LayeredModule", "Linear", "Mamba2", "Mamba2Shape", "MoE", "Module", "NO_DELTAS", "NothingAttends",
     "ParallelLayer", "Parameter", "PostNormLayer", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router",
-    "RowDeltas", "ScaledInputMoE", "ScaledLayer", "SelfAttention", "ShortConv", "SpreadRouting", "StepContext",
-    "StillRotary", "StreamEnd", "StreamGate", "StreamLayer", "StreamNorm", "TemperedAttention", "TemperedRotary",
-    "TiedLinear", "TokenHistory", "TokenMixer", "Unnormed", "Unrotated", "UnscaledHeadNorm", "WidthNormAttention",
-    "check_ranks", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
+    "RowDeltas", "ScaledInputMoE", "ScaledLayer", "SelfAttention", "ShortConv", "SplitGatedDelta", "SpreadRouting",
+    "StepContext", "StillRotary", "StreamEnd", "StreamGate", "StreamLayer", "StreamNorm", "TemperedAttention",
+    "TemperedRotary", "TiedLinear", "TokenHistory", "TokenMixer", "Unnormed", "Unrotated", "UnscaledHeadNorm",
+    "WidthNormAttention", "check_ranks", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
 ]

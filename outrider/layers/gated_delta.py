@@ -1,7 +1,8 @@
-"""The gated delta layer of Qwen3-Next and Qwen3.5: one projection, the mixer, a gated norm of each head, output.
+"""The gated delta layer of Qwen3-Next, Qwen3.5 and OLMo Hybrid: one projection, the mixer, a gated norm of each head,
+output.
 
 The projection's rows have the order q | k | v | z | b | a. Files of Qwen3-Next hold them key head by key head, which
-the weight slots undo.
+the weight slots undo. Files of OLMo Hybrid hold every part apart, also the convolutions of q, k and v.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch import Tensor
 
 from outrider.cache.kinds import RecurrentSpec
 from outrider.core.ranks import ShardSize
-from outrider.formats import HeadLayout, InputShard, OutputShard, PackedPart, RankGroup, Ranks
+from outrider.formats import HeadLayout, InputShard, ModelSize, OutputShard, PackedPart, RankGroup, Ranks
 from outrider.kernels.recurrent import delta_scan, delta_step
-from outrider.layers.base import Module, TokenMixer
+from outrider.layers.base import HeldRows, Module, Parameter, TokenMixer
 from outrider.layers.context import StepContext
 from outrider.layers.linear import FusedLinear, JointMatrix, Linear
 from outrider.layers.recurrent import ConvMixer, GatedNorm
@@ -32,6 +33,7 @@ class GatedDeltaShape:
     key_dim: int  # size of one key head
     value_dim: int
     conv_width: int
+    max_beta: float = 1.0  # beta, the strength of a correction, is between 0 and this
 
     @property
     def key_size(self) -> int:
@@ -81,7 +83,8 @@ class GatedDeltaMixer(ConvMixer):
         q, k = (part.unflatten(-1, (shape.num_key_heads, shape.key_dim)) for part in (q, k))
         a, b = gates
         g = self.decay * F.softplus(a + self.dt_bias)
-        return q, k, v.unflatten(-1, (shape.num_value_heads, shape.value_dim)), g[..., None], b.sigmoid()
+        v = v.unflatten(-1, (shape.num_value_heads, shape.value_dim))
+        return q, k, v, g[..., None], b.sigmoid() * shape.max_beta
 
     def step_state(self, state: Tensor, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         return delta_step(state, *inputs)
@@ -91,7 +94,24 @@ class GatedDeltaMixer(ConvMixer):
 
     def kernel_params(self) -> MixerParams | None:
         return MixerParams("delta", self.conv_weight, self.conv_bias, self.dt_bias, self.decay,
-                           self.shape.num_key_heads)
+                           self.shape.num_key_heads, max_beta=self.shape.max_beta)
+
+
+class SplitDeltaMixer(GatedDeltaMixer):
+    """A gated delta mixer with one tensor in files for each of the convolutions of q, k and v."""
+
+    segment_rows: Sequence[HeldRows | None] = (None, None, None)  # channels of this rank; None if it holds all
+
+    def keep_rank(self, ranks: Ranks) -> None:
+        sizes = [part.size for part in self.shape.segments()]
+        self.segment_rows = [HeldRows(size, (ranks.share(ModelSize(size)),)) for size in sizes]
+        super().keep_rank(ranks)
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        segments = self.conv_weight.t().unsqueeze(1).split([part.size for part in self.shape.segments()])
+        others = [part for part in super().parts() if part[0] != "conv1d.weight"]
+        return [*((f"{name}_conv1d.weight", Parameter(segment, rows))
+                  for name, segment, rows in zip("qkv", segments, self.segment_rows, strict=True)), *others]
 
 
 class GatedDelta(TokenMixer):
@@ -145,3 +165,20 @@ class GatedDelta(TokenMixer):
         conv_in, z, b, a = self.enter(x, context).split(self.sizes, dim=-1)
         recurrent: RecurrentLayer = context.attend.mixer(self.index)
         return self.out(self.norm(recurrent(conv_in, (a, b)), z), context)
+
+
+class SplitGatedDelta(GatedDelta):
+    """A gated delta layer whose files hold q, k, v, the gate and both gates of the recurrence as matrices of their
+    own."""
+
+    def __init__(self, index: int, hidden_size: int, shape: GatedDeltaShape, eps: float, *, dtype: torch.dtype,
+                 device: torch.device) -> None:
+        super().__init__(index, hidden_size, shape, eps, is_interleaved=False, dtype=dtype, device=device)
+        self.mixer = SplitDeltaMixer(shape, dtype=dtype, device=device)
+        conv_in = [part.size for part in shape.segments()]
+        names = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
+        stored = dict(zip(names, (*conv_in, *self.sizes[1:]), strict=True))
+        self.enter = FusedLinear(hidden_size, stored, bias=False, dtype=dtype, device=device)
+
+    def parts(self) -> Sequence[tuple[str, Module]]:
+        return ("", self.enter), ("", self.mixer), ("o_norm", self.norm), ("o_proj", self.out)

@@ -103,7 +103,8 @@ FAMILIES = (
     Family("Bamba", _causal("Bamba"), ("ibm-ai-platform/Bamba-9B-v2",)),
     Family("Granite 4 hybrid", _causal("GraniteMoeHybrid"), ("ibm-granite/granite-4.0-h-tiny",)),
     Family("Falcon-H1", _causal("FalconH1"), ("tiiuae/Falcon-H1-1.5B-Deep-Instruct",)),
-    Family("LFM2", _causal("Lfm2"), ("LiquidAI/LFM2-1.2B",)),
+    Family("LFM2", _causal("Lfm2", "Lfm2Moe"), ("LiquidAI/LFM2-1.2B", "LiquidAI/LFM2-8B-A1B")),
+    Family("OLMo Hybrid", _causal("OlmoHybrid"), ("allenai/Olmo-Hybrid-7B",)),
     Family("Kimi-Linear", _causal("KimiLinear"), ("moonshotai/Kimi-Linear-48B-A3B-Instruct",)),
     Family("Ling and Ring 3", _causal("BailingHybrid"), ("inclusionAI/Ling-3.0-Flash",)),
 )

@@ -1,20 +1,34 @@
-"""LFM2: short convolutions and a few attention layers with norms of q and k, all with a gated MLP.
+"""LFM2 and LFM2-MoE: short convolutions and a few attention layers with norms of q and k, all with a gated MLP. In the
+sparse models all layers but the first have experts instead.
 
-Its files have their own names for the parts of attention and MLPs, which `slot_name` translates.
+Files have their own names for the parts of attention, MLPs and experts, which `slot_name` translates.
 """
 
 from __future__ import annotations
 
 import torch
 
-from outrider.layers import HeadNorm, LayerNames, PreNormLayer, SelfAttention, ShortConv, TokenMixer
+from outrider.kernels.moe import RouteRule
+from outrider.layers import (
+    Experts,
+    FeedForward,
+    HeadNorm,
+    LayerNames,
+    MoE,
+    PreNormLayer,
+    Router,
+    SelfAttention,
+    ShortConv,
+    TokenMixer,
+)
 from outrider.models.base import DecoderNames
 from outrider.models.config import FULL, ConfigReader, Sizes, read_rope, refuse_unsupported
 from outrider.models.hybrid import HybridDecoder
 
 CONV = "conv"
-TENSORS = {".self_attn.out_proj.": ".self_attn.o_proj.", ".feed_forward.w1.": ".feed_forward.gate_proj.",
-           ".feed_forward.w3.": ".feed_forward.up_proj.", ".feed_forward.w2.": ".feed_forward.down_proj."}
+TENSORS = {".self_attn.out_proj.": ".self_attn.o_proj.", ".w1.": ".gate_proj.", ".w3.": ".up_proj.",
+           ".w2.": ".down_proj."}
+BIAS = "expert_bias"  # in files beside the router, whose correction it is
 ROPE_THETA = 1e6  # of configs without one
 
 
@@ -37,7 +51,7 @@ class Lfm2(HybridDecoder):
         self.attention_layers = [self.attention_layer(index) for index, kind in enumerate(kinds) if kind == FULL]
         mixers = [self._conv(i) if kind == CONV else self._attention(i) for i, kind in enumerate(kinds)]
         self.recurrent_layers = {m.index: m.mixer for m in mixers if isinstance(m, ShortConv)}
-        self.layers = [self._layer(mixer) for mixer in mixers]
+        self.layers = [self._layer(mixer, self.make_feed_forward(index)) for index, mixer in enumerate(mixers)]
 
     def slot_name(self, name: str) -> str:
         return next((name.replace(theirs, own) for theirs, own in TENSORS.items() if theirs in name), name)
@@ -51,10 +65,13 @@ class Lfm2(HybridDecoder):
             raise config.refusal("layer_types", f"it must name {num_layers} layers, each {CONV} or {FULL}")
         return kinds
 
-    def _layer(self, mixer: TokenMixer) -> PreNormLayer:
+    def _layer(self, mixer: TokenMixer, feed_forward: FeedForward) -> PreNormLayer:
         name = "conv" if isinstance(mixer, ShortConv) else "self_attn"
         names = LayerNames("operator_norm", name, "ffn_norm", "feed_forward")
-        return PreNormLayer(self.make_norm(), mixer, self.make_norm(), self.make_mlp(self._inner_size()), names)
+        return PreNormLayer(self.make_norm(), mixer, self.make_norm(), feed_forward, names)
+
+    def make_feed_forward(self, index: int) -> FeedForward:
+        return self.make_mlp(self._inner_size())
 
     def _inner_size(self) -> int:
         config, size = self.config, self.sizes.intermediate_size
@@ -74,6 +91,32 @@ class Lfm2(HybridDecoder):
                         names=("q_layernorm", "k_layernorm"))
         return SelfAttention(self.attention_layer(index), sizes.hidden_size, qkv_bias=False, out_bias=False,
                              head_norm=norm, dtype=dtype, device=device)
+
+
+class Lfm2Moe(Lfm2):
+    """Model class for Lfm2MoeForCausalLM."""
+
+    def slot_name(self, name: str) -> str:
+        if name.endswith(f".feed_forward.{BIAS}"):
+            return name.replace(f".{BIAS}", f".gate.{BIAS}")
+        return super().slot_name(name)
+
+    def make_feed_forward(self, index: int) -> FeedForward:
+        config, options = self.config, {"dtype": self.dtype, "device": self.device}
+        if index < config.get("num_dense_layers", int, 2):
+            return self.make_mlp(self.sizes.intermediate_size)
+        rule, width = self._read_rule(), config.required("moe_intermediate_size", int)
+        has_bias = config.get("use_expert_bias", bool, True)
+        router = Router(index, self.hidden_size, rule, has_bias=has_bias, bias_name=BIAS, **options)
+        return MoE(router, Experts(rule.num_experts, self.hidden_size, width, activation=self.activation, **options))
+
+    def _read_rule(self) -> RouteRule:
+        config = self.config
+        num_experts, top_k = config.required("num_experts", int), config.required("num_experts_per_tok", int)
+        if top_k > num_experts:
+            raise config.refusal("num_experts_per_tok", f"there are {num_experts} experts")
+        return RouteRule(num_experts, top_k, scoring="sigmoid", renormalise=config.get("norm_topk_prob", bool, True),
+                         scale=config.get("routed_scaling_factor", float, 1.0))
 
 
 def _in_common_words(config: ConfigReader) -> ConfigReader:

@@ -35,7 +35,7 @@ from outrider.models.sources.quantization import KEY, Quantization, quantization
 from outrider.models.sources.safetensors_files import safetensors_tensors
 from outrider.runner.commands import NamedArray, UpdateWeights
 
-BUFFERS = ("e_score_correction_bias",)
+BUFFERS = ("e_score_correction_bias", ".gate.expert_bias")
 PIECE = 1 << 24  # numbers that are checked together: the device may be full
 
 

@@ -19,7 +19,8 @@ from tests.engine.recurrent_rig import ALONE, StateRig
 from tests.models import oracle
 from tests.ranks.families import make_model
 
-FAMILIES = ("bailing_hybrid", "granite_hybrid", "lfm2_bias", "falcon_h1_norm", "qwen4_exp", "mamba2_alone",
+FAMILIES = ("bailing_hybrid", "granite_hybrid", "lfm2_bias", "lfm2_moe", "olmo_hybrid", "falcon_h1_norm", "qwen4_exp",
+            "mamba2_alone",
             *(pytest.param(name, marks=pytest.mark.long) for name in ("glm5_next", "gated_delta_alone", "kda_alone")))
 LENGTH = 10
 SHARED = prompt_of(0, 32)

@@ -43,6 +43,7 @@ def make_mixers(dtype: torch.dtype, device: torch.device) -> dict[int, Recurrent
         2: KDAMixer(KDAShape(2, 5, 3), KDANames(), dtype=dtype, device=device),
         3: KDAMixer(KDAShape(3, 4, 4, lower_bound=-5.0), KDANames(), dtype=dtype, device=device),
         4: ShortConvMixer(10, 3, bias=True, dtype=dtype, device=device),
+        5: GatedDeltaMixer(GatedDeltaShape(1, 2, 4, 6, 3, max_beta=2.0), dtype=dtype, device=device),
     }
     generator = torch.Generator().manual_seed(0)
     for mixer in made.values():
@@ -229,7 +230,7 @@ def test_without_a_window(device: torch.device) -> None:
         twins.step([Part(life, known)], padded=(1, 2))
 
 
-@pytest.mark.parametrize("layer", [3, 4], ids=["bounded decays", "convolution"])
+@pytest.mark.parametrize("layer", [3, 4, 5], ids=["bounded decays", "convolution", "strong corrections"])
 def test_layers_of_other_kinds(device: torch.device, dtype: torch.dtype, layer: int) -> None:
     twins = Twins(dtype, device, layers=(layer,))
     life, other = twins.admit(1), twins.admit(2)

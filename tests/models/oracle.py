@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from outrider.kernels.latent import TokenContexts
 from outrider.kernels.latent_inputs import RopeRows
@@ -166,6 +167,21 @@ _FALCON: dict[str, Any] = {
     "ssm_multipliers": [0.9, 1.1, 0.8, 1.2, 0.7],
     "mlp_multipliers": [1.4, 0.6],
 }
+_OLMO: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    "num_key_value_heads": 4,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+}
+_LFM2_MOE: dict[str, Any] = {
+    "num_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "num_dense_layers": 1,
+    "tie_word_embeddings": False,
+}
 HYBRID_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": ("NemotronH", _MAMBA | {"hybrid_override_pattern": "M*-EME"}),
     "nemotron_h_latent": (
@@ -211,6 +227,20 @@ HYBRID_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": True,
         },
     ),
+    "lfm2_moe": ("Lfm2Moe", _LFM2_MOE | {"layer_types": ["conv", "full_attention", "conv", "conv"]}),
+    "lfm2_moe_direct": (
+        "Lfm2Moe",
+        _LFM2_MOE
+        | {
+            "layer_types": ["conv", "conv", "full_attention", "full_attention"],
+            "num_dense_layers": 0,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.0,
+            "conv_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "falcon_h1": ("FalconH1", _FALCON),
     "falcon_h1_norm": (
         "FalconH1",
@@ -240,6 +270,24 @@ HYBRID_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "mamba_conv_bias": False,
             "mamba_proj_bias": True,
             "attention_bias": True,
+        },
+    ),
+    "olmo_hybrid": ("OlmoHybrid", _OLMO),
+    "olmo_hybrid_rope": (
+        "OlmoHybrid",
+        _OLMO
+        | {
+            "rope_parameters": {"rope_type": "default", "rope_theta": 500.0},
+            "layer_types": ["full_attention", "linear_attention", "linear_attention", "full_attention"],
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 8,
+            "linear_conv_kernel_dim": 3,
+            "linear_allow_neg_eigval": False,
+            "attention_bias": True,
+            "num_key_value_heads": 2,
+            "tie_word_embeddings": True,
         },
     ),
     "bamba_bias": (
@@ -463,10 +511,25 @@ def make_folder(family: str, path: Path, **changes: Any) -> Path:
         mean = mean_of(name, ALL[family][0])
         torch.nn.init.normal_(parameter, mean=mean, std=0.05 if name.endswith("bias") else 0.2)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):
             torch.nn.init.normal_(buffer, std=0.1)
     model.save_pretrained(path)
+    if ALL[family][0] == "OlmoHybrid":
+        part_convolutions(Path(path) / "model.safetensors")
     return Path(path)
+
+
+def part_convolutions(path: Path) -> None:
+    """Part the convolutions of q, k and v where makers' files do. transformers saves three of equal sizes, which it
+    joins again when it loads them."""
+    tensors = load_file(path)
+    for first in [name for name in tensors if name.endswith(".q_conv1d.weight")]:
+        prefix = first.removesuffix("q_conv1d.weight")
+        joined = torch.cat([tensors[f"{prefix}{part}_conv1d.weight"] for part in "qkv"])
+        sizes = [len(tensors[f"{prefix}{part}_proj.weight"]) for part in "qkv"]
+        for part, own in zip("qkv", joined.split(sizes), strict=True):
+            tensors[f"{prefix}{part}_conv1d.weight"] = own.clone()
+    save_file(tensors, path, {"format": "pt"})
 
 
 def mean_of(name: str, architecture: str) -> float:

@@ -99,6 +99,11 @@ RECONSTRUCTED: dict[str, tuple[float, tuple[int, ...], dict[str, Any]]] = {
         "conv_bias": False, "conv_dim": 2048, "conv_use_xavier_init": True, "full_attn_idxs": None, "norm_eps": 1e-5,
         "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
         "num_heads": 32, "rope_theta": 1000000.0, "tie_embedding": True, "use_pos_enc": True}),
+    "LiquidAI/LFM2-8B-A1B": (8.34, (2048, 24, 32, 8, 7168, 65536, 128000), {
+        "architectures": ["Lfm2MoeForCausalLM"], "conv_L_cache": 3, "conv_bias": False, "moe_intermediate_size": 1792,
+        "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
+        "norm_eps": 1e-5, "norm_topk_prob": True, "num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4,
+        "rope_theta": 1000000.0, "routed_scaling_factor": 1.0, "use_expert_bias": True}),
     "ByteDance-Seed/Seed-OSS-36B-Instruct": (36.2, (5120, 64, 80, 8, 27648, 155136, 524288), {
         "architectures": ["SeedOssForCausalLM"], "head_dim": 128, "attention_bias": True, "attention_out_bias": False,
         "residual_dropout": 0.1, "rope_theta": 1e7, "rope_scaling": {"rope_type": "default"}, "mlp_bias": False}),

@@ -25,6 +25,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "qwen4_exp": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
     "qwen4_exp_sigmoid": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "olmo_hybrid_rope": {"linear_num_key_heads": 4, "num_key_value_heads": 4},
     "glm4_moe": {"num_nextn_predict_layers": 1},
     "glm5_next_free": {"linear_num_heads": 4},
     "kimi_linear": {"mlp_layer_types": ["dense", *["sparse"] * 4]},

@@ -46,7 +46,8 @@ CASES = [pytest.param(family, count, marks=[] if (family, count) in QUICK else p
 # Tensors that every rank holds whole.
 COPIES = re.compile(
     r"(?<!mamba\.|mixer\.)norm|(o_proj|down_proj|out_proj)\.bias|layer_scalar|per_layer_(model_|input_)?(projection|gate)"
-    r"|(mlp|mixer|block_sparse_moe)\.gate\.|e_score_correction_bias|down_proj_bias|[fg]_a_proj|router\.|shared_expert_gate|fc[12]_latent_proj|q_a_proj|kv_a_proj|indexer"
+    r"|(mlp|mixer|block_sparse_moe|feed_forward)\.gate\.|e_score_correction_bias|down_proj_bias|[fg]_a_proj|router\."
+    r"|shared_expert_gate|fc[12]_latent_proj|q_a_proj|kv_a_proj|indexer"
     r"|hyper_connection|hc_(pre|head|attn|ffn)|ple\.(key_proj|value_proj|conv1d)")
 
 # Norms with a scale for every feature of every head: each rank has those of its heads.

@@ -55,6 +55,7 @@ class MixerParams:
     skip: torch.Tensor | None = None  # [heads] D of Mamba-2, the weight of the input itself
     dt_limits: tuple[float, float] = (0.0, float("inf"))
     lower_bound: float | None = None  # of the logarithms of kda's decays
+    max_beta: float = 1.0  # of delta: the largest strength of a correction
 
 
 class RecurrentMixer(Protocol):

@@ -69,7 +69,8 @@ class LayerKernels:
             if self._targets is not None:
                 save_tails(self._step, conv_in, own, self._targets)
             return conv_in if self._fold_only else conv_steps(self._step, conv_in, own, conv)
-        gate = GateParams(params.kind, params.dt_bias, params.decay, params.dt_limits, params.lower_bound)
+        gate = GateParams(params.kind, params.dt_bias, params.decay, params.dt_limits, params.lower_bound,
+                          params.max_beta)
         inputs = recurrent_inputs(self._step, conv_in, gates, own, conv, gate, fold_only=self._fold_only)
         if self._targets is not None:
             save_tails(self._step, conv_in, own, self._targets)

@@ -33,14 +33,15 @@ _MAX_LANES = 64  # programs for pending drafts in all; requests beyond that walk
 
 class GateParams(NamedTuple):
     """How raw gates become the gates of a recurrence. mamba2: dt is softplus(dt + dt_bias) within limits. delta: g is
-    decay * softplus(a + dt_bias), and beta is sigmoid(b). kda: like delta, with a and dt_bias for each key channel;
-    with a lower bound, g is the bound times sigmoid(-decay * (a + dt_bias))."""
+    decay * softplus(a + dt_bias), and beta is max_beta * sigmoid(b). kda: like delta, with a and dt_bias for each key
+    channel; with a lower bound, g is the bound times sigmoid(-decay * (a + dt_bias))."""
 
     kind: GateKind
     dt_bias: torch.Tensor  # [heads] float32; [heads * k dim] of kda
     decay: torch.Tensor  # [heads] float32, below zero
     limits: tuple[float, float] = (0.0, float("inf"))
     lower_bound: float | None = None
+    max_beta: float = 1.0
 
 
 class ConvParams(NamedTuple):
@@ -93,8 +94,8 @@ class GatePointers(NamedTuple):
     windows: tuple[torch.Tensor, ...]
     dt_bias: torch.Tensor
     decay: torch.Tensor
-    low: float
-    high: float
+    low: float  # limits of mamba2's time step; kda's lower bound
+    high: float  # of delta and kda: the largest beta
     wide_gates: tuple[torch.Tensor, ...]
 
 
@@ -180,7 +181,7 @@ def _open_gates(
             tl.store(gating.wide_gates[0] + at, step * decay, mask=valid)
         second = _raw_gate(gating.gates[1], gating.strides[1], gating.windows[1], j, row, start, pending, head, valid,
                            HEADS, WINDOW)
-        tl.store(gating.wide_gates[1] + at, _sigmoid(second), mask=valid)
+        tl.store(gating.wide_gates[1] + at, _sigmoid(second) * gating.high, mask=valid)
     else:
         # A card's plain minimum drops NaN.
         step = tl.maximum(step, gating.low, propagate_nan=tl.PropagateNan.ALL)
@@ -318,7 +319,7 @@ def recurrent_inputs(
         require_tensor(name, "gates", raw, (tokens, size), device, (conv_in.dtype,))
     bounded = gate.lower_bound is not None
     require(not bounded or gate.kind == "kda", name, "gate", f"has a lower bound, and is of {gate.kind}")
-    low, high = (gate.lower_bound, 0.0) if gate.lower_bound is not None else gate.limits
+    low, high = gate.limits if gate.kind == "mamba2" else (gate.lower_bound or 0.0, gate.max_beta)
     rows = requests * window + tokens
     made = StepInputs(
         conv_in, gates, torch.empty(rows, conv_dim, dtype=torch.float32, device=device),
