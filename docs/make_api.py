@@ -33,7 +33,7 @@ INTERNAL = {
     "PoolingRequestOutput": {"copy", "cut_back", "fail", "grow", "num_output_tokens"},
     "RequestMetrics": {"observe_drafts"},
     "RequestOutput": {"copy", "cut_back", "empty", "fail", "grow", "num_output_tokens"},
-    "SamplingParams": {"bad_words_token_ids", "edits_early_stops", "effective_bias", "has_penalties", "is_greedy",
+    "SamplingParams": {"bad_words_token_ids", "effective_bias", "has_penalties", "is_greedy",
                        "is_plain", "max_drafts", "stop_strings"},
     "speculative_config": {"methods", "parse"},
     "StructuredOutputsParams": {"form", "from_fields", "is_json", "to_plain"},
