@@ -75,11 +75,11 @@ class StepPlan:
 
 
 class StepPlanner:
-    def __init__(self, state: RowState, recurrent: RecurrentRows, vocab_size: int,
+    def __init__(self, state: RowState, recurrent: RecurrentRows,
                  has_sampler_kernels: Callable[[], bool],
                  reach_of_deltas: Callable[[list[int]], DeltaReach] = lambda rows: DeltaReach.NOTHING) -> None:
         """reach_of_deltas: tells which parts of the model the low-rank deltas of the given rows change."""
-        self._state, self._recurrent, self._vocab_size = state, recurrent, vocab_size
+        self._state, self._recurrent = state, recurrent
         self._has_sampler_kernels, self._reach_of_deltas = has_sampler_kernels, reach_of_deltas
         # What the last step asked of the sampler, which most steps ask again.
         self._asked: tuple[list[SamplingParams], list[int], bool, bool] = [], [], True, False
@@ -102,7 +102,7 @@ class StepPlanner:
                                                 is_edited=editor is not None)
             self._extras = StepExtras()
             if not (self._has_sampler_kernels() and kernels_serve(self._needs)):
-                self._extras = StepExtras.from_params(asked, counts, self._vocab_size, state.device)
+                self._extras = StepExtras.from_params(asked, counts, state.device)
             self._asked = asked, counts, are_placed, any_masks
         any_sampled = any(not params.is_greedy for params in asked)
         targets = self._recurrent.targets(scheduled, shape.requests)

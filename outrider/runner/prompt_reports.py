@@ -7,7 +7,9 @@ with a report run uncaptured.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 
@@ -29,7 +31,7 @@ NOT_FINITE = "the model's hidden states are not finite: check the weights"
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    rows: LogprobRows
+    rows: dict[int, LogprobRows]  # by the number of likeliest tokens that requests ask for; -1: all
     counts: list[int]  # rows per scheduled request, in batch order; the first is of the first token scheduled
 
 
@@ -38,8 +40,7 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
     """Compute the log-probabilities of the prompt tokens that this step computes; None if no request asks for any.
     row_by_row: see `sample`."""
     params = state.params.of_rows(scheduled.rows)
-    asked = [p.prompt_logprobs for p in params if p.prompt_logprobs is not None]
-    if not asked:
+    if all(p.prompt_logprobs is None for p in params):
         return None
     view = inputs.batch.unpadded
     assert isinstance(inputs.shape, EagerShape), "captured steps report no logprobs"
@@ -54,20 +55,30 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
     # Past the end of the known tokens there is no next token; such rows are cut on the host.
     next_position = (view.positions[token_rows] + 1).clamp_max(state.tokens.shape[1] - 1)
     chosen = state.tokens[view.rows[view.request_of[token_rows]], next_position]
-    num = -1 if -1 in asked else max(asked)
     rows = LogitRows(view.request_of[token_rows], view.rows[view.request_of[token_rows]],
                      torch.zeros_like(token_rows), next_position)
-    processing = PromptProcessing.from_params(params, counts, rows, state, view.max_length.tokens, model.vocab_size)
+    processing = PromptProcessing.from_params(params, counts, rows, state, view.max_length.tokens)
+    widths = [p.prompt_logprobs or 0 for p, count in zip(params, counts, strict=True) for _ in range(count)]
     height = 1 if row_by_row else CHUNK_ROWS
     cuts = [(first, min(first + height, len(starts))) for first in range(0, len(starts), height)]
-    parts = []
+    parts: dict[int, list[LogprobRows]] = {}
     for start, stop in cuts:
         own = WantedRows(token_rows[start:stop])
         logits = model.logits(hidden.final[own.token_rows], hidden.context.of_rows(own))
         if processing is not None:
             logits = processing.apply(logits, start, stop)
-        parts.append(logprob_rows(logits, chosen[start:stop], num))
-    return PromptLogprobs(LogprobRows.join(parts), counts)
+        for num, at in _runs(widths[start:stop]):
+            parts.setdefault(num, []).append(logprob_rows(logits[at], chosen[start:stop][at], num))
+    return PromptLogprobs({num: LogprobRows.join(own) for num, own in parts.items()}, counts)
+
+
+def _runs(widths: list[int]) -> Iterator[tuple[int, slice]]:
+    """Yield each run of equal numbers with its place."""
+    start = 0
+    for num, run in groupby(widths):
+        stop = start + len(list(run))
+        yield num, slice(start, stop)
+        start = stop
 
 
 @dataclass(frozen=True)
@@ -76,11 +87,12 @@ class PromptProcessing:
     of processed logits."""
 
     asked: Asked
-    is_processed: torch.Tensor  # [logit rows] bool
+    flags: list[bool]  # by logit row: whether it is processed
+    is_processed: torch.Tensor  # the flags, on the device
 
     @classmethod
     def from_params(cls, params: list[SamplingParams], counts: list[int], rows: LogitRows, state: RowState,
-                    bound: int, vocab: int) -> PromptProcessing | None:
+                    bound: int) -> PromptProcessing | None:
         """Return None if no request asks for it. counts: the number of logit rows of each request."""
         asks = [p.prompt_logprobs_mode == "processed" and count > 0 for p, count in zip(params, counts, strict=True)]
         if not any(asks):
@@ -90,12 +102,14 @@ class PromptProcessing:
         flags = [is_asked for is_asked, count in zip(asks, counts, strict=True) for _ in range(count)]
         history = History(state.tokens, state.known, state.drafts, bound)
         asked = Asked(rows, state.sampling, history, StepNeeds.from_params(own, counts),
-                      StepExtras.from_params(own, counts, vocab, state.device), "processed")
-        return cls(asked, to_device(flags, torch.bool, state.device))
+                      StepExtras.from_params(own, counts, state.device), "processed")
+        return cls(asked, flags, to_device(flags, torch.bool, state.device))
 
     def apply(self, logits: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         """Process the logits of logit rows start to stop that belong to requests which ask for it; the others stay as
         they are."""
+        if not any(self.flags[start:stop]):
+            return logits
         processed = process_logits(logits, self.asked.between(start, stop))
         return torch.where(self.is_processed[start:stop, None], processed, logits)
 

@@ -77,13 +77,16 @@ def _prompt_logprobs(result: DeviceResult) -> list[list[TokenLogprobs] | None] |
     """Return each request's log-probabilities of the prompt tokens that the step computed."""
     if not result.params or result.prompt_logprobs is None:
         return None
-    rows = result.prompt_logprobs.rows.to("cpu")
+    rows = {num: own.to("cpu") for num, own in result.prompt_logprobs.rows.items()}
     reported: list[list[TokenLogprobs] | None] = []
-    first = 0
+    starts = dict.fromkeys(rows, 0)
     for params, count in zip(result.params, result.prompt_logprobs.counts, strict=False):
         num = params.prompt_logprobs
-        reported.append(None if num is None else to_host(rows, first, first + count, num))
-        first += count if num is not None else 0
+        if num is None or not count:
+            reported.append(None if num is None else [])
+            continue
+        reported.append(to_host(rows[num], starts[num], starts[num] + count, num))
+        starts[num] += count
     return reported
 
 

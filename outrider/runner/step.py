@@ -117,8 +117,7 @@ class DeviceStep:
         self._samples_row_by_row = exact and not self.has_sampler_kernels  # then a library samples, and reports
         self.cached = CachedLayers(model.attention_layers, pool, backend, exact=exact)
         self._folded = recurrent.nothing  # whether each row that the last host writes folded reached its checkpoint
-        self.planner = StepPlanner(state, recurrent, model.vocab_size,
-                                   partial(_has_sampler_kernels, model.dtype, state.device),
+        self.planner = StepPlanner(state, recurrent, partial(_has_sampler_kernels, model.dtype, state.device),
                                    lambda rows: self.deltas.reach if self.deltas.serves(rows) else DeltaReach.NOTHING)
         self.clock: NoClock = NO_CLOCK  # times the parts of the running step
 

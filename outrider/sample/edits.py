@@ -15,20 +15,21 @@ from outrider.sample.sampling_batch import History, LogitRows
 from outrider.sample.sampling_rows import SamplingRows
 
 
-def allow_only(logits: torch.Tensor, allowed: AllowedTokens) -> None:
+def allow_only(logits: torch.Tensor, allowed: AllowedTokens, logit_rows: LogitRows, rows: SamplingRows) -> None:
+    words = rows.lists.allowed[logit_rows.row[allowed.logit_row]]
     own = logits.index_select(0, allowed.logit_row)
-    own.masked_fill_(~allowed.masks.index_select(0, allowed.mask), -torch.inf)
+    own.masked_fill_(~_allowed_by(words, logits.shape[1]), -torch.inf)
     logits.index_copy_(0, allowed.logit_row, own)
 
 
 def forbid_bad_words(logits: torch.Tensor, bad_words: BadWords, logit_rows: LogitRows, history: History) -> None:
-    row = logit_rows.row[bad_words.logit_row]
-    position = logit_rows.position[bad_words.logit_row]
-    back = torch.arange(1, bad_words.before.shape[1] + 1, device=logits.device)  # [P]
-    at = position[:, None] - back  # [E, P]
-    matches = (history.at(row, at) == bad_words.before) & (at >= 0)
-    complete = (matches | (back > bad_words.num_before[:, None])).all(dim=1)
-    _add_at(logits, bad_words.logit_row, bad_words.last, _forbid(complete, logits.dtype))
+    width = bad_words.before.shape[1]
+    back = torch.arange(1, width + 1, device=logits.device)  # [P]
+    for logit_row, entry in bad_words.rows.pairs(width):
+        at = logit_rows.position[logit_row][:, None] - back  # [E, P]
+        matches = (history.at(logit_rows.row[logit_row], at) == bad_words.before[entry]) & (at >= 0)
+        complete = (matches | (back > bad_words.num_before[entry][:, None])).all(dim=1)
+        _add_at(logits, logit_row, bad_words.last[entry], _forbid(complete, logits.dtype))
 
 
 def forbid_early_stops(logits: torch.Tensor, logit_rows: LogitRows, rows: SamplingRows) -> None:
@@ -40,7 +41,9 @@ def forbid_early_stops(logits: torch.Tensor, logit_rows: LogitRows, rows: Sampli
 
 
 def add_bias(logits: torch.Tensor, bias: LogitBias) -> None:
-    _add_at(logits, bias.logit_row, bias.token, bias.value.to(logits.dtype))
+    value = bias.value.to(logits.dtype)
+    for logit_row, entry in bias.rows.pairs():
+        _add_at(logits, logit_row, bias.token[entry], value[entry])
 
 
 def penalise(
@@ -74,10 +77,14 @@ def allow_by_masks(logits: torch.Tensor, logit_rows: LogitRows, rows: SamplingRo
     words = rows.masks.words
     assert words is not None, "a row with masks was not admitted"
     own = words[logit_rows.row, logit_rows.draft_index.clamp_max(words.shape[1] - 1)]  # [L, mask words]
-    bits = torch.arange(32, dtype=torch.int32, device=logits.device)
-    is_allowed = ((own[:, :, None] >> bits) & 1).flatten(1)[:, : logits.shape[1]] != 0
     is_masked = (rows.flags[logit_rows.row] & MASKED) != 0
-    logits.masked_fill_(is_masked[:, None] & ~is_allowed, -torch.inf)
+    logits.masked_fill_(is_masked[:, None] & ~_allowed_by(own, logits.shape[1]), -torch.inf)
+
+
+def _allowed_by(words: torch.Tensor, vocab: int) -> torch.Tensor:
+    """Unpack masks [n, mask words] that have a bit for each token. Returns [n, V] bool."""
+    bits = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> bits) & 1).flatten(1)[:, :vocab] != 0
 
 
 def _forbid(where: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

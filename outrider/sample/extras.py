@@ -1,7 +1,7 @@
 """StepNeeds and StepExtras: what the requests of a batch ask of the sampler, worked out by the host before the step.
 
 StepNeeds are flags, so that a stage that no request asks for costs nothing. StepExtras are the rarely used lists of
-requests (logit bias, allowed tokens, bad words), as flat index tensors over the step's logit rows. Neither depends on
+requests (logit bias, allowed tokens, bad words), each kept once, with the logit rows that it is for. Neither depends on
 the tokens or lengths of requests.
 """
 
@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeAlias
 
 import torch
 
 from outrider.core.params import MAX_LOGPROBS_ALL, SamplingParams
 from outrider.kernels.buffers import to_device
+from outrider.sample.listed_rows import ListedRows
 
 
 @dataclass(frozen=True)
@@ -96,29 +97,33 @@ class StepNeeds:
 
 @dataclass(frozen=True)
 class LogitBias:
-    """The logit biases of a step. Entry e adds value[e] to the logit of token[e] in logit row logit_row[e]. No pair of
-    a logit row and a token occurs twice."""
+    """The logit biases of a step. Entry e adds value[e] to the logit of token[e]. No token occurs twice in the list of
+    one request."""
 
-    logit_row: torch.Tensor  # [E] int64, ascending
+    rows: ListedRows
     token: torch.Tensor  # [E] int64
     value: torch.Tensor  # [E] float64
 
 
 @dataclass(frozen=True)
 class AllowedTokens:
-    """The allowed tokens of a step. Entry e allows logit row logit_row[e] only the tokens of masks[mask[e]]."""
+    """The logit rows whose requests allow only some tokens. Which ones they allow lies in row state."""
 
-    logit_row: torch.Tensor  # [E] int64, ascending
-    mask: torch.Tensor  # [E] int64: which of the n masks
-    masks: torch.Tensor  # [n, V] bool
+    rows: tuple[int, ...]  # ascending
+    logit_row: torch.Tensor  # [R] int64
+
+    def between(self, start: int, stop: int) -> AllowedTokens:
+        at = slice(bisect_left(self.rows, start), bisect_left(self.rows, stop))
+        return AllowedTokens(tuple(row - start for row in self.rows[at]), self.logit_row[at] - start)
 
 
 @dataclass(frozen=True)
 class BadWords:
-    """The bad words of a step. Entry e forbids token last[e] in logit row logit_row[e] if the tokens before it, latest
-    first, are before[e, :num_before[e]]."""
+    """The bad words of a step that have nearly as many tokens as each other, so that none is padded to the length of
+    much longer ones. Entry e forbids token last[e] if the tokens before it, latest first, are
+    before[e, :num_before[e]]."""
 
-    logit_row: torch.Tensor  # [E] int64, ascending
+    rows: ListedRows
     last: torch.Tensor  # [E] int64
     before: torch.Tensor  # [E, P] int64
     num_before: torch.Tensor  # [E] int64
@@ -141,52 +146,36 @@ class LogitEditor(Protocol):
 
 @dataclass(frozen=True)
 class StepExtras:
-    """The lists of rarely used parameters for one step. A field is None if no request of the step uses it. Each
-    `*_rows` field has the logit rows of all entries, on the host."""
+    """The lists of rarely used parameters for one step. A field is empty if no request of the step uses it."""
 
     bias: LogitBias | None = None
     allowed: AllowedTokens | None = None
-    bad_words: BadWords | None = None
-    bias_rows: tuple[int, ...] = ()
-    allowed_rows: tuple[int, ...] = ()
-    bad_word_rows: tuple[int, ...] = ()
+    bad_words: tuple[BadWords, ...] = ()  # by length
     editor: LogitEditor | None = None
 
     @classmethod
-    def from_params(
-        cls, params: list[SamplingParams], logit_counts: list[int], vocab: int, device: torch.device
-    ) -> StepExtras:
+    def from_params(cls, params: list[SamplingParams], logit_counts: list[int], device: torch.device) -> StepExtras:
         layout = list(_layout(params, logit_counts))
-        bias_rows, bias = _logit_bias(layout, device)
-        allowed_rows, allowed = _allowed_tokens(layout, vocab, device)
-        bad_word_rows, bad_words = _bad_words(layout, device)
-        return cls(bias, allowed, bad_words, bias_rows, allowed_rows, bad_word_rows)
+        return cls(_logit_bias(layout, device), _allowed_tokens(layout, device), _bad_words(layout, device))
 
     def check(self, needs: StepNeeds) -> None:
         """Assert that the needs and the extras come from the same batch; otherwise a list would be ignored without
         notice."""
         asked = (needs.any_logit_bias, needs.any_allowed, needs.any_bad_words, needs.is_edited)
-        given = tuple(own is not None for own in (self.bias, self.allowed, self.bad_words, self.editor))
+        given = (self.bias is not None, self.allowed is not None, bool(self.bad_words), self.editor is not None)
         assert asked == given, f"logit bias, allowed tokens, bad words, editor: asked {asked}, given {given}"
 
     def between(self, start: int, stop: int) -> StepExtras:
-        """Return the entries of logit rows start to stop, with logit rows counted from start."""
+        """Return the extras of logit rows start to stop, with logit rows counted from start."""
         assert self.editor is None, "an editor sees all logit rows of a step together"
-        bias, allowed, bad_words = self.bias, self.allowed, self.bad_words
-        if bias is not None:
-            at = _span(self.bias_rows, start, stop)
-            bias = LogitBias(bias.logit_row[at] - start, bias.token[at], bias.value[at])
-        if allowed is not None:
-            at = _span(self.allowed_rows, start, stop)
-            allowed = AllowedTokens(allowed.logit_row[at] - start, allowed.mask[at], allowed.masks)
-        if bad_words is not None:
-            at = _span(self.bad_word_rows, start, stop)
-            columns = (bad_words.last[at], bad_words.before[at], bad_words.num_before[at])
-            bad_words = BadWords(bad_words.logit_row[at] - start, *columns)
-        return StepExtras(bias, allowed, bad_words)
+        bias, allowed, words = self.bias, self.allowed, self.bad_words
+        return StepExtras(None if bias is None else replace(bias, rows=bias.rows.between(start, stop)),
+                          None if allowed is None else allowed.between(start, stop),
+                          tuple(replace(own, rows=own.rows.between(start, stop)) for own in words))
 
 
-Layout = list[tuple[SamplingParams, range]]
+Layout: TypeAlias = list[tuple[SamplingParams, range]]
+Word: TypeAlias = tuple[int, ...]
 
 
 def _layout(params: list[SamplingParams], logit_counts: list[int]) -> Iterator[tuple[SamplingParams, range]]:
@@ -197,41 +186,41 @@ def _layout(params: list[SamplingParams], logit_counts: list[int]) -> Iterator[t
         start += count
 
 
-def _span(logit_rows: tuple[int, ...], start: int, stop: int) -> slice:
-    return slice(bisect_left(logit_rows, start), bisect_left(logit_rows, stop))
-
-
-def _logit_bias(layout: Layout, device: torch.device) -> tuple[tuple[int, ...], LogitBias | None]:
-    asked = [(p.effective_bias, own) for p, own in layout if p.logit_bias]
-    entries = [(r, token, value) for bias, own in asked for r in own for token, value in bias.items()]
-    if not entries:
-        return (), None
-    rows, tokens, values = zip(*entries, strict=True)
-    ids = to_device([rows, tokens], torch.int64, device)
-    return rows, LogitBias(ids[0], ids[1], to_device(values, torch.float64, device))
-
-
-def _allowed_tokens(layout: Layout, vocab: int, device: torch.device) -> tuple[tuple[int, ...], AllowedTokens | None]:
-    asked = [(p.allowed_token_ids, own) for p, own in layout if p.allowed_token_ids is not None and len(own)]
+def _logit_bias(layout: Layout, device: torch.device) -> LogitBias | None:
+    asked = [(p.effective_bias, own) for p, own in layout if p.logit_bias and len(own)]
     if not asked:
-        return (), None
-    cells = [mask * vocab + token for mask, (tokens, _) in enumerate(asked) for token in tokens]
-    masks = torch.zeros(len(asked), vocab, dtype=torch.bool, device=device)
-    masks.view(-1).index_fill_(0, to_device(cells, torch.int64, device), True)
-    entries = [(r, mask) for mask, (_, own) in enumerate(asked) for r in own]
-    rows, index = zip(*entries, strict=True)
-    ids = to_device([rows, index], torch.int64, device)
-    return rows, AllowedTokens(ids[0], ids[1], masks)
+        return None
+    tokens = [token for bias, _ in asked for token in bias]
+    values = [value for bias, _ in asked for value in bias.values()]
+    return LogitBias(ListedRows.from_lists([(own, len(bias)) for bias, own in asked], device),
+                     to_device(tokens, torch.int64, device), to_device(values, torch.float64, device))
 
 
-def _bad_words(layout: Layout, device: torch.device) -> tuple[tuple[int, ...], BadWords | None]:
-    entries = [(r, word) for p, own in layout if p.bad_words_token_ids for r in own for word in p.bad_words_token_ids]
-    if not entries:
-        return (), None
-    rows = tuple(r for r, _ in entries)
-    width = max(len(word) for _, word in entries) - 1
-    packed = [
-        [r, word[-1], len(word) - 1, *reversed(word[:-1]), *[0] * (width + 1 - len(word))] for r, word in entries
-    ]
+def _allowed_tokens(layout: Layout, device: torch.device) -> AllowedTokens | None:
+    rows = tuple(row for p, own in layout if p.allowed_token_ids is not None for row in own)
+    return AllowedTokens(rows, to_device(rows, torch.int64, device)) if rows else None
+
+
+def _bad_words(layout: Layout, device: torch.device) -> tuple[BadWords, ...]:
+    by_width: dict[int, list[tuple[range, list[Word]]]] = {}
+    for words, own in ((p.bad_words_token_ids, own) for p, own in layout if len(own)):
+        of_request: dict[int, list[Word]] = {}
+        for word in words:
+            of_request.setdefault(_padded_width(word), []).append(word)
+        for width, some in of_request.items():
+            by_width.setdefault(width, []).append((own, some))
+    return tuple(_words_of_width(width, lists, device) for width, lists in by_width.items())
+
+
+def _padded_width(word: Word) -> int:
+    """The number of tokens before a word's last one, rounded up to a power of two."""
+    num_before = len(word) - 1
+    return 1 << (num_before - 1).bit_length() if num_before else 0
+
+
+def _words_of_width(width: int, lists: list[tuple[range, list[Word]]], device: torch.device) -> BadWords:
+    packed = [[word[-1], len(word) - 1, *reversed(word[:-1]), *[0] * (width + 1 - len(word))]
+              for _, words in lists for word in words]
     ids = to_device(packed, torch.int64, device)
-    return rows, BadWords(logit_row=ids[:, 0], last=ids[:, 1], num_before=ids[:, 2], before=ids[:, 3:])
+    return BadWords(ListedRows.from_lists([(own, len(words)) for own, words in lists], device), last=ids[:, 0],
+                    num_before=ids[:, 1], before=ids[:, 2:])

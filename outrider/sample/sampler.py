@@ -143,9 +143,9 @@ def edit_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
     fixed, because it matters."""
     own, at, extras = logits.clone(memory_format=torch.contiguous_format), asked.logit_rows, asked.extras
     if extras.allowed is not None:
-        allow_only(own, extras.allowed)
-    if extras.bad_words is not None:
-        forbid_bad_words(own, extras.bad_words, at, asked.history)
+        allow_only(own, extras.allowed, at, asked.rows)
+    for words in extras.bad_words:
+        forbid_bad_words(own, words, at, asked.history)
     if asked.needs.any_min_tokens:
         forbid_early_stops(own, at, asked.rows)
     if extras.bias is not None:

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from outrider import LLM, SamplingParams, StructuredOutputsParams
 from outrider.core.outputs import Logprob, RequestOutput
 from outrider.kernels import cpu as native
 from outrider.logits_processors import LogitsProcessor
+from outrider.sample.logprobs import LogprobRows, logprob_rows
 from outrider.token_scores import Scoring, TokenScores
 from tests.engine.harness import prompt_of, save_folder
 from tests.engine.test_exact_mode import FAMILIES, VOCAB
@@ -126,6 +128,29 @@ def test_modes_that_share_a_step_do_not_mix(dtype: str, tmp_path: Path) -> None:
         lowest = [min(value.logprob for entry in output.prompt_logprobs[1:] for value in entry.values())
                   for output in together]
         assert lowest[1] == lowest[3] == -inf < min(lowest[0], lowest[2])
+
+
+def test_a_request_with_many_likeliest_tokens_does_not_widen_the_others(tmp_path: Path,
+                                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    widths: list[tuple[int, int]] = []
+
+    def reported(logits: torch.Tensor, chosen: torch.Tensor, num: int) -> LogprobRows:
+        widths.append((len(logits), num))
+        return logprob_rows(logits, chosen, num)
+
+    monkeypatch.setattr("outrider.runner.prompt_reports.logprob_rows", reported)
+    nums = [2, -1, 0, 2]
+    params = [SamplingParams(max_tokens=1, prompt_logprobs=num) for num in nums]
+    with LLM(folder_of("llama", tmp_path), exact=native.available(),
+             **ENGINE | {"max_num_batched_tokens": 256}) as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert sum(rows for rows, num in widths if num == -1) == len(PROMPTS[1])
+        for prompt, own, output in zip(PROMPTS, params, outputs, strict=True):
+            (alone,) = llm.generate([prompt], own, use_tqdm=False)
+            if native.available():
+                assert output.prompt_logprobs == alone.prompt_logprobs
+            assert {len(entry) for entry in output.prompt_logprobs[1:]} <= {
+                VOCAB if own.prompt_logprobs < 0 else own.prompt_logprobs + extra for extra in (0, 1)}
 
 
 def test_what_no_prompt_can_tell_is_refused(tmp_path: Path) -> None:

@@ -210,7 +210,7 @@ def sampled_by(kind: str, logits: torch.Tensor, of: LogitRows, params: list[Samp
     rows = sampling_rows(logits.device, params)
     counts = [2] * len(params)
     needs = StepNeeds.from_params(params[::-1], counts)
-    extras = StepExtras.from_params(params[::-1], counts, logits.shape[1], logits.device)
+    extras = StepExtras.from_params(params[::-1], counts, logits.device)
     ints = {"dtype": torch.int64, "device": logits.device}
     history = History(torch.full((7, 40), 5, **ints), torch.full((7,), 2, **ints), torch.full((7, 3), 9, **ints), 10)
     with ops.using(kind, sampler.sample_chunk, draw.draw_tokens, draw.choose_scaled):

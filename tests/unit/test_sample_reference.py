@@ -18,6 +18,7 @@ from outrider.core import Admission, Limits
 from outrider.core.params import SamplingParams
 from outrider.core.structured import StructuredOutputsParams
 from outrider.sample import History, LogitRows, Sampled, SamplingRows, StepExtras, StepNeeds, sample
+from outrider.sample.sampler import Asked
 from tests.unit.made_requests import made_admission
 
 VOCAB = 13
@@ -131,6 +132,10 @@ class Batch:
     extras: StepExtras
     row: list[int]
 
+    @property
+    def asked(self) -> Asked:
+        return Asked(self.logit_rows, self.rows, self.history, self.needs, self.extras, "processed")
+
     def sample(self, **options: object) -> Sampled:
         args = (self.logits, self.logit_rows, self.rows, self.history, self.needs, self.extras)
         return sample(*args, **options)  # type: ignore[arg-type]
@@ -168,7 +173,7 @@ def make_batch(cases: list[Case], row_seed: int = 0, device: str = "cpu", limits
         history=History(tokens.to(device), known.to(device), drafts.to(device), bound),
         needs=StepNeeds.from_params(params, counts, are_lists_placed=not rows.lists.unplaced,
                                     any_masks=any(case.allowed is not None and len(case.logits) for case in cases)),
-        extras=StepExtras.from_params(params, counts, limits.vocab_size, torch.device(device)),
+        extras=StepExtras.from_params(params, counts, torch.device(device)),
         row=row,
     )
 

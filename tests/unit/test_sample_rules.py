@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
@@ -17,11 +18,10 @@ from outrider.kernels import cpu as native
 from outrider.kernels import ops
 from outrider.sample import SamplingRows, StepExtras, StepNeeds
 from outrider.sample.draw import draw_tokens
-from outrider.sample.extras import BadWords
 from outrider.sample.filters import keep_likely, scale
-from outrider.sample.sampler import sample_chunk
+from outrider.sample.sampler import edit_logits, sample_chunk
 from tests.unit.made_requests import Masks, made_admission, made_request
-from tests.unit.test_sample_reference import LIMITS, VOCAB, Case, make_batch
+from tests.unit.test_sample_reference import LIMITS, VOCAB, Case, make_batch, naive_edits
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 
@@ -196,7 +196,7 @@ class TestNeeds:
             allowed_token_ids=[1], bad_words_token_ids=((1,),), logprobs=3,
         )
         assert StepNeeds.from_params([loud, GREEDY], [0, 1]) == StepNeeds()
-        assert StepExtras.from_params([loud, GREEDY], [0, 1], VOCAB, torch.device("cpu")) == StepExtras()
+        assert StepExtras.from_params([loud, GREEDY], [0, 1], torch.device("cpu")) == StepExtras()
         needs = StepNeeds.from_params([loud, GREEDY], [1, 1])
         assert needs.any_sampled and needs.any_penalties and needs.any_top_k and needs.any_edits
         assert needs.max_logprobs == 3 and not needs.any_top_p_alone
@@ -225,11 +225,49 @@ class TestNeeds:
 
     def test_extras_follow_the_logit_rows(self) -> None:
         params = [GREEDY, replace(GREEDY, bad_words_token_ids=((5, 6), (7,))), GREEDY]
-        extras = StepExtras.from_params(params, [2, 2, 1], VOCAB, torch.device("cpu"))
-        assert isinstance(extras.bad_words, BadWords)
-        assert extras.bad_words.logit_row.tolist() == [2, 2, 3, 3]
-        part = extras.between(3, 5).bad_words
-        assert part is not None and part.logit_row.tolist() == [0, 0] and part.last.tolist() == [6, 7]
+        extras = StepExtras.from_params(params, [2, 2, 1], torch.device("cpu"))
+        assert _forbidden(extras) == [(2, 6), (2, 7), (3, 6), (3, 7)]
+        assert _forbidden(extras.between(3, 5)) == [(0, 6), (0, 7)]
+        assert _forbidden(extras.between(4, 5)) == []
+
+    def test_a_list_is_kept_once_however_many_logit_rows_have_it(self) -> None:
+        """A prompt of thousands of tokens may come with thousands of biases: their product would fill the memory."""
+        params = SamplingParams(logit_bias=dict.fromkeys(range(1000), 1.0),
+                                bad_words_token_ids=tuple((5, token) for token in range(1000)))
+        tracemalloc.start()
+        extras = StepExtras.from_params([params], [5000], torch.device("cpu"))
+        _, most = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert most < 10e6
+        assert extras.bias is not None and extras.bias.token.numel() == 1000
+        assert [own.last.numel() for own in extras.bad_words] == [1000]
+
+    def test_no_word_is_padded_to_the_length_of_a_much_longer_one(self) -> None:
+        params = SamplingParams(bad_words_token_ids=((1,) * 1000, *((2, token) for token in range(1000)), (3,)))
+        extras = StepExtras.from_params([params], [1], torch.device("cpu"))
+        assert sorted(own.before.numel() for own in extras.bad_words) == [0, 1000, 1024]
+        assert len(_forbidden(extras)) == 1002
+
+    @pytest.mark.parametrize("most", [1, 7, 1000])
+    def test_pieces_of_pairs_are_bounded_and_change_nothing(self, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("outrider.sample.listed_rows.MOST_PAIRS", most)
+        params = replace(GREEDY, logit_bias={1: 1.0, 2: -2.0, 4: 9.0}, bad_words_token_ids=((5, 6, 1), (7,), (4,)))
+        logits = np.repeat(logits_of(*range(VOCAB)), 3, axis=0)
+        drawn = [one(params, logits, known=(5, 6), drafts=(4, 3)), one(GREEDY, logits[:1]), one(params, logits[:1])]
+        batch = make_batch(drawn)
+        assert batch.extras.bias is not None
+        pieces = [len(row) for row, _ in batch.extras.bias.rows.pairs()]
+        assert sum(pieces) == 12 and max(pieces) <= max(3, most)
+        wanted = torch.from_numpy(np.concatenate([naive_edits(case, j) for case in drawn
+                                                  for j in range(len(case.logits))]).reshape(5, VOCAB))
+        assert torch.equal(edit_logits(batch.logits, batch.asked), wanted)
+
+
+def _forbidden(extras: StepExtras) -> list[tuple[int, int]]:
+    """Pairs of a logit row and the last token of a bad word that it has."""
+    found = [(row, token) for own in extras.bad_words for rows, entry in own.rows.pairs(own.before.shape[1])
+             for row, token in zip(rows.tolist(), own.last[entry].tolist(), strict=True)]
+    return sorted(found)
 
 
 class Wide(TorchDispatchMode):
