@@ -108,6 +108,14 @@ def _model_of(receipt: Receipt) -> str:
 
 
 def _line(number: int, verdict: Verdict) -> str:
-    what = f" ({verdict.num_tokens} tokens and their log-probabilities)" if verdict.verdict != own.REFUSED else ""
+    what = "" if verdict.verdict == own.REFUSED else f" ({_compared(verdict)})"
     more = [f"\n  {line}" for line in (*verdict.findings, *verdict.notes)]
     return f"receipt {number}: {verdict.verdict}{what}" + "".join(more)
+
+
+def _compared(verdict: Verdict) -> str:
+    """Say what of the tokens was compared: an interrupted sample has log-probabilities of its last tokens alone."""
+    if verdict.num_logprobs == verdict.num_tokens:
+        return f"{verdict.num_tokens} tokens and their log-probabilities"
+    more = f"and log-probabilities of the last {verdict.num_logprobs}" if verdict.num_logprobs else "alone"
+    return f"ids of {verdict.num_tokens} tokens {more}"

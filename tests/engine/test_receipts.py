@@ -97,7 +97,7 @@ def test_every_setting_is_told_or_changes_no_bit() -> None:
 @pytest.mark.parametrize("beside", [0, 3])
 def test_a_replay_is_equal_alone_and_beside_others(receipt: Receipt, llm: LLM, beside: int) -> None:
     verdict = replay(llm, receipt, key=KEY.encode(), beside=beside)
-    assert verdict == Verdict("equal", 24), verdict
+    assert verdict == Verdict("equal", 24, 24), verdict
     assert replay(llm, json.loads(json.dumps(receipt)), beside=beside).is_equal
 
 
@@ -406,9 +406,27 @@ def test_a_request_that_went_on_after_an_interrupt_says_from_where(folder: Path)
         assert own["output"]["logprobs_start"] == 10 and own["weights_versions"] == [[0, 10, 24]]
         assert own["output"]["token_ids"] == whole.outputs[0].token_ids
         assert own["output"]["logprobs"] == before["output"]["logprobs"][10:]
-        assert replay(llm, own).is_equal
+        verdict = replay(llm, own)
+        assert verdict.is_equal and (verdict.num_tokens, verdict.num_logprobs) == (24, 14)
+        assert "of the first 10 tokens only ids were compared" in verdict.notes[0]
         worse = replay(llm, resealed(own, "output.logprobs", [0.0, *own["output"]["logprobs"][1:]]))
         assert worse.findings[0].startswith("token 10:")
+
+
+def test_a_replay_says_that_it_compared_ids_alone(folder: Path, tmp_path: Path,
+                                                  capsys: pytest.CaptureFixture[str]) -> None:
+    """A receipt may lack log-probabilities, after an interrupt or because someone left them out."""
+    with LLM(str(folder), **ENGINE) as llm:
+        (output,) = llm.generate([prompt_of(4, 6, VOCAB)], SAMPLED, use_tqdm=False)
+    own, file = output.outputs[0].receipt, tmp_path / "bare.json"
+    assert own is not None
+    for num, words in ((0, "(ids of 24 tokens alone)"), (4, "(ids of 24 tokens and log-probabilities of the last 4)")):
+        told = own["output"] | {"logprobs": own["output"]["logprobs"][24 - num :], "logprobs_start": 24 - num}
+        file.write_text(json.dumps(resealed(own, "output", told)))
+        assert cli.main(["replay", str(file), str(folder), "--max-num-seqs", "4"]) == 0
+        told = capsys.readouterr().out
+        assert f"receipt 1: equal {words}" in told
+        assert f"of the first {24 - num} tokens only ids were compared" in told
 
 
 def test_weights_that_change_on_disk_are_refused(tmp_path: Path) -> None:

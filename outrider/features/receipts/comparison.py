@@ -22,7 +22,8 @@ class Verdict:
     """The result of computing a receipt's tokens again."""
 
     verdict: str
-    num_tokens: int = 0  # that were compared
+    num_tokens: int = 0  # whose ids were compared
+    num_logprobs: int = 0  # of the last tokens, whose log-probabilities were compared too
     findings: list[str] = field(default_factory=list)  # fields that do not fit, and the first token that differs
     notes: list[str] = field(default_factory=list)  # what could not be checked
 
@@ -36,6 +37,11 @@ def compare(receipt: Receipt, again: Receipt) -> Verdict:
     notes, findings = [], _differing_fields(receipt, again)
     if receipt["model"]["weights"] is None:
         notes.append("model.weights: they came by an update, so MODEL is taken at your word")
+    num_tokens, num_logprobs = (len(again["output"][name]) for name in ("token_ids", "logprobs"))
+    num_logprobs = min(num_logprobs, len(receipt["output"]["logprobs"]))
+    if num_logprobs < num_tokens:
+        notes.append(f"output.logprobs: of the first {num_tokens - num_logprobs} tokens only ids were compared: the "
+                     "receipt has no log-probabilities of them")
     difference = _first_difference(receipt["output"], again["output"])
     if difference is None:
         verdict = EQUAL
@@ -48,8 +54,8 @@ def compare(receipt: Receipt, again: Receipt) -> Verdict:
         if not receipt["exact"]:
             notes.append("exact: false: rounding may decide between tokens that are nearly as likely, so a difference "
                          "proves nothing")
-    return Verdict(verdict if not findings or verdict != EQUAL else DIFFERENT, len(again["output"]["token_ids"]),
-                   findings, notes)
+    return Verdict(verdict if not findings or verdict != EQUAL else DIFFERENT, num_tokens, num_logprobs, findings,
+                   notes)
 
 
 def _differing_fields(receipt: Receipt, again: Receipt) -> list[str]:
