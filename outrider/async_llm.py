@@ -29,9 +29,10 @@ from outrider.engine.engine_thread import EngineThread, tell
 from outrider.engine.named_weights import Weights, weights_command
 from outrider.engine.reader_streams import GrowingOutput, Increments, ParamsError, RequestError, Stream
 from outrider.engine.worker_line import EngineError
+from outrider.feature_list import is_slow_prompt
 from outrider.front import Front
 from outrider.lora_request import LoadedAdapter, LoRARequest, one_for_each
-from outrider.pooling_outputs import PoolingRequestOutput
+from outrider.pooling_outputs import PoolingRequestOutput, as_tensors
 from outrider.pooling_params import PoolingParams
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport, WeightsIncomplete
 
@@ -75,7 +76,7 @@ class AsyncLLM(Front):
         params = PoolingParams() if pooling_params is None else pooling_params
         async with aclosing(self._grow(prompt, params, request_id, priority, lora_request)) as outputs:
             async for output in outputs:
-                self._as_tensors([cast(PoolingRequestOutput, output)])
+                as_tensors([cast(PoolingRequestOutput, output)])
                 yield cast(PoolingRequestOutput, output)
 
     async def check(self, prompts: Sequence[Prompt], params: RequestParams, priority: int = 0,
@@ -316,11 +317,11 @@ class AsyncLLM(Front):
 
 
 def _take_long(prompts: Sequence[Prompt]) -> bool:
-    """Whether prompts take long to check: texts are tokenized, and embeddings are copied and hashed."""
+    """Whether prompts take long to check: texts are tokenized, and a feature may have work to do."""
     num = 0  # characters and token ids
     for prompt in prompts:
         if isinstance(prompt, dict):
-            if prompt.get("prompt_embeds") is not None:
+            if is_slow_prompt(prompt):
                 return True
             given = prompt.get("prompt_token_ids") or prompt.get("prompt")
         else:

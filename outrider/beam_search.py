@@ -13,7 +13,9 @@ from outrider.core import Limits
 from outrider.core.fields import Count, Range, check_fields, check_names, shown
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
+from outrider.core.prompts import Prompt
 from outrider.engine.text import Tokenizer
+from outrider.feature_list import prompt_keys
 
 MAX_BEAMS = 64
 MAX_PENALTY = 50  # a million tokens to this power is still a float
@@ -75,6 +77,13 @@ def beam_search(prompts: Sequence[Sequence[int]], params: BeamSearchParams,
             asked = rounds.send(generate(asked))
     except StopIteration as end:
         return list(end.value)
+
+
+def check_beam_prompts(prompts: Sequence[Prompt]) -> None:
+    """Raise ValueError for a prompt with more than a text or token ids."""
+    for key in ("cache_salt", *prompt_keys()):
+        if any(isinstance(prompt, dict) and prompt.get(key) is not None for prompt in prompts):
+            raise ValueError(f"beam_search: a prompt's {key!r} is not supported")
 
 
 def check_beam_params(params: BeamSearchParams, limits: Limits) -> None:

@@ -46,6 +46,8 @@ class FeatureEntry:
     request: Half | None = None  # what makes outputs of requests that ask for it
     reader: Half | None = None  # an InputReader: inputs of a prompt beside token ids
     prompt_keys: Mapping[str, Any] = field(default_factory=dict)  # the reader's keys of a prompt, with their types
+    whole_prompts: tuple[str, ...] = ()  # those of prompt_keys that make a prompt without text or token ids
+    slow_keys: tuple[str, ...] = ()  # those of prompt_keys whose values take long to check
     is_on: Callable[[EngineConfig], bool] = lambda config: True
     # The field of SamplingParams by which requests ask for it: its halves are made when the first one does.
     parameter: str | None = None
@@ -66,7 +68,8 @@ FEATURES = (
     FeatureEntry("bidirectional spans", reader="outrider.features.spans.reader:SpansReader",
                  prompt_keys={"bidirectional_spans": list | tuple | None}),
     FeatureEntry("prompt embeddings", reader="outrider.features.embeddings.reader:EmbedsReader",
-                 prompt_keys={"prompt_embeds": Any, "prompt_embeds_positions": list | tuple | None}),
+                 prompt_keys={"prompt_embeds": Any, "prompt_embeds_positions": list | tuple | None},
+                 whole_prompts=("prompt_embeds",), slow_keys=("prompt_embeds",)),
     FeatureEntry("receipts", engine="outrider.features.receipts.in_engine:ReceiptsInEngine",
                  request="outrider.features.receipts.writer:ReceiptWriter",
                  is_on=lambda config: config.receipt_key_file is not None),
@@ -138,6 +141,16 @@ def feature_object(name: str, place: str) -> Any:
 def prompt_keys() -> dict[str, Any]:
     """The keys of a prompt that features read, with the types of their values."""
     return {key: declared for entry in _all_entries() for key, declared in entry.prompt_keys.items()}
+
+
+def whole_prompts() -> list[str]:
+    """The keys of features that make a prompt without text or token ids."""
+    return [key for entry in _all_entries() for key in entry.whole_prompts]
+
+
+def is_slow_prompt(prompt: Mapping[str, Any]) -> bool:
+    """Whether a feature takes long to check the prompt."""
+    return any(prompt.get(key) is not None for entry in _all_entries() for key in entry.slow_keys)
 
 
 def input_readers(prompt: Mapping[str, Any]) -> list[Any]:

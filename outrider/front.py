@@ -3,7 +3,6 @@ vLLM is not supported."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
@@ -15,7 +14,6 @@ from outrider.core.lazy_exports import LateModule
 from outrider.engine.engine import Engine
 from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
-from outrider.pooling_outputs import PoolingRequestOutput
 
 if TYPE_CHECKING:
     from outrider.compat import vllm_config as vllm_configs
@@ -23,10 +21,8 @@ if TYPE_CHECKING:
     from outrider.compat.vllm_config import ModelConfig, VllmConfig
     from outrider.engine import maintenance
     from outrider.engine.maintenance import Maintenance
-    from outrider.features.pooling import tensors as pooled_tensors
 else:
     maintenance = LateModule("outrider.engine.maintenance")
-    pooled_tensors = LateModule("outrider.features.pooling.tensors")  # with torch, which the engine has imported
     vllm_configs = LateModule("outrider.compat.vllm_config")
 
 
@@ -90,10 +86,6 @@ class Front:
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises an error if it has none."""
         return self.engine.model.need_tokenizer()
-
-    @staticmethod
-    def _as_tensors(outputs: Sequence[PoolingRequestOutput]) -> None:
-        pooled_tensors.as_tensors(outputs)
 
     if not TYPE_CHECKING:  # a checker knows which methods there are
 

@@ -26,6 +26,7 @@ from outrider.pooling_outputs import (
     PoolingRequestOutput,
     ScoringOutput,
     ScoringRequestOutput,
+    as_tensors,
     cosine,
     raise_failed,
 )
@@ -91,7 +92,7 @@ class LLM(Front):
         check_value("pooling_task", Annotated[str, OneOf(TASKS)], pooling_task)
         params = PoolingParams(task=pooling_task) if pooling_params is None else pooling_params
         outputs = self._pool(prompts, params, use_tqdm, lora_request)
-        self._as_tensors(outputs)
+        as_tensors(outputs)
         return outputs
 
     def _pool(self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams],
@@ -186,10 +187,7 @@ class LLM(Front):
         """Return the likeliest answers of each prompt, found by beam search. `lora_request`: the adapter of all
         prompts, or a list with one or None for each."""
         given = _as_list(prompts)
-        if any(prompt.get(key) is not None for prompt in given if isinstance(prompt, dict)
-               for key in ("cache_salt", "bidirectional_spans", "prompt_embeds")):
-            raise ValueError("beam_search: a prompt's 'cache_salt', 'bidirectional_spans' and 'prompt_embeds' are not "
-                             "supported")
+        beams.check_beam_prompts(given)
         with self._checked(given, SamplingParams(), 0, lora_request) as checked:
             def generate(asked: BeamRound) -> list[RequestOutput]:
                 found = self._check(asked.token_ids, asked.sampling, 0)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from outrider.core.outputs import OutputIncrement, RequestMetrics
+from outrider.feature_list import request_half
 
 if TYPE_CHECKING:
     import numpy as np
@@ -133,6 +134,11 @@ def cosine(one: PoolingRequestOutput, other: PoolingRequestOutput) -> float:
     """The similarity of two embeddings of length 1."""
     assert one.outputs.data is not None and other.outputs.data is not None
     return float(one.outputs.data @ other.outputs.data)
+
+
+def as_tensors(outputs: Sequence[PoolingRequestOutput]) -> None:
+    """Replace the data of outputs by torch tensors, in place."""
+    request_half("pooling").as_tensors(outputs)
 
 
 def raise_failed(outputs: Sequence[PoolingRequestOutput]) -> None:

@@ -30,6 +30,6 @@ class EmbedsPrompt(TypedDict):
 PROMPT_KEYS: dict[str, Any] = {
     "prompt": str | None, "prompt_token_ids": list | tuple | None, "cache_salt": str | None,
 }
-NEEDED_KEYS = ("prompt", "prompt_token_ids", "prompt_embeds")  # a prompt has one of them
+NEEDED_KEYS = ("prompt", "prompt_token_ids")  # a prompt has one of them, or a key of a feature in their place
 PromptType: TypeAlias = str | list[int] | TextPrompt | TokensPrompt | EmbedsPrompt
 Prompt: TypeAlias = str | list[int] | dict[str, Any]  # as it comes, before it is checked

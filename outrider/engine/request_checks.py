@@ -22,7 +22,7 @@ from outrider.engine.engine_feature import Caller
 from outrider.engine.engine_features import EngineFeatures, PartMaker
 from outrider.engine.input_reader import InputReader
 from outrider.engine.served_model import ServedModel
-from outrider.feature_list import input_readers, prompt_keys
+from outrider.feature_list import input_readers, prompt_keys, whole_prompts
 
 ONLY_TEXT = "only text, token ids and embeddings are served"
 
@@ -169,8 +169,8 @@ def _as_dict(prompt: Prompt) -> dict[str, Any]:
         return {"prompt_token_ids": prompt}
     if not isinstance(prompt, dict):
         raise ValueError(f"a prompt is a text, token ids or a dict, got {shown(prompt)}")
-    if all(prompt.get(key) is None for key in NEEDED_KEYS):
-        *others, last = map(repr, NEEDED_KEYS)
+    if all(prompt.get(key) is None for key in NEEDED_KEYS) and all(prompt.get(key) is None for key in whole_prompts()):
+        *others, last = map(repr, (*NEEDED_KEYS, *whole_prompts()))
         raise ValueError(f"a prompt needs {', '.join(others)} or {last}, got "
                          f"{', '.join(map(str, prompt)) or 'nothing'}")
     for key in prompt:

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from outrider import feature_list
+from outrider import LLM, feature_list
+from outrider.async_llm import _take_long
+from outrider.beam_search import BeamSearchParams
 from outrider.core.hidden_params import RequestParams
 from outrider.core.input_part import InputPart, InputVectors
 from outrider.core.outputs import RequestOutput
@@ -150,6 +152,24 @@ def test_a_hit_ends_outside_of_a_picture() -> None:
         for after, cached in ((TEXTS[1], 0), (TEXTS[2], 16)):
             (output,) = run(rig, {"prompt_token_ids": [*TEXTS[0], PLACE, *after], "pictures": [long]})
             assert output.metrics.num_cached_tokens == cached
+
+
+def test_a_key_may_stand_for_a_prompt_and_take_long_to_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Alone(PicturesReader):
+        def token_ids(self, own: Callable[[], Sequence[int]]) -> list[int]:
+            return super().token_ids(lambda: [PLACE] * len(self._pictures))
+
+    alone = FeatureEntry("alone", reader=Alone, prompt_keys={"gallery": list | None, "pictures": list | None},
+                         whole_prompts=("pictures",), slow_keys=("pictures",))
+    monkeypatch.setitem(feature_list._registered, ENTRY.name, alone)
+    prompt = {"pictures": [picture(5, 4), picture(6, 3)]}
+    with Rig(MODEL, attention_backend="torch") as rig:
+        assert len(rig.engine.checks.check(prompt, greedy(1)).token_ids) == 7
+        with pytest.raises(ValueError, match=r"'prompt_token_ids', 'prompt_embeds' or 'pictures', got gallery"):
+            rig.engine.checks.check({"gallery": []}, greedy(1))
+        with pytest.raises(ValueError, match=r"beam_search: a prompt's 'pictures' is not supported"):
+            LLM.around(rig.engine).beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=1))
+    assert _take_long([prompt]) and not _take_long([TEXTS[0]])
 
 
 def test_a_prompt_names_a_key_that_some_feature_reads() -> None:

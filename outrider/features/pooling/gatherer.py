@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from outrider.core import Finish, RequestResult
 from outrider.core.class_head import ClassHead
+from outrider.core.lazy_exports import LateModule
 from outrider.core.outputs import OutputIncrement, SampleEnd, SampleKey
 
 if TYPE_CHECKING:
-    from outrider.pooling_outputs import Vectors
+    from outrider.features.pooling import tensors
+    from outrider.pooling_outputs import PoolingRequestOutput, Vectors
     from outrider.pooling_params import PoolingParams
+else:
+    tensors = LateModule("outrider.features.pooling.tensors")  # with torch
 
 
 class PooledVectors:
@@ -45,6 +50,11 @@ class PooledVectors:
     def end(self, finish: Finish, error: str | None = None) -> OutputIncrement:
         self.is_finished = True
         return OutputIncrement(self._key, [], end=SampleEnd(finish.reason, error=error))
+
+    @staticmethod
+    def as_tensors(outputs: Sequence[PoolingRequestOutput]) -> None:
+        """Replace the data of outputs by torch tensors, in place."""
+        tensors.as_tensors(outputs)
 
     def _pooled(self) -> Vectors:
         vectors = np.concatenate(self._parts)
