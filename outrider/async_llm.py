@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from threading import Event
@@ -55,6 +55,7 @@ class AsyncLLM(Front):
     def _start(self, engine: Engine) -> None:
         super()._start(engine)  # the engine is read-only outside its thread
         self._ids = count()
+        self._held_back: set[Stream] = set()  # of requests that come while another call waits for the ends of others
         self._owner = EngineThread(engine)
 
     async def generate(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
@@ -166,14 +167,25 @@ class AsyncLLM(Front):
     @asynccontextmanager
     async def _opened(self, stream: Stream, request: CheckedRequest) -> AsyncGenerator[None, None]:
         """Run the stream's request while the block runs; a request that has not ended by then is aborted."""
-        while self.engine.pause.is_coming:
-            await asyncio.sleep(PAUSE_SECONDS)
+        if self.engine.pause.is_coming:
+            await self._hold_back(stream)
         async with self.holding_adapter(request) as kept:
             self._owner.open(stream, kept)
         try:
+            if stream.is_aborted:
+                await self.abort(stream.request_id)
             yield
         finally:
             self._owner.leave(stream)
+
+    async def _hold_back(self, stream: Stream) -> None:
+        """Wait until the pause that is coming has come, or until the request is aborted."""
+        self._held_back.add(stream)
+        try:
+            while self.engine.pause.is_coming and self.is_running and not stream.is_aborted:
+                await asyncio.sleep(PAUSE_SECONDS)
+        finally:
+            self._held_back.remove(stream)
 
     def _name_request(self, request_id: str | None) -> str:
         request_id = f"async-{next(self._ids)}" if request_id is None else request_id
@@ -200,6 +212,8 @@ class AsyncLLM(Front):
                 await self.abort(each)
             return
         check_value("request_id", Text, request_id)
+        for stream in list(self._held_back):
+            stream.is_aborted |= stream.request_id == request_id
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
 
@@ -258,17 +272,23 @@ class AsyncLLM(Front):
         """Run no step until `resume_generation`; requests that arrive meanwhile wait. See `LLM.pause_generation`."""
         maintenance = self._maintenance
         if mode == "wait":
-            await asyncio.wrap_future(self._owner.call(maintenance.pause_when_done))
-            try:
-                while not await asyncio.wrap_future(self._owner.call(maintenance.is_done)):
-                    await asyncio.sleep(PAUSE_SECONDS)
-            except BaseException:
-                self._owner.call(maintenance.resume)
-                raise
-        await asyncio.wrap_future(self._owner.call(lambda: maintenance.pause(mode, clears_cache=clear_cache)))
+            await self._pause_when_done(clear_cache)
+        else:
+            await asyncio.wrap_future(self._owner.call(lambda: maintenance.pause(mode, clears_cache=clear_cache)))
         # Until readers have got what the last steps added.
         while maintenance.is_paused and await asyncio.wrap_future(self._owner.call(lambda: self.engine.has_work)):
             pass
+
+    async def _pause_when_done(self, clear_cache: bool) -> None:
+        maintenance, wait = self._maintenance, self._maintenance.new_wait(clear_cache)
+        try:
+            await asyncio.wrap_future(self._owner.call(lambda: maintenance.begin_wait(wait)))
+            while not await asyncio.wrap_future(self._owner.call(lambda: maintenance.pause_if_done(wait))):
+                await asyncio.sleep(PAUSE_SECONDS)
+        except BaseException:
+            with suppress(EngineError):  # an engine that has ended holds back no request
+                self._owner.call(lambda: maintenance.withdraw(wait))
+            raise
 
     async def resume_generation(self) -> None:
         """Run steps again after `pause_generation`."""

@@ -310,13 +310,18 @@ class LLM(Front):
         weights change meanwhile, kept requests are computed again under the new weights, or with `clear_cache=False`
         go on with what they have computed. `clear_cache` also forgets cached pages of requests that have ended."""
         if mode == "wait":
-            self._loop.run(self._maintenance.pause_when_done)
-            try:
-                self._loop.step_until(self._maintenance.is_done)
-            except BaseException:
-                self._loop.run(self._maintenance.resume)
-                raise
-        self._loop.run(lambda: self._maintenance.pause(mode, clears_cache=clear_cache))
+            self._pause_when_done(clear_cache)
+        else:
+            self._loop.run(lambda: self._maintenance.pause(mode, clears_cache=clear_cache))
+
+    def _pause_when_done(self, clear_cache: bool) -> None:
+        wait = self._maintenance.new_wait(clear_cache)
+        try:
+            self._loop.run(lambda: self._maintenance.begin_wait(wait))
+            self._loop.step_until(lambda: self._maintenance.pause_if_done(wait))
+        except BaseException:
+            self._loop.run(lambda: self._maintenance.withdraw(wait))
+            raise
 
     def resume_generation(self) -> None:
         """Run steps again after `pause_generation`."""

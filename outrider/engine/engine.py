@@ -111,10 +111,12 @@ class Engine:
             self._end_early(self._held)
 
     def settle(self) -> None:
-        """Wait for the steps in flight. The next `step` returns what they added to requests."""
+        """Wait for the steps in flight. The next `step` returns what they added to requests, and the ends of requests
+        that were aborted before."""
         self.check_running()
         while self.worker.num_in_flight:
             self._requests.emit(self._take_result(), self.scheduler, self._held)
+        self._end_early(self._held)
 
     def abort_all(self) -> None:
         for request_id in list(self._requests):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from outrider.core.fields import shown
 from outrider.core.lazy_exports import LateModule
 from outrider.engine.engine import Engine
-from outrider.engine.pause import Pause, PauseMode
+from outrider.engine.pause import Pause, PauseMode, PauseWait
 from outrider.runner.commands import (
     PARTS,
     WEIGHTS,
@@ -46,6 +46,8 @@ else:
 
 LEVELS = (1, 2)
 PAUSED = "the engine is paused: requests wait for resume_generation"
+RESUMED = "resume_generation was called before all requests had ended"
+OVERTAKEN = "another call paused the engine before all requests had ended"
 ASLEEP = "the engine sleeps: requests wait for wake_up"
 UPDATING = "an update of weights was interrupted: requests wait for an update with all weights"
 IN_SESSION = "an update of weights has begun: finish_weight_update() ends it"
@@ -74,9 +76,8 @@ class Maintenance:
         self._engine = engine
         self._asleep: frozenset[str] = frozenset()  # parts of the worker's memory
         self._are_dropped = False  # the weights are asleep at level 2
-        self._is_paused = False  # by `pause`
-        self._will_pause = False  # when no request is left
-        self._keeps_pages = False  # running requests keep their rows while weights change
+        self._paused_by: PauseMode | PauseWait | None = None  # the last call that paused the engine; None: it is not
+        self._waits: weakref.WeakSet[PauseWait] = weakref.WeakSet()  # an interrupt may cut off their ends
         self._lacks_weights = ""  # why, if an update has failed half-way
         self._stream: _Stream | None = None  # an update whose tensors come one by one
         self._loads: weakref.WeakSet[_Load] = weakref.WeakSet()  # an interrupt may cut off their ends
@@ -290,41 +291,70 @@ class Maintenance:
 
     @property
     def is_paused(self) -> bool:
-        return self._is_paused
+        return self._paused_by is not None
 
-    def pause_when_done(self) -> None:
-        """Begin to wait until all requests have ended. No request may be added until `pause`."""
+    def new_wait(self, clears_cache: bool) -> PauseWait:
+        """Return the mark of a call that waits until all requests have ended. Any thread may call this."""
+        return PauseWait(clears_cache)
+
+    def begin_wait(self, wait: PauseWait) -> None:
+        """Begin to wait until all requests have ended. Requests that arrive meanwhile are added after the pause."""
         if self._engine.pause.is_on:
             raise ValueError(f"pause_generation: with mode='wait' requests must run, but {self._engine.pause.reason}")
-        self._will_pause = True
+        self._waits.add(wait)
         self._pause()
 
-    def is_done(self) -> bool:
-        """Whether all requests have ended since `pause_when_done`."""
-        if self._engine.pause.is_on:
-            raise ValueError(f"pause_generation: requests run no longer: {self._engine.pause.reason}")
-        return not self._engine.has_requests
+    def pause_if_done(self, wait: PauseWait) -> bool:
+        """Pause the engine if all requests have ended. Returns whether it is paused. Raises ValueError if the requests
+        will not run to their ends."""
+        wait.check()
+        if not wait.is_met and self._engine.has_requests:
+            if self._engine.pause.is_on:
+                raise ValueError(f"pause_generation: requests run no longer: {self._engine.pause.reason}")
+            return False
+        if not wait.is_met:
+            self._stop_steps(wait if len(self._waits) == 1 else PauseMode.WAIT, clears_cache=False)
+        return True
+
+    def withdraw(self, wait: PauseWait) -> None:
+        """End a wait whose caller was cancelled or has failed. A pause that another caller asked for stays."""
+        self._waits.discard(wait)
+        if self._paused_by is wait:
+            self._paused_by = None
+        self._pause()
 
     def pause(self, mode: str, *, clears_cache: bool) -> None:
         """Run no further step until `resume`. clears_cache: forget the cached pages that no request holds."""
-        running = PauseMode.from_names(mode, clears_cache)
-        self._engine.settle()
-        self._is_paused, self._will_pause = True, False
-        self._keeps_pages = running is PauseMode.IN_PLACE
+        self._stop_steps(PauseMode.from_names(mode, clears_cache), clears_cache)
+
+    def resume(self) -> None:
+        self._end_waits(RESUMED)
+        self._paused_by = None
         self._pause()
-        if running is PauseMode.ABORT:
+
+    def _stop_steps(self, asked: PauseMode | PauseWait, clears_cache: bool) -> None:
+        """Pause the engine. Calls that wait for the ends of requests have failed if there are any requests left."""
+        self._engine.settle()
+        clears_cache |= self._end_waits(OVERTAKEN if self._engine.has_requests else "")
+        self._paused_by = asked
+        self._pause()
+        if asked is PauseMode.ABORT:
             self._engine.abort_all()
         if clears_cache:
             self._engine.forget_cached()
 
-    def resume(self) -> None:
-        self._is_paused = self._will_pause = self._keeps_pages = False
-        self._pause()
+    def _end_waits(self, failure: str) -> bool:
+        """End all waits; without a failure they are met. Returns whether one that is met clears the cache."""
+        ended = list(self._waits)
+        self._waits.clear()
+        for wait in ended:
+            wait.failure, wait.is_met = failure, not failure
+        return any(wait.is_met and wait.clears_cache for wait in ended)
 
     def _rest(self) -> None:
         """Bring the engine to rest before weights change. Requests keep their rows only if `pause` was told to keep
         them."""
-        if self._keeps_pages:
+        if self._paused_by is PauseMode.IN_PLACE:
             self._engine.settle()
         else:
             self._engine.rest()
@@ -337,7 +367,7 @@ class Maintenance:
         return self._engine.command(profiling.StopProfile(folder))
 
     def _pause(self) -> None:
-        asked = PAUSED if self._is_paused else ""
+        asked = PAUSED if self.is_paused else ""
         sleep_level = (2 if self._are_dropped else 1) if self._asleep else 0
         self._engine.pause = Pause(self._lacks_weights or (ASLEEP if self._asleep else asked), sleep_level,
-                                   self._admit_requests if self._refuses else None, self._will_pause)
+                                   self._admit_requests if self._refuses else None, self._waits)

@@ -35,6 +35,7 @@ class Stream(ABC):
         self.request_id = request_id
         self.loop = loop
         self.is_done = False
+        self.is_aborted = False  # before the engine got the request
         self._error: BaseException | None = None
         self._is_ready = False  # something has come that the reader has not seen
         self._waiter: asyncio.Future[None] | None = None  # the reader's, while it waits

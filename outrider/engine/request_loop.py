@@ -79,7 +79,7 @@ class RequestLoop:
     def add(self, caller: Caller, requests: Sequence[CheckedRequest]) -> list[str]:
         """Start the requests, and return their ids. If the engine refuses one, this raises ValueError and none is
         started."""
-        while self._engine.pause.is_coming:
+        while self._engine.pause.is_coming and not self._engine.has_ended:
             time.sleep(PAUSE_SECONDS)
         with self._lock:
             self._is_at_work = True
@@ -153,18 +153,14 @@ class RequestLoop:
             self._is_at_work = False
         return changed
 
-    def step_until(self, is_done: Callable[[], bool]) -> None:
-        """Run steps until `is_done` returns True. Outputs are kept for their callers, and other threads may use the
-        engine between two steps."""
-        while True:
+    def step_until(self, end: Callable[[], bool]) -> None:
+        """Run steps until `end`, which may change the engine, returns True. Outputs are kept for their callers, and
+        other threads may use the engine between two steps."""
+        while not self.run(end):
             with self._lock:
                 self._is_at_work = True
-                ends = is_done()
-                if not ends:
-                    self._step()
+                self._step()
                 self._is_at_work = False
-            if ends:
-                return
 
     def run(self, action: Callable[[], Made]) -> Made:
         """Call `action` between two steps of the engine, and return its result. The action may raise an error, but must

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,8 @@ import torch
 
 from outrider import LLM, AsyncLLM, RequestOutput
 from outrider.core.outputs import CompletionOutput
+from outrider.engine.pause import PauseWait
+from outrider.engine.worker_line import EngineError
 from outrider.mixers.recurrent import RecurrentRows
 from tests.engine.harness import greedy, prompt_of, with_other_weights
 from tests.engine.test_update_weights import llama, mtp, speculative
@@ -107,16 +112,84 @@ def test_wait_runs_requests_to_their_ends(made: Made) -> None:
         assert step_to_ends(llm)["late"].token_ids == expected[0].token_ids
 
 
+@contextmanager
+def waiting(llm: LLM) -> Iterator[Future[None]]:
+    """A thread that waits for the ends of two requests, which nobody steps but the thread."""
+    begin(llm, PROMPTS)
+    with held_steps(llm) as go_on, ThreadPoolExecutor(1) as thread:
+        waiter = thread.submit(llm.pause_generation, "wait")
+        while not llm.engine.pause.is_coming:
+            time.sleep(0.001)
+        try:
+            yield waiter
+        finally:
+            go_on()
+
+
+@contextmanager
+def held_steps(llm: LLM) -> Iterator[Callable[[], None]]:
+    """Steps take no effect until the function is called that this yields."""
+    step, is_held = llm.engine.step, threading.Event()
+    is_held.set()
+    llm.engine.step = lambda: [] if is_held.is_set() else step()  # type: ignore[method-assign]
+    yield is_held.clear
+    llm.engine.step = step  # type: ignore[method-assign]
+
+
 def test_who_comes_while_others_run_to_their_ends_waits(tmp_path: Path) -> None:
     with LLM(str(llama(tmp_path)), **SETTINGS) as llm:
-        begin(llm, PROMPTS)
-        llm._loop.run(llm._maintenance.pause_when_done)
-        late = threading.Thread(target=lambda: whole(llm, PROMPTS[:1]))
-        late.start()
-        llm._loop.step_until(llm._maintenance.is_done)
+        with waiting(llm) as waiter:
+            late = threading.Thread(target=lambda: whole(llm, PROMPTS[:1]))
+            late.start()
+        waiter.result()
         assert late.is_alive() and not llm.engine.has_requests
-        llm._maintenance.resume()
+        llm.resume_generation()
         late.join()
+
+
+def test_a_wait_that_fails_leaves_the_pause_of_another_caller(tmp_path: Path) -> None:
+    with LLM(str(llama(tmp_path)), **SETTINGS) as llm:
+        with waiting(llm) as waiter:
+            llm.pause_generation("keep")
+            with pytest.raises(ValueError, match="another call paused the engine before all requests had ended"):
+                waiter.result()
+            assert llm.is_paused() and llm.engine.has_requests
+        llm.resume_generation()
+        assert len(step_to_ends(llm)) == len(PROMPTS)
+
+
+def test_resume_ends_a_wait(tmp_path: Path) -> None:
+    with LLM(str(llama(tmp_path)), **SETTINGS) as llm:
+        with waiting(llm) as waiter:
+            llm.resume_generation()
+            with pytest.raises(ValueError, match="resume_generation was called before all requests had ended"):
+                waiter.result()
+        assert not llm.is_paused() and not llm.engine.pause.is_coming
+        assert len(step_to_ends(llm)) == len(PROMPTS)
+
+
+def test_a_wait_that_is_interrupted_on_any_line_holds_back_no_request(tmp_path: Path) -> None:
+    with LLM(str(llama(tmp_path)), **SETTINGS) as llm:
+        expected = whole(llm, PROMPTS)
+        begin(llm, PROMPTS)
+        waits = [PauseWait(clears_cache=True)]
+        llm._loop.run(lambda: llm._maintenance.begin_wait(waits[0]))
+        assert llm.engine.pause.is_coming
+        waits.clear()
+        assert whole(llm, PROMPTS) == expected
+
+
+def test_whoever_waits_hears_of_the_end_of_the_engine(tmp_path: Path) -> None:
+    with LLM(str(llama(tmp_path)), **SETTINGS) as llm, ThreadPoolExecutor(1) as thread:
+        begin(llm, PROMPTS)
+        wait = PauseWait(clears_cache=True)
+        llm._loop.run(lambda: llm._maintenance.begin_wait(wait))
+        late = thread.submit(whole, llm, PROMPTS[:1])
+        llm.close()
+        with pytest.raises(EngineError):
+            late.result()
+        with pytest.raises(EngineError):
+            llm._loop.step_until(lambda: llm._maintenance.pause_if_done(wait))
 
 
 def test_kept_requests_are_computed_again_under_new_weights(made: Made) -> None:
@@ -237,3 +310,148 @@ def test_asyncio_callers_pause_in_all_modes(tmp_path: Path) -> None:
             assert (old, new) == (0, 1) and 4 <= first < LENGTH
 
     asyncio.run(main())
+
+
+LONG = 3000  # tokens of an answer that is still running when what a test does with it is done
+Answers = asyncio.Task[CompletionOutput]
+
+
+def with_asyncio(tmp_path: Path, use: Callable[[AsyncLLM, Callable[..., Awaitable[Answers]]], Awaitable[None]]) -> None:
+    """Run `use` with an engine and a function that starts an answer and returns when it has some tokens."""
+    async def main() -> None:
+        folder = llama(tmp_path, max_position_embeddings=4096)
+        async with AsyncLLM(str(folder), **SETTINGS | {"max_model_len": 4096, "num_pages": 600}) as llm:
+            async def read(name: str, length: int, has_some: asyncio.Event) -> CompletionOutput:
+                async for output in llm.generate(PROMPTS[0], greedy(length, ignore_eos=True), name):
+                    if output.outputs[0].token_ids:
+                        has_some.set()
+                return output.outputs[0]
+
+            async def start(name: str, length: int = LONG, waits: bool = True) -> Answers:
+                has_some = asyncio.Event()
+                task = asyncio.create_task(read(name, length, has_some))
+                if waits:
+                    await has_some.wait()
+                return task
+
+            await use(llm, start)
+
+    asyncio.run(main())
+
+
+async def until(is_true: Callable[[], bool]) -> None:
+    while not is_true():
+        await asyncio.sleep(0.001)
+
+
+async def wait_begun(llm: AsyncLLM) -> asyncio.Task[None]:
+    waiter = asyncio.create_task(llm.pause_generation(mode="wait"))
+    await until(lambda: llm.engine.pause.is_coming)
+    return waiter
+
+
+@pytest.mark.parametrize("how", ["fails", "is cancelled"])
+def test_an_asyncio_wait_that_ends_early_leaves_the_pause_of_another_caller(tmp_path: Path, how: str) -> None:
+    async def use(llm: AsyncLLM, start: Callable[..., Awaitable[Answers]]) -> None:
+        running = await start("running")
+        waiter = await wait_begun(llm)
+        if how == "is cancelled":
+            asyncio.get_running_loop().call_later(0.001, waiter.cancel)
+        await llm.pause_generation(mode="keep")
+        with pytest.raises((ValueError, asyncio.CancelledError)):
+            await waiter
+        await asyncio.wrap_future(llm._owner.call(lambda: None))  # after what the waiter has left to do
+        assert await llm.is_paused() and not running.done()
+        await llm.abort("running")
+        assert (await running).finish_reason == "abort"
+
+    with_asyncio(tmp_path, use)
+
+
+def test_a_cancelled_asyncio_wait_holds_back_no_request_and_leaves_no_pause(tmp_path: Path) -> None:
+    async def use(llm: AsyncLLM, start: Callable[..., Awaitable[Answers]]) -> None:
+        for turns in range(40):  # at all places, also after the pause has come
+            answer = await start(f"short {turns}", 4)
+            waiter = asyncio.create_task(llm.pause_generation(mode="wait"))
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            if not waiter.done():
+                time.sleep(0.02 * (turns % 2))  # the engine goes on, of which the waiter does not hear yet
+                waiter.cancel()
+                await asyncio.wait([waiter])
+            if waiter.cancelled():
+                assert len((await (await start("next", 2))).token_ids) == 2
+            await llm.resume_generation()
+            await answer
+
+    with_asyncio(tmp_path, use)
+
+
+def test_resume_ends_an_asyncio_wait(tmp_path: Path) -> None:
+    async def use(llm: AsyncLLM, start: Callable[..., Awaitable[Answers]]) -> None:
+        running = await start("running")
+        waiter = await wait_begun(llm)
+        held = await start("held back", 4, waits=False)
+        await llm.resume_generation()
+        with pytest.raises(ValueError, match="resume_generation was called before all requests had ended"):
+            await waiter
+        assert len((await held).token_ids) == 4 and not running.done() and not await llm.is_paused()
+
+    with_asyncio(tmp_path, use)
+
+
+@pytest.mark.parametrize("how", ["fails", "is shut down"])
+def test_asyncio_callers_who_wait_hear_of_the_end_of_the_engine(tmp_path: Path, how: str) -> None:
+    async def use(llm: AsyncLLM, start: Callable[..., Awaitable[Answers]]) -> None:
+        running = await start("running")
+        waiter = await wait_begun(llm)
+        held = await start("held back", 4, waits=False)
+        await asyncio.sleep(0.02)
+        if how == "fails":
+            llm.fail("no power")
+        else:
+            await asyncio.to_thread(llm.shutdown)
+        for task in (running, waiter, held):
+            with pytest.raises(EngineError, match="no power" if how == "fails" else "was shut down"):
+                await task
+
+    with_asyncio(tmp_path, use)
+
+
+def test_an_abort_just_before_a_pause_or_in_it_ends_a_request_at_once(tmp_path: Path) -> None:
+    async def use(llm: AsyncLLM, start: Callable[..., Awaitable[Answers]]) -> None:
+        before = await start("before")
+        gate = threading.Event()
+        llm._owner.call(gate.wait)  # the next two commands come with no step between them
+        both = asyncio.gather(llm.abort("before"), llm.pause_generation(mode="keep"))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        gate.set()
+        await both
+        assert (await before).finish_reason == "abort" and await llm.is_paused()
+        await llm.resume_generation()
+        inside, left = await start("inside"), await start("left")
+        await llm.pause_generation(mode="keep")
+        await llm.abort("inside")
+        assert (await inside).finish_reason == "abort" and llm.engine.has_requests
+        left.cancel()
+        await until(lambda: not llm.engine.has_requests)
+        assert await llm.is_paused()
+
+    with_asyncio(tmp_path, use)
+
+
+def test_an_abort_ends_a_request_that_is_held_back(tmp_path: Path) -> None:
+    async def use(llm: AsyncLLM, start: Callable[..., Awaitable[Answers]]) -> None:
+        running = await start("running")
+        waiter = await wait_begun(llm)
+        held, other = await start("held back", waits=False), await start("other", waits=False)
+        await until(lambda: len(llm._held_back) == 2)
+        await llm.abort("held back")
+        ended = await held
+        assert ended.finish_reason == "abort" and not waiter.done() and not running.done() and not other.done()
+        await llm.abort("running")
+        await waiter
+        assert await llm.is_paused() and not other.done()
+
+    with_asyncio(tmp_path, use)
