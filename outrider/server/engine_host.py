@@ -91,9 +91,9 @@ class EngineHost:
 
     @property
     def pause(self) -> str:
-        """The reason why requests wait although the engine is healthy, or None: it sleeps, or an update of its weights
-        was interrupted."""
-        return self.state.llm.engine.pause.reason if isinstance(self.state, Serving) else ""
+        """The reason why requests wait although the engine is healthy, such as a pause or sleep; empty if they do
+        not."""
+        return self.state.llm.engine.pause.why_requests_wait if isinstance(self.state, Serving) else ""
 
     async def run(self) -> None:
         """Load and watch the engine until the task is cancelled or the engine has failed for good."""

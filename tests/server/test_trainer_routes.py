@@ -91,6 +91,25 @@ def test_a_pause_over_http_in_all_modes(served: Served, folder: Path) -> None:
         assert refused.status_code == 400 and refused.json()["error"]["param"] == param
 
 
+def test_a_server_is_healthy_but_not_ready_while_a_pause_is_coming(served: Served) -> None:
+    body = {"prompt": [5, 6, 7] * 4, "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
+    with ThreadPoolExecutor(2) as pool:
+        before = served.llm.engine.stats.num_generation_tokens
+        running = pool.submit(served.post, "/v1/completions", **body)
+        served.wait_for(lambda: served.llm.engine.stats.num_generation_tokens > before)
+        assert served.http.get("/ready").status_code == 200
+        waiting = pool.submit(served.http.post, "/pause", params={"mode": "wait"})
+        served.wait_for(lambda: served.llm.engine.pause.is_coming)
+        ready = served.http.get("/ready")
+        assert ready.status_code == 503 and "pauses as soon as" in ready.json()["error"]["message"]
+        assert served.http.get("/health").status_code == 200
+        assert served.http.get("/is_paused").json() == {"is_paused": False}
+        served.http.post("/resume")
+        refused = waiting.result()
+        assert refused.status_code == 400 and "resume_generation was called" in refused.json()["error"]["message"]
+        assert served.http.get("/ready").status_code == 200 and running.result().status_code == 200
+
+
 def test_weights_come_over_http_in_chunks_of_files_and_shared_memory(served: Served, folder: Path) -> None:
     other = with_other_weights(folder, folder.parent / "other")
     tensors, chunks = load_file(other / "model.safetensors"), folder.parent / "chunks"
