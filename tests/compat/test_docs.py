@@ -70,7 +70,8 @@ RUN_BY: dict[tuple[str, str], str | tuple[str, int]] = {
     ("docs/simulation.md", "The load"): NO_CODE,
     ("docs/structured_output.md", "Structured output"): HERE,
     ("docs/training.md", "What it does"): NO_CODE,
-    ("docs/training.md", "Inside a trainer"): ("tests/training/test_trl.py", 2),
+    ("docs/trainers.md", "TRL"): "tests/training/test_trl.py",
+    ("docs/trainers.md", "Giving weights"): "tests/training/test_trl.py",
 }
 
 
