@@ -57,8 +57,6 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "outrider serve smollm2 --port 8000 --speculative-config auto": (
         CHAT + '\'{"model": "smollm2", "messages": [{"role": "user", "content": "What is a tide?"}], '
         '"max_tokens": 40}\'',
-        CHAT + '\'{"model": "smollm2", "messages": [{"role": "user", "content": "What is a tide?"}], "max_tokens": 40, '
-        '"temperature": 0}\'',
     ),
     "outrider serve": (
         "outrider bench serve --base-url http://127.0.0.1:8000 --num-prompts 200 --max-concurrency 16",
@@ -109,6 +107,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "--max-model-len 4352",
         "python bench/exact.py bench/configs/llama8b --load-format dummy --out results",
         "python bench/logprob_bits.py bench/configs/qwen06b --load-format dummy",
+        "python bench/train_in_minutes.py MODEL DIR --prompts FILE --answer-minutes 3 --train-minutes 7",
     ),
     MEASUREMENT: (
         "python bench/cpu_speed.py", "python bench/cpu_speed.py --repeats 3 --llama package/bins/linux-arm64",
