@@ -53,6 +53,7 @@ ENGINE_HELP = {
     "model_impl": "code that computes the model: outrider (a family here), transformers, or auto (a family, else "
                   "transformers)",
     "attention_backend": "which attention to run: auto, torch, native, triton or flex; vLLM's names mean the nearest",
+    "enforce_eager": "GPU: launch every step without captured graphs, which is slower",
     "hf_overrides": "values of config.json to replace or add, a JSON object",
     "kv_events_config": "publish what the prefix cache holds, as vLLM does; a JSON object (docs/replicas.md)",
     "profiler_dir": "the folder that profiles are written to",

@@ -8,7 +8,7 @@ SERVER_HELP = {
     "uds": "listen at a unix socket with this path, instead of a host and a port",
     "replicas": "start so many engines on this machine, behind one address; each GPU serves one",
     "root_path": "prefix under which a proxy serves the routes, as /llm",
-    "ssl_certfile": "serve HTTPS, with the certificate (and those that signed it) in this PEM file",
+    "ssl_certfile": "serve HTTPS with the certificate chain in this PEM file; renewing it needs a restart",
     "ssl_keyfile": "the certificate's key, if it is in a file of its own; without a passphrase",
     "ssl_ca_certs": "serve only clients with a certificate that one in this PEM file signed",
     "api_key": "a key that requests must send (repeat for several; or set OUTRIDER_API_KEY)",
@@ -37,5 +37,6 @@ SERVER_HELP = {
     "enable_log_requests": "log one line for every request that ended",
     "log_format": "lines of text, or one JSON object a line",
     "otlp_traces_endpoint": "send OpenTelemetry traces there, as http://127.0.0.1:4318/v1/traces",
+    "trace_steps_per_second": "so many of the engine's steps get a span too, with the times of their parts; 0 for none",
     "uvicorn_log_level": "what the HTTP server logs",
 }

@@ -1,8 +1,9 @@
 """OpenTelemetry traces, an optional extra: spans of requests, and of a few of the engine's steps.
 
 A request's span has its queue, prefill and decode times below it. It is made when the request has ended, so tokens cost
-nothing. A step's span contains its schedule and the parts of its run; only a bounded number of steps a second gets a
-span.
+nothing. A step's span contains `schedule` and the parts of its run; only a bounded number of steps a second gets a
+span. On a CPU the parts are `admit`, `forward`, `finish`, `draft` and `read`, and those of features, such as
+`grammars`. A captured step tells no times of its parts, so on a GPU they are one span, `device`.
 """
 
 from __future__ import annotations

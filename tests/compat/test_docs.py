@@ -6,6 +6,7 @@ under it. Flags of every command and imports of every piece of Python are checke
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import re
@@ -26,6 +27,7 @@ from tests.compat.doc_blocks import ROOT, Block, all_blocks, compiles
 from tests.compat.doc_commands import ALONE, NOT_RUN, SERVERS, printed, ways
 
 BLOCKS = all_blocks()
+OTHERS_FLAGS = {"--build-arg", "--gpus", "--stop-timeout"}  # of docker, in the text
 NO_CODE = "a diagram, a form, or lines of a file"
 HERE = "tests/compat/test_docs.py"
 EXTENDING = "tests/unit/test_extending.py"
@@ -75,6 +77,17 @@ RUN_BY: dict[tuple[str, str], str | tuple[str, int]] = {
 }
 
 
+def flags_of(parser: argparse.ArgumentParser) -> set[str]:
+    """The flags of a command and of the commands below it."""
+    flags = set()
+    for action in parser._actions:
+        flags.update(action.option_strings)
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                flags |= flags_of(command)
+    return flags
+
+
 def test_every_command_is_run_or_says_why_not() -> None:
     listed = ways()
     assert sorted(printed() - listed.keys()) == [], "say in tests/compat/doc_commands.py how these are tried"
@@ -121,6 +134,21 @@ def test_its_imports_are_there(block: Block) -> None:
     for module, names in re.findall(r"^\s*from (outrider[\w.]*) import ([\w, ]+)", block.text, re.M):
         found = importlib.import_module(module)
         assert all(hasattr(found, name.strip()) for name in names.split(",")), f"{module}: {names}"
+
+
+def test_flags_metrics_and_routes_of_the_text_exist() -> None:
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    text = "\n".join(page.read_text() for page in pages)
+    files = [path for folder in ("outrider", "bench") for path in (ROOT / folder).rglob("*.py")]
+    sources = "\n".join(path.read_text() for path in files)
+    told = set(re.findall(r"`(?:[^`\n]* )?(--[a-z][a-z-]+)", text)) - OTHERS_FLAGS
+    known = flags_of(build_parser()) | set(re.findall(r'"(--[a-z][a-z-]+)"', sources))
+    assert len(told) > 80 and sorted(told - known) == []
+    metrics = {name.removesuffix("_total") for name in re.findall(r"vllm:(\w+)", text) if not name.endswith("_")}
+    assert len(metrics) > 12
+    assert [name for name in metrics if not re.search(rf"\b{name}(_total)?\b", sources)] == []
+    routes = set(re.findall(r"`(?:GET |POST |DELETE )?(/(?:v1/)?[a-z_]+)`", (ROOT / "docs/serving.md").read_text()))
+    assert len(routes) > 30 and sorted(route for route in routes if f'"{route}"' not in sources) == []
 
 
 def code_under(page: str, heading: str) -> list[str]:

@@ -27,16 +27,20 @@ from outrider.commands.chat import LocalConversation
 from outrider.commands.flag_names import with_flags
 from outrider.commands.parser import (
     ENGINE_FIELDS,
+    ENGINE_HELP,
     SAMPLING_FIELDS,
+    SAMPLING_HELP,
     engine_config,
     engine_settings,
     sampling_params,
 )
+from outrider.commands.server_help import SERVER_HELP
 from outrider.commands.vllm_flags import own_flags
 from outrider.config import EngineConfig
 from outrider.core import status_line
 from outrider.core.status_line import is_terminal
 from outrider.lora_request import LoRARequest
+from outrider.server.settings import ServerConfig
 from tests.adapters.folders import write_adapter
 from tests.engine.harness import CONFIGS, byte_tokenizer, save_folder
 
@@ -193,6 +197,12 @@ def test_habits_of_other_engines_are_understood(capsys: pytest.CaptureFixture[st
     assert (args.max_model_len, args.kv_cache_memory_bytes) == (4000, 2 << 30)
     assert help_of(capsys, "help") == help_of(capsys, "--help") and "outrider" in help_of(capsys, "version")
     assert cli.main(["bench"]) == 2 and "throughput" in capsys.readouterr().out
+
+
+def test_the_help_says_what_every_setting_does() -> None:
+    server = [field.name for field in dataclasses.fields(ServerConfig)]
+    for names, texts in ((ENGINE_FIELDS, ENGINE_HELP), (SAMPLING_FIELDS, SAMPLING_HELP), (server, SERVER_HELP)):
+        assert [name for name in names if name not in texts] == []
 
 
 def test_every_setting_has_a_flag_and_both_spellings_work() -> None:
