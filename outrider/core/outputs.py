@@ -177,7 +177,7 @@ class PromptRows(NamedTuple):
     """Log-probabilities of a prompt's tokens from `start` on. They replace the rows from there on that came before."""
 
     start: int
-    entries: list[dict[int, Logprob] | None]
+    entries: list[TokenLogprobs]
 
 
 class OutputIncrement(NamedTuple):
@@ -203,12 +203,24 @@ class RequestOutput:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     prompt_version_starts: VersionStarts = field(default=(), repr=False)
 
+    def _set_prompt_logprobs(self, rows: list[dict[int, Logprob] | None] | None) -> None:
+        self._prompt_rows: tuple[list[dict[int, Logprob] | None] | None, list[tuple[Any, ...]]] = (rows, [])
+
+    def _get_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Return the rows, named when they are first read: see `CompletionOutput.add_logprobs`."""
+        named, unnamed = self._prompt_rows
+        if named is not None and unnamed:
+            named = [*named, *(name_logprobs(TokenLogprobs(*entry)) for entry in unnamed)]
+            self._prompt_rows = (named, [])
+        return named
+
     @property
     def prompt_weight_versions(self) -> list[WeightSpan]:
         """The versions of the weights that the rows of `prompt_logprobs` came from. If the request is computed again
         after an update, all rows of a prompt that was not done come again."""
-        rows = self.prompt_logprobs
-        return weight_spans(self.prompt_version_starts, len(rows)) if rows and rows != [None] else []
+        named, unnamed = self._prompt_rows
+        num = len(named or ()) + len(unnamed)
+        return weight_spans(self.prompt_version_starts, num) if num > 1 else []
 
     @classmethod
     def empty(cls, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams) -> RequestOutput:
@@ -228,17 +240,19 @@ class RequestOutput:
             sample.text += text
         if logprobs is not None:
             sample.add_logprobs(logprobs)
-        if prompt_logprobs is not None and self.prompt_logprobs is not None:
+        if prompt_logprobs is not None and self._prompt_rows[0] is not None:
             self._add_prompt_rows(prompt_logprobs, version)
         if end is not None:
             sample.finish_reason, sample.stop_reason, sample.error, sample.receipt = end
 
     def _add_prompt_rows(self, rows: PromptRows, version: int) -> None:
-        assert self.prompt_logprobs is not None
+        named, unnamed = self._prompt_rows
+        assert named is not None
         if not rows.entries:
             return
-        del self.prompt_logprobs[rows.start :]
-        self.prompt_logprobs += rows.entries
+        if rows.start < len(named) + len(unnamed):
+            self._prompt_rows = named, unnamed = named[: rows.start], unnamed[: max(0, rows.start - len(named))]
+        unnamed.extend(map(tuple, rows.entries))
         kept = rows.start if rows.start > 1 else 0  # the first token has no row: a version that begins after it has all
         self.prompt_version_starts = with_version(cut_starts(self.prompt_version_starts, 0, kept), version, kept)
 
@@ -299,6 +313,10 @@ class RequestOutput:
             if output.finish_reason is None:
                 return False
         return True
+
+
+RequestOutput.prompt_logprobs = property(  # type: ignore[assignment]
+    RequestOutput._get_prompt_logprobs, RequestOutput._set_prompt_logprobs)
 
 
 def _twin(instance: Shared) -> Shared:

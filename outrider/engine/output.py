@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from outrider.core import Finish, RequestResult, TokenLogprobs
 from outrider.core.failures import ExplainedFailure, OwnFailure
-from outrider.core.outputs import Logprob, OutputIncrement, PromptRows, SampleEnd, SampleKey, name_logprobs
+from outrider.core.outputs import OutputIncrement, PromptRows, SampleEnd, SampleKey
 from outrider.core.params import FORBID_ALL, FORBID_SOME, SamplingParams
 from outrider.engine.detokenize import Detokenizer, StopStrings
 from outrider.engine.text import Tokenizer, TokenTexts
@@ -117,10 +117,9 @@ class PromptLogprobsOutput:
         rows = chunk[first:stop]
         if self._tokenizer is not None:
             rows = [with_texts(row, self._tokenizer.token_texts) for row in rows]
-        entries: list[dict[int, Logprob] | None] = [name_logprobs(row) for row in rows]
-        self._num_entries += len(entries)
+        self._num_entries += len(rows)
         self._position += len(chunk)
-        return OutputIncrement(self._key, [], prompt_logprobs=PromptRows(start, entries))
+        return OutputIncrement(self._key, [], prompt_logprobs=PromptRows(start, rows))
 
     def _begin_again(self, epoch: int) -> None:
         self._epoch, self._position = epoch, 1

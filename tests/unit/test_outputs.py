@@ -86,13 +86,28 @@ def test_spans_of_versions_follow_growth_cuts_and_parts() -> None:
         assert part.weight_versions == expected
 
 
+def test_rows_of_a_prompt_are_named_when_a_caller_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Thousands come in one step: to name them there would delay all other requests."""
+    output = RequestOutput.empty("a", None, [1] * 4, SamplingParams(prompt_logprobs=2))
+    monkeypatch.setattr("outrider.core.outputs.name_logprobs", None)
+    output.grow(OutputIncrement(KEY, [], prompt_logprobs=PromptRows(1, [FIRST])))
+    output.grow(OutputIncrement(KEY, [], prompt_logprobs=PromptRows(2, [FIRST, SECOND])))
+    assert output.prompt_weight_versions == [(0, 0, 4)]
+    output.grow(OutputIncrement(KEY, [], prompt_logprobs=PromptRows(2, [SECOND])))
+    monkeypatch.undo()
+    assert copy.deepcopy(output).prompt_logprobs == output.copy().prompt_logprobs == [None, *NAMED]
+    assert pickle.loads(pickle.dumps(output)) == output and output.prompt_logprobs == [None, *NAMED]
+    output.grow(OutputIncrement(KEY, [], prompt_logprobs=PromptRows(1, [SECOND])))
+    assert output.prompt_logprobs == [None, NAMED[1]]
+
+
 def test_rows_of_a_prompt_are_named_by_version_and_replaced() -> None:
     output = RequestOutput.empty("a", None, [1] * 9, SamplingParams(prompt_logprobs=0))
     reader = OutputReader(RequestOutputKind.DELTA)
     assert output.prompt_weight_versions == []
 
     def grow(version: int, start: int, count: int) -> RequestOutput:
-        rows = PromptRows(start, [{1: Logprob(float(version), 1)}] * count)
+        rows = PromptRows(start, [TokenLogprobs((1, 1), (float(version), float(version)), 1)] * count)
         output.grow(OutputIncrement(KEY._replace(weights_version=version), [], prompt_logprobs=rows))
         return reader.read(output)
 
