@@ -43,6 +43,7 @@ __all__ = ["LONG_TEXT", "AsyncLLM", "EngineError", "ParamsError", "RequestError"
 
 PAUSE_SECONDS = 0.01  # between two looks at requests that must end before a pause
 LONG_TEXT = 20_000  # characters from which tokenizing leaves the event loop
+SHORT_TEXT = 100  # characters of a text that takes about as long as any shorter one
 
 
 class AsyncLLM(Front):
@@ -138,7 +139,7 @@ class AsyncLLM(Front):
             finally:
                 is_gone.set()  # nobody waits for a check that is cancelled
         has_receipt = isinstance(params, SamplingParams) and params.receipt  # the first one hashes the model's files
-        return await asyncio.to_thread(check) if has_receipt or _take_long(prompts) else check()
+        return await asyncio.to_thread(check) if has_receipt or _take_long(prompts, params) else check()
 
     async def increments(self, request: CheckedRequest,
                          request_id: str | None = None) -> AsyncGenerator[list[OutputIncrement], None]:
@@ -336,9 +337,20 @@ class AsyncLLM(Front):
         await asyncio.to_thread(self.shutdown)
 
 
-def _take_long(prompts: Sequence[Prompt]) -> bool:
-    """Whether prompts take long to check: texts are tokenized, and a feature may have work to do."""
-    num = 0  # characters and token ids
+def _size_of(params: RequestParams) -> int:
+    """The number of token ids and characters in the lists of parameters. Each bad word counts as many characters,
+    because it is tokenized alone, twice."""
+    if not isinstance(params, SamplingParams):
+        return 0
+    lists = (params.allowed_token_ids, params.stop_token_ids, params.logit_bias, params.bad_words)
+    *ids, words = [own if isinstance(own, list | dict) else () for own in lists]  # others are refused by the check
+    return sum(map(len, ids)) + sum(SHORT_TEXT + len(word) for word in words if isinstance(word, str))
+
+
+def _take_long(prompts: Sequence[Prompt], params: RequestParams) -> bool:
+    """Whether requests take long to check: texts and bad words are tokenized, and a feature may have
+    work to do."""
+    num = _size_of(params)
     for prompt in prompts:
         if isinstance(prompt, dict):
             if is_slow_prompt(prompt):

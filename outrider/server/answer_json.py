@@ -12,7 +12,7 @@ from typing import Any
 
 from outrider.server.work import compact, quoted
 
-LONG_ANSWER = 2000  # tokens of an answer that is written in a thread
+LONG_ANSWER = 2000  # token ids and log-probabilities of an answer that is written in a thread
 SLICE = 64  # items of a list that one call of the encoder writes
 DEPTH = 4  # levels of objects and lists whose values are written one by one
 BLOCK = 1 << 16  # bytes that are sent at once
@@ -35,12 +35,12 @@ class Written(list[bytes]):
         return Written([*self[:-1], self[-1][:-1] + b",", parts[0][1:], *parts[1:]])
 
 
-async def write_answer(make: Callable[[], dict[str, Any]], num_tokens: int) -> list[bytes]:
-    """Make an answer and write it, in a thread if it has many tokens."""
+async def write_answer(make: Callable[[], dict[str, Any]], num_values: int) -> list[bytes]:
+    """Make an answer and write it, in a thread if it has many values: token ids and log-probabilities."""
     def work() -> list[bytes]:
         return _blocks(_parts(make(), DEPTH))
 
-    return await asyncio.to_thread(work) if num_tokens > LONG_ANSWER else work()
+    return await asyncio.to_thread(work) if num_values > LONG_ANSWER else work()
 
 
 def _parts(value: Any, depth: int) -> list[bytes]:

@@ -19,6 +19,7 @@ from outrider.server.generation import (
     Change,
     ChangeReader,
     Usage,
+    answer_values,
     finite,
     named,
     named_by_id,
@@ -123,8 +124,10 @@ class _Chat:
         skips = self._body.skip_special_tokens is not False and not self._choices
         (last,) = await self._service.whole(self._body, self._requests, self._name.engine, self._usage,
                                             skip_special_tokens=skips)
-        num_tokens = len(last.prompt_logprobs or ()) + sum(len(sample.token_ids) for sample in last.outputs)
-        return await write_answer(lambda: self._answer(last), num_tokens)
+        repeats_prompt = self._body.prompt_logprobs is not None or bool(self._body.return_token_ids)
+        vocab_size = self._service.host.llm.engine.limits.vocab_size
+        num = answer_values([last], self._requests[0].sampling, vocab_size, repeats_prompt=repeats_prompt)
+        return await write_answer(lambda: self._answer(last), num)
 
     def _answer(self, last: RequestOutput) -> dict[str, Any]:
         answer = self._head("chat.completion") | {

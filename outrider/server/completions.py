@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
 from outrider.server.answer_json import Written, write_answer
+from outrider.server.embeds_file import read_embeds_file
 from outrider.server.errors import ApiError
-from outrider.server.generation import Change, ChangeReader, Usage, finite, named
+from outrider.server.generation import Change, ChangeReader, Usage, answer_values, finite, named
 from outrider.server.protocol import CompletionRequest
 from outrider.server.service import Service, TokensOrEmbeds, name_request
 from outrider.server.token_log import TokenLog
@@ -48,10 +49,24 @@ async def _read_prompts(service: Service, body: CompletionRequest) -> Sequence[T
         for name in NEEDS_TOKENS:
             if getattr(body, name):
                 raise ApiError(400, f"{name} needs a prompt of tokens, and prompt_embeds have none", param=name)
-        return await service.read_embeds(body.prompt_embeds)
+        return await _read_embeds(service, body.prompt_embeds)
     assert body.prompt is not None
     truncation = service.truncation(body, "left", DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
     return await service.encode_prompts(body.prompt, "prompt", body.add_special_tokens is not False, truncation)
+
+
+async def _read_embeds(service: Service, given: str | list[str]) -> list[TokensOrEmbeds]:
+    """Read one file with embeddings, or several, from the field prompt_embeds of a body."""
+    files, most = [given] if isinstance(given, str) else given, service.config.max_prompts
+    if not 1 <= len(files) <= most:
+        raise ApiError(400, f"prompt_embeds has {len(files)} prompts, and 1 to {most} are served in one request",
+                       param="prompt_embeds")
+    limits = service.host.llm.engine.limits
+
+    def work() -> list[TokensOrEmbeds]:
+        return [read_embeds_file(file, limits.max_len, limits.hidden_size) for file in files]
+
+    return await asyncio.to_thread(work)
 
 
 class _PromptParts(NamedTuple):
@@ -83,9 +98,9 @@ class _Completion:
                                             skip_special_tokens=self._body.skip_special_tokens is not False)
         if self._body.max_tokens == 0:
             self._usage.leave_out_completions()
-        num_tokens = sum((len(output.prompt_token_ids or ()) if self._repeats_prompt else 0) + len(sample.token_ids)
-                         for output in outputs for sample in output.outputs)
-        return await write_answer(lambda: self._answer(outputs), num_tokens)
+        vocab_size = self._service.host.llm.engine.limits.vocab_size
+        num = answer_values(outputs, self._requests[0].sampling, vocab_size, repeats_prompt=self._repeats_prompt)
+        return await write_answer(lambda: self._answer(outputs), num)
 
     def _answer(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         choices = []

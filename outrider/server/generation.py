@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from math import isnan
 from typing import Any, NamedTuple, TypeAlias, cast
 
 from outrider.async_llm import AsyncLLM
@@ -233,5 +234,25 @@ def named(entries: Sequence[TokenLogprobs]) -> list[dict[int, Logprob]]:
     return [name_logprobs(entry) for entry in entries]
 
 
-def finite(logprob: float) -> float:
-    return max(logprob, LOWEST)
+def finite(logprob: float | None) -> float | None:
+    """A log-probability as JSON has it. None: there is none, or the model's logits are not finite."""
+    return None if logprob is None or isnan(logprob) else max(logprob, LOWEST)
+
+
+def num_values(num_tokens: int, num_logprobs: int | None, vocab_size: int) -> int:
+    """The number of values in an answer with so many tokens, each with its log-probability and those of the likeliest
+    `num_logprobs` tokens (-1: all; None: no log-probabilities). The time to write the answer grows with it."""
+    if num_logprobs is None:
+        return num_tokens
+    return num_tokens * (2 + (vocab_size if num_logprobs == MAX_LOGPROBS_ALL else min(num_logprobs, vocab_size)))
+
+
+def answer_values(outputs: Sequence[RequestOutput], params: SamplingParams, vocab_size: int, *,
+                  repeats_prompt: bool) -> int:
+    """The number of values in an answer with these outputs of requests with the same parameters."""
+    num_output = sum(output.num_output_tokens for output in outputs)
+    num_prompt = sum(len(output.prompt_token_ids or ()) * len(output.outputs) for output in outputs)
+    if not repeats_prompt:
+        num_prompt = 0
+    return (num_values(num_output, params.logprobs, vocab_size)
+            + num_values(num_prompt, params.prompt_logprobs, vocab_size))

@@ -122,6 +122,17 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = Field(default=None, description="accepted and not used")
 
 
+def check_texts(body: Body) -> None:
+    """Refuse long lists of texts. Each text is searched for after every token, or tokenized before the first one, so
+    long lists take too much time."""
+    for name, most in MAX_TEXTS.items():
+        given = getattr(body, name, None) or []
+        if isinstance(given, list) and len(given) > most:
+            raise ApiError(400, f"{name} has {len(given)} texts, and at most {most} are served", param=name)
+        if sum(map(len, given)) > MAX_CHARACTERS:
+            raise ApiError(400, f"{name} has more than {MAX_CHARACTERS} characters", param=name)
+
+
 class Scheduled(Body):
     """The fields that say when a request is scheduled, and which requests may share its pages."""
 
@@ -261,7 +272,7 @@ class SamplingFields(Generated, Prompted):
                 given["logit_bias"] = bias_from_json(self.logit_bias)
             except ValueError as error:
                 raise ApiError(400, str(error), param="logit_bias") from None
-        self._check_sizes()
+        check_texts(self)
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(400, "prompt_logprobs is for answers that are not streamed", param="prompt_logprobs")
         if self.length_penalty not in (None, 1):
@@ -272,16 +283,6 @@ class SamplingFields(Generated, Prompted):
             return SamplingParams(**given)
         except ValueError as error:
             raise bad_value(error, type(self).model_fields) from None
-
-    def _check_sizes(self) -> None:
-        """Refuse long lists of texts. Each text is searched for after every token, or tokenized before the first one,
-        so long lists take too much time."""
-        for name, most in MAX_TEXTS.items():
-            given = getattr(self, name) or []
-            if isinstance(given, list) and len(given) > most:
-                raise ApiError(400, f"{name} has {len(given)} texts, and at most {most} are served", param=name)
-            if sum(map(len, given)) > MAX_CHARACTERS:
-                raise ApiError(400, f"{name} has more than {MAX_CHARACTERS} characters", param=name)
 
     @property
     def wants_usage(self) -> bool:

@@ -19,7 +19,7 @@ from outrider.core.prompts import Prompt
 from outrider.engine.text import Tokenizer
 from outrider.server.admission import QueueBound
 from outrider.server.beams import beam_outputs, beam_sampling
-from outrider.server.embeds_file import read_embeds_file
+from outrider.server.bodies import beside_loop
 from outrider.server.engine_host import EngineHost, Serving
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.generation import Increments, Usage, checked, generate, whole_outputs
@@ -109,19 +109,6 @@ class Service:
         num_characters = sum(len(each) for each in prompts if isinstance(each, str))
         return await asyncio.to_thread(work) if num_characters > LONG_TEXT else work()
 
-    async def read_embeds(self, given: str | list[str]) -> list[TokensOrEmbeds]:
-        """Read one file with embeddings, or several, from the field prompt_embeds of a body."""
-        files = [given] if isinstance(given, str) else given
-        if not 1 <= len(files) <= self.config.max_prompts:
-            raise ApiError(400, f"prompt_embeds has {len(files)} prompts, and 1 to {self.config.max_prompts} are "
-                                "served in one request", param="prompt_embeds")
-        limits = self.host.llm.engine.limits
-
-        def work() -> list[TokensOrEmbeds]:
-            return [read_embeds_file(file, limits.max_len, limits.hidden_size) for file in files]
-
-        return await asyncio.to_thread(work)
-
     async def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None,
                           variables: dict[str, Any] | None, add_generation_prompt: bool | None,
                           continue_final_message: bool | None = None, add_special_tokens: bool | None = None,
@@ -171,20 +158,25 @@ class Service:
         """Make one checked request for each prompt. `more`: sampling parameters whose fields have other names in the
         body."""
         limits = self.host.llm.engine.limits
-        for name in ("allowed_token_ids", "stop_token_ids"):  # before each of millions is checked
-            num_ids = len(getattr(body, name) or ())
-            if num_ids > limits.vocab_size:
-                raise ApiError(400, f"{name} has {num_ids} ids, and the vocabulary has {limits.vocab_size}", param=name)
+        self.check_id_counts(body)
         if body.use_beam_search:
             params = beam_sampling(body, more.get("max_tokens"), more.get("structured_outputs") or body.form(), limits)
         else:
-            params = body.sampling(**more)
+            params = await beside_loop(lambda: body.sampling(**more))
         names: tuple[tuple[str, str], ...] = ()
         if body.structured_outputs is None:  # the form is another field's; behind reasoning it is part of a grammar
             own = "tools" if body.response_format is None else "response_format.json_schema.schema"
             names = (("structured_outputs.json", own), ("structured_outputs.grammar", own),
                      ("structured_outputs.structural_tag", "response_format"))
         return await self.check(body, prompts, params, tenant, names)
+
+    def check_id_counts(self, body: Scheduled) -> None:
+        """Refuse lists of more token ids than there are, before each of millions is checked."""
+        vocab_size = self.host.llm.engine.limits.vocab_size
+        for name in ("allowed_token_ids", "stop_token_ids"):
+            num_ids = len(getattr(body, name, None) or ())
+            if num_ids > vocab_size:
+                raise ApiError(400, f"{name} has {num_ids} ids, and the vocabulary has {vocab_size}", param=name)
 
     async def check(self, body: Scheduled, prompts: Sequence[TokensOrEmbeds], params: RequestParams,
                     tenant: str | None, names: Sequence[tuple[str, str]] = ()) -> list[CheckedRequest]:

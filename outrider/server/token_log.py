@@ -44,7 +44,7 @@ class TokenLog:
                 "top_logprobs": [top for _, _, top in written],
                 "text_offset": [self._begin + min(offset, self._num_given) for offset, _, _ in ready]}
 
-    def _written(self, token_id: int, entry: Entry) -> tuple[str, float | None, dict[str, float] | None]:
+    def _written(self, token_id: int, entry: Entry) -> tuple[str, float | None, dict[str, float | None] | None]:
         if entry is None:
             return named_by_id(token_id) if self._by_id else self._names[token_id], None, None
         # The chosen token is always there, as OpenAI's API has it. Tokens that are parts of a character look the same:

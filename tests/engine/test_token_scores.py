@@ -187,7 +187,7 @@ class Shifted(LogitsProcessor):
 
 def test_logits_processors_see_no_prompt(tmp_path: Path) -> None:
     with LLM(folder_of("llama", tmp_path), logits_processors=[Shifted], **ENGINE) as llm:
-        with pytest.raises(ValueError, match="beside logits processors"):
+        with pytest.raises(ValueError, match="beside logits processors.*use prompt_logprobs_mode='raw'"):
             llm.score_tokens([1, 2, 3], logprobs_mode="processed", use_tqdm=False)
         assert llm.score_tokens([1, 2, 3], use_tqdm=False)[0].logprobs[1]
 

@@ -24,6 +24,9 @@ def test_clients_pass_values_to_the_operators_code(caplog: pytest.LogCaptureFixt
         assert "the server's log says why" in failed["message"] and "Fragile failed: KeyError" in caplog.text
         for field in ("logits_processors", "logits_processor_cls", "extra_args"):
             assert field in served.error("/v1/completions", **body, **{field: ["os:system"]})["message"]
+        refused = served.error("/v1/score_tokens", prompt="ab", logprobs_mode="processed")
+        assert refused["param"] == "logprobs_mode" and "use logprobs_mode='raw'" in refused["message"]
+        assert served.post("/v1/score_tokens", prompt="ab").status_code == 200
         served.assert_idle()
 
 

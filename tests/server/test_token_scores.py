@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import math
+import threading
 from typing import Any
 
 import pytest
+import torch
 
+from outrider.core.params import SamplingParams
+from outrider.sample.logprobs import LogprobRows, logprob_rows
+from outrider.server import answer_json
+from outrider.token_scores import Scoring, TokenScores
 from tests.server.rig import MODEL, Served, served_fixture
 
 served = served_fixture(max_prompts=4)
@@ -41,6 +49,69 @@ def test_filters_and_texts(served: Served) -> None:
     assert all(value in (-9999.0, 0.0) for value in own["logprobs"][1:])
     (own,) = data_of(served, prompt="ab", prompt_logprobs=1)
     assert own["token_ids"] == [97, 98] and own["top_logprobs"][1]
+
+
+def of_all(text: str) -> Any:
+    """Parse JSON, which has neither NaN nor infinities."""
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_what_is_not_finite_is_written_as_json(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(logits: torch.Tensor, chosen: torch.Tensor, num: int) -> LogprobRows:
+        rows = logprob_rows(logits, chosen, num)
+        rows.values[0], rows.values[1] = math.nan, -math.inf
+        return rows
+
+    monkeypatch.setattr("outrider.runner.prompt_reports.logprob_rows", broken)
+    (own,) = of_all(served.post("/v1/score_tokens", prompt=IDS[0], prompt_logprobs=2).text)["data"]
+    assert own["logprobs"][:3] == [None, None, -9999.0] and own["logprobs"][3] < 0
+    assert own["top_logprobs"][:3] == [None, [None, None], [-9999.0, -9999.0]]
+    for asked in ({"prompt_logprobs": 2}, {"echo": True, "logprobs": 2}):
+        of_all(served.post("/v1/completions", prompt=IDS[0], max_tokens=1, **asked).text)
+
+
+def test_wide_answers_are_made_in_a_thread(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not the number of tokens that makes an answer large, but that of log-probabilities."""
+    threads, read = list[str](), Scoring.read
+
+    def noted(self: Scoring, *given: Any) -> TokenScores:
+        threads.append(threading.current_thread().name)
+        return read(self, *given)
+
+    monkeypatch.setattr(Scoring, "read", noted)
+    monkeypatch.setattr(answer_json, "LONG_ANSWER", 10)
+    for num, is_beside in ((0, False), (5, True)):
+        data_of(served, prompt=IDS[0], prompt_logprobs=num)
+        assert threads.pop().startswith("outrider-work") == is_beside
+
+
+@pytest.mark.parametrize("path", ["/v1/score_tokens", "/v1/completions"])
+@pytest.mark.parametrize(("body", "param"), [
+    ({"bad_words": ["a"] * 1025}, "bad_words"), ({"bad_words": ["a" * 5000] * 4}, "bad_words"),
+    ({"allowed_token_ids": [1] * 300}, "allowed_token_ids"),
+    ({"logit_bias": {str(token): 1.0 for token in range(5000)}}, "logit_bias"),
+])
+def test_sizes_are_bounded_as_for_completions(served: Served, path: str, body: dict[str, Any], param: str) -> None:
+    asked = body if path == "/v1/completions" else body | {"logprobs_mode": "processed"}
+    assert served.error(path, prompt=[1, 2], **asked)["param"] == param
+
+
+def test_parameters_of_a_large_body_are_checked_in_a_thread(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, check = list[str](), SamplingParams.__post_init__
+
+    def noted(self: SamplingParams, *given: Any) -> None:
+        threads.append(threading.current_thread().name)
+        check(self, *given)
+
+    monkeypatch.setattr(SamplingParams, "__post_init__", noted)
+    words = ["a" * 100] * 160
+    for path, more in (("/v1/score_tokens", {"logprobs_mode": "processed"}), ("/v1/completions", {"max_tokens": 1})):
+        assert served.post(path, prompt=[1, 2], bad_words=words, user="x" * 20_000, **more).status_code == 200
+        assert threads and all(not name.startswith("Thread-") for name in threads), threads
+        threads.clear()
 
 
 @pytest.mark.parametrize(("body", "param"), [

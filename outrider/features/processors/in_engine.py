@@ -18,7 +18,8 @@ class ProcessorsInEngine(EngineFeature):
     def check_params(self, params: SamplingParams) -> None:
         if params.prompt_logprobs_mode == "processed":
             raise ValueError("prompt_logprobs_mode='processed' is not served beside logits processors, which see the "
-                             "logits of sampled tokens only")
+                             "logits of sampled tokens only: use prompt_logprobs_mode='raw', or an engine without "
+                             "logits_processors")
         for kind in self._kinds:
             try:
                 kind.validate_params(params)
