@@ -194,9 +194,14 @@ class LatentAttention(TokenMixer):
         shape = self.shape
         rope = RopeRows(angles.positions, angles.table, shape.rotates_pairs, shape.index_rope_at_end)
         compressed_q, weights = bound.write(self.compress(x, context), self._norms(), rope)
-        queries = self.queries(x if self.q_norm is None else compressed_q, context)
+        queries = self.scaled_queries(self.queries(x if self.q_norm is None else compressed_q, context), angles)
         return self.leave(self.expansion.attend(bound, self._enter(queries, weights, rope, bound, context), context),
                           x, context)
+
+    def scaled_queries(self, queries: torch.Tensor, angles: Angles) -> torch.Tensor:
+        """Scale queries [tokens, heads x (nope | rope) | ..] by their positions, possibly in place. Most models do
+        not."""
+        return queries
 
     def leave(self, values: torch.Tensor, x: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Apply output gate and output projection: values [tokens, heads * value], with the layer's input x [tokens,

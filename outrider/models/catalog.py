@@ -65,6 +65,7 @@ FAMILIES = (
            ("mistralai/Mistral-7B-Instruct-v0.3", "mistralai/Mistral-Small-3.2-24B-Instruct-2506",
             "mistralai/Ministral-3-3B-Instruct-2512")),
     Family("Ministral 3", _causal("Ministral3"), ("mistralai/Ministral-3-8B-Base-2512",)),
+    Family("Mistral 4", _causal("Mistral4"), ("mistralai/Mistral-Small-4-119B-2603",)),
     Family("Mixtral", _causal("Mixtral"), ("mistralai/Mixtral-8x7B-Instruct-v0.1",)),
     Family("Qwen2 and Qwen2.5", _with_head("Qwen2"), ("Qwen/Qwen2.5-7B-Instruct",)),
     Family("Qwen3", _with_head("Qwen3"), ("Qwen/Qwen3-8B",)),

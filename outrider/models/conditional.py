@@ -1,5 +1,5 @@
-"""Language models inside checkpoints that also see images: Gemma 3 4B, 12B and 27B, Mistral Small 3.1 and later, and
-Ministral 3.
+"""Language models inside checkpoints that also see images: Gemma 3 4B, 12B and 27B, Mistral Small 3.1 and later,
+Ministral 3 and Mistral 4.
 
 Only the text part is served; tensors of the other parts are not read.
 """
@@ -14,6 +14,7 @@ from outrider.models.base import Decoder, DecoderNames
 from outrider.models.config import ConfigReader
 from outrider.models.gemma3 import Gemma3
 from outrider.models.ministral3 import TemperedMistral
+from outrider.models.mistral4 import Mistral4
 from outrider.models.sources.quantization import KEY
 
 PREFIX = "language_model"
@@ -51,3 +52,7 @@ class Gemma3Conditional(LanguagePart, Gemma3):
 
 class Mistral3Conditional(LanguagePart, TemperedMistral):
     """Model class for Mistral3ForConditionalGeneration."""
+
+
+class Mistral4Conditional(LanguagePart, Mistral4):
+    """Model class for Mistral3ForConditionalGeneration around Mistral 4."""

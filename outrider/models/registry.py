@@ -60,6 +60,7 @@ _ARCHITECTURES: dict[str, type[Model] | str] = {
     "DeepseekV32ForCausalLM": "deepseek_v3:DeepseekV32",
     "GlmMoeDsaForCausalLM": "deepseek_v3:GlmMoeDsa",
     "HYV4ForCausalLM": "hy_v4:HYV4",
+    "Mistral4ForCausalLM": "mistral4:Mistral4",
     "Ministral3ForCausalLM": "ministral3:Ministral3",
     "Llama4ForCausalLM": "llama4:Llama4",
     "Llama4ForConditionalGeneration": "llama4:Llama4Conditional",
@@ -75,6 +76,9 @@ _ARCHITECTURES: dict[str, type[Model] | str] = {
     "Qwen2ForSequenceClassification": "classifier:Qwen2Classifier",
     "Qwen3ForSequenceClassification": "classifier:Qwen3Classifier",
 }
+# Model classes of architectures around several language models, by the architecture and by the `model_type` of their
+# `text_config`. For another `model_type` the architecture's own class is used.
+_BY_TEXT = {("Mistral3ForConditionalGeneration", "mistral4"): "conditional:Mistral4Conditional"}
 
 
 def architectures() -> Mapping[str, type[Model]]:
@@ -158,7 +162,14 @@ def has_family(architectures: Sequence[object]) -> bool:
 def _family(reader: ConfigReader, model_impl: str) -> Callable[..., Model]:
     architectures = named_architectures(reader)
     if has_family(architectures) and model_impl != "transformers":
-        return _class_of(architectures[0])
+        own = _BY_TEXT.get((architectures[0], _text_type(reader)))
+        return _class_of(architectures[0]) if own is None else _class_at(own)
     if not architectures or model_impl == "outrider":
         raise reader.refusal("architectures", f"known are {', '.join(sorted(_ARCHITECTURES))}")
     return _class_at("bridge.model:BridgedModel")
+
+
+def _text_type(reader: ConfigReader) -> object:
+    """The `model_type` of the language model in a config of several models."""
+    text = reader.values.get("text_config")
+    return text.get("model_type") if isinstance(text, Mapping) else None

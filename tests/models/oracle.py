@@ -470,6 +470,11 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3": ("DeepseekV3", _LATENT | {"rope_parameters": _LATENT_YARN}),
     "deepseek_v3_direct": ("DeepseekV3", _LATENT | {"q_lora_rank": None, "attention_bias": True, "n_group": 1,
                                                     "topk_group": 1}),
+    "mistral4": ("Mistral4", _LATENT | {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "rope_parameters":
+                                        _LATENT_YARN | {"llama_4_scaling_beta": 0.5}}),
+    "mistral4_groups": ("Mistral4", _LATENT | {
+        "q_lora_rank": None, "attention_bias": True, "norm_topk_prob": False, "routed_scaling_factor": 2.0,
+        "first_k_dense_replace": 0, "rope_parameters": _YARN_ROPE | {"llama_4_scaling_beta": 0.0}}),
     "deepseek_v32": ("DeepseekV32", _LATENT | _INDEX | {"rope_parameters": _LATENT_YARN}),
     "deepseek_v2": ("DeepseekV2", _LATENT | {"rope_parameters": _LATENT_YARN, "topk_method": "group_limited_greedy"}),
     "deepseek_v2_lite": ("DeepseekV2", _LATENT | {"q_lora_rank": None, "n_group": 1, "topk_group": 1,
@@ -486,6 +491,7 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ALL = (FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES | KDA_FAMILIES | STREAM_FAMILIES | POOLED_FAMILIES
        | CLASSICS)
+_UNLISTED = ("Mistral4ForCausalLM",)  # classes that AutoModelForCausalLM does not know
 _TEXT_CONFIGS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp")
 
 
@@ -551,7 +557,7 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -
 
     (name,) = read_config(folder)["architectures"]
     is_part = name.removesuffix("ForConditionalGeneration") in {name for name, _ in POOLED_FAMILIES.values()}
-    found = getattr(transformers, name) if is_part else transformers.AutoModelForCausalLM
+    found = getattr(transformers, name) if is_part or name in _UNLISTED else transformers.AutoModelForCausalLM
     return found.from_pretrained(folder, dtype=dtype, **options).eval()
 
 

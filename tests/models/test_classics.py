@@ -58,7 +58,7 @@ def test_greedy_text_equals_transformers(folder_of: Folders, family: str) -> Non
     assert_greedy_text_equals(folder_of(family))
 
 
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", [*CASES, "mistral4"])
 @torch.inference_mode()
 def test_an_engine_says_what_transformers_does(folder_of: Folders, family: str) -> None:
     model, asks = hf_model(folder_of(family)), [Ask(prompt, greedy(LENGTH, ignore_eos=True)) for prompt in PROMPTS]
@@ -75,11 +75,11 @@ def test_an_engine_says_what_transformers_does(folder_of: Folders, family: str) 
 
 
 # Families with blocks of their own; the others are built of blocks that these or other tests go through.
-EXACT = ["gpt_oss", "olmo2", "cohere_normed", "hunyuan", "granite"]
+EXACT = ["mistral4", "gpt_oss", "olmo2", "cohere_normed", "hunyuan", "granite"]
 
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=[] if family in EXACT else pytest.mark.long)
-                                    for family in CLASSICS])
+                                    for family in (*CLASSICS, "mistral4")])
 def test_exact_mode_has_the_same_bits_alone_and_among_others(folder_of: Folders, family: str) -> None:
     """Log-probabilities of all tokens: one request at a time, and all in chunks, with drafts, after preemptions."""
     asks = [Ask(prompt, greedy(6, ignore_eos=True, logprobs=oracle.VOCAB)) for prompt in PROMPTS]

@@ -11,7 +11,8 @@ import torch
 from outrider.models.config import ConfigError
 from outrider.models.registry import build_model
 from outrider.models.sources.folder import read_config
-from tests.models.oracle import BASE, all_logits, load, mean_of, tokens_of
+from tests.models.oracle import BASE, LATENT_FAMILIES, load, mean_of, tokens_of
+from tests.models.test_gguf_families import logits_of
 
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
           "image_size": 32, "patch_size": 16, "head_dim": 16}
@@ -25,6 +26,9 @@ CASES: dict[str, dict[str, Any]] = {
                                           "projector_output_dim": 32}},
     "Mistral3": {"text_config": TEXT | {"model_type": "mistral", "sliding_window": None},
                  "vision_config": VISION | {"model_type": "pixtral"}, "tie_word_embeddings": False},
+    "Mistral3 around Mistral4": {
+        "text_config": BASE | LATENT_FAMILIES["mistral4"][1] | {"model_type": "mistral4"},
+        "vision_config": VISION | {"model_type": "pixtral"}, "tie_word_embeddings": False},
     "Mistral3 around Ministral3": {
         "text_config": TEXT | {"model_type": "ministral3", "sliding_window": None, "rope_parameters": {
             "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 16,
@@ -51,7 +55,7 @@ def test_logits_of_a_text_equal_transformers(tmp_path: Path, name: str) -> None:
     model, tokens = make_checkpoint(name, tmp_path), tokens_of(seed=1, count=40)
     with torch.no_grad():
         expected = model(input_ids=tokens[None]).logits[0]
-    assert (all_logits(load(tmp_path), tokens) - expected).abs().max() < 1e-4
+    assert (logits_of(load(tmp_path), tokens) - expected).abs().max() < 1e-4
     assert expected.argmax(-1).unique().numel() > 4
 
 
