@@ -64,6 +64,7 @@ if TYPE_CHECKING:
         CenteredHeadNorm,
         CenteredNormAttention,
         LateNormAttention,
+        OutputGatedAttention,
         WidthNormAttention,
     )
     from outrider.layers.rotary import (
@@ -90,9 +91,10 @@ __all__ = [
     "FREQUENCIES", "FeedForward", "FusedLinear", "GatedDelta", "GatedDeltaShape", "GatedMLP", "GivenRows", "HeadNorm",
     "INNER_KEYS", "Injection", "KDA", "KDANames", "KDAShape", "LateNormAttention", "LatentAttention", "LatentShape",
     "LayerNames", "LayeredModule", "Linear", "Mamba2", "Mamba2Shape", "MoE", "Module", "NO_DELTAS", "NothingAttends",
-    "ParallelLayer", "Parameter", "PostNormLayer", "PreNormLayer", "RMSNorm", "RopeParams", "Rotary", "Router",
-    "RowDeltas", "ScaledInputMoE", "ScaledLayer", "SelfAttention", "ShortConv", "SplitGatedDelta", "SpreadRouting",
-    "StepContext", "StillRotary", "StreamEnd", "StreamGate", "StreamLayer", "StreamNorm", "TemperedAttention",
-    "TemperedRotary", "TiedLinear", "TokenHistory", "TokenMixer", "Unnormed", "Unrotated", "UnscaledHeadNorm",
-    "WidthNormAttention", "check_ranks", "copy_stream", "find_modules", "rope_table", "rotate", "yarn_mscale",
+    "OutputGatedAttention", "ParallelLayer", "Parameter", "PostNormLayer", "PreNormLayer", "RMSNorm", "RopeParams",
+    "Rotary", "Router", "RowDeltas", "ScaledInputMoE", "ScaledLayer", "SelfAttention", "ShortConv", "SplitGatedDelta",
+    "SpreadRouting", "StepContext", "StillRotary", "StreamEnd", "StreamGate", "StreamLayer", "StreamNorm",
+    "TemperedAttention", "TemperedRotary", "TiedLinear", "TokenHistory", "TokenMixer", "Unnormed", "Unrotated",
+    "UnscaledHeadNorm", "WidthNormAttention", "check_ranks", "copy_stream", "find_modules", "rope_table", "rotate",
+    "yarn_mscale",
 ]

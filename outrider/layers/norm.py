@@ -88,9 +88,11 @@ class RMSNorm(Module):
         `residual`."""
         if x is None:
             return self(residual), residual
-        if isinstance(x, Unnormed):
-            assert x.eps == self.eps
+        if isinstance(x, Unnormed) and x.eps == self.eps:
             return ops.norm_add_norm(x.x, x.scale, residual, self.scale, self.eps, x.factor, *self._hint), residual
+        if isinstance(x, Unnormed):
+            assert x.factor == 1
+            x = ops.rms_norm(x.x, x.scale, x.eps)
         return ops.add_rms_norm(x, residual, self.scale, self.eps, *self._hint), residual
 
 

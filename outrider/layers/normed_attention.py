@@ -1,7 +1,7 @@
 """Self-attention with norms of q and k that attention kernels do not apply: over all heads at once, after the rope, or
-with the mean subtracted.
+with the mean subtracted; and with an output gate, which is not in these kernels either.
 
-These norms are separate operations; rope, cache write and attention are those of `SelfAttention`.
+Norms and gates are separate operations; rope, cache write and attention are those of `SelfAttention`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from outrider.formats import PairedHeads, RankGroup, Ranks
 from outrider.formats.declared import ModelSize
+from outrider.kernels import ops
 from outrider.kernels.reference import widened
 from outrider.layers.attention import SelfAttention
 from outrider.layers.base import HeldRows, Module, Parameter
@@ -139,3 +140,14 @@ class CenteredNormAttention(SelfAttention):
 
     def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
         return self.mix_unfused(qkv, angles, context.attend.mixer(self.layer.index))
+
+
+class OutputGatedAttention(SelfAttention):
+    """Attention with an output scaled by a sigmoid. A subclass makes the product of gate, q, k and v."""
+
+    def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
+        """Apply norms, rope, attention and gate: [tokens, gate | q | k | v] -> [tokens, heads * dim]."""
+        paged: PagedLayer = context.attend.mixer(self.layer.index)
+        gate_size = self.layer.num_heads * self.layer.head_dim
+        out = self.mix_unfused(qkv[:, gate_size:], angles, paged)
+        return ops.sigmoid_scale(out, qkv[:, :gate_size])

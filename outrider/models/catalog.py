@@ -78,6 +78,7 @@ FAMILIES = (
     Family("Gemma 2", _causal("Gemma2"), ("google/gemma-2-9b-it",)),
     Family("Gemma 3", _with_images("Gemma3"), ("google/gemma-3-1b-it", "google/gemma-3-27b-it")),
     Family("Gemma 4", _with_images("Gemma4", "Gemma4Unified"), ("google/gemma-4-E2B-it",)),
+    Family("Muse Glimmer", ("MuseGlimmerForConditionalGeneration",), ("meta-models/Muse-Glimmer-30B",)),
     Family("DeepSeek-V2", _causal("DeepseekV2"), ("deepseek-ai/DeepSeek-V2-Lite-Chat",)),
     Family("DeepSeek-V3, R1 and V3.2", _causal("DeepseekV3", "DeepseekV32"),
            ("deepseek-ai/DeepSeek-V3-0324", "deepseek-ai/DeepSeek-R1", "deepseek-ai/DeepSeek-V3.2-Exp")),

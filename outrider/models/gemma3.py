@@ -40,29 +40,13 @@ ROPES = (FULL, SLIDING)  # the order of the model's rotaries
 DEFAULT_THETA = {FULL: 1_000_000.0, SLIDING: 10_000.0}
 
 
-class Gemma3Layer(DecoderLayer):
+class SandwichLayer(DecoderLayer):
     """Attention and MLP, each between two norms. The result of the second norm is added to the residual stream."""
 
-    def __init__(
-        self, layer: AttentionLayer, sizes: Sizes, *, attention_bias: bool, has_head_norm: bool = True,
-        dtype: torch.dtype, device: torch.device,
-    ) -> None:
-        self.rotary = ROPES.index(FULL if layer.window is None else SLIDING)
-        heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
-        self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm = (
-            RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device, offset=True) for _ in range(4))
-        self.attention = SelfAttention(
-            layer,
-            sizes.hidden_size,
-            qkv_bias=attention_bias,
-            out_bias=attention_bias,
-            head_norm=HeadNorm(*heads, sizes.eps, dtype=dtype, device=device, offset=True) if has_head_norm else None,
-            dtype=dtype,
-            device=device,
-        )
-        self.mlp = GatedMLP(
-            sizes.hidden_size, sizes.intermediate_size, activation=ACTIVATION, bias=False, dtype=dtype, device=device
-        )
+    def __init__(self, attention: SelfAttention, mlp: GatedMLP, norms: Sequence[RMSNorm]) -> None:
+        """norms: in the order in which they are applied."""
+        self.attention, self.mlp = attention, mlp
+        self.input_norm, self.attention_norm, self.mlp_norm, self.output_norm = norms
 
     def parts(self) -> Sequence[tuple[str, Module]]:
         return (
@@ -81,6 +65,22 @@ class Gemma3Layer(DecoderLayer):
         attended = Unnormed(self.attention(x, angles, context), self.attention_norm.scale, self.attention_norm.eps)
         x, residual = self.mlp_norm.add_norm(attended, residual)
         return Unnormed(self.mlp(x, context), self.output_norm.scale, self.output_norm.eps), residual
+
+
+class Gemma3Layer(SandwichLayer):
+    def __init__(
+        self, layer: AttentionLayer, sizes: Sizes, *, attention_bias: bool, has_head_norm: bool = True,
+        dtype: torch.dtype, device: torch.device,
+    ) -> None:
+        self.rotary = ROPES.index(FULL if layer.window is None else SLIDING)
+        heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
+        norm = HeadNorm(*heads, sizes.eps, dtype=dtype, device=device, offset=True) if has_head_norm else None
+        attention = SelfAttention(layer, sizes.hidden_size, qkv_bias=attention_bias, out_bias=attention_bias,
+                                  head_norm=norm, dtype=dtype, device=device)
+        mlp = GatedMLP(sizes.hidden_size, sizes.intermediate_size, activation=ACTIVATION, bias=False, dtype=dtype,
+                       device=device)
+        super().__init__(attention, mlp, [RMSNorm(sizes.hidden_size, sizes.eps, dtype=dtype, device=device,
+                                                  offset=True) for _ in range(4)])
 
 
 class Gemma3(Decoder):

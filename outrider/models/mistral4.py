@@ -41,7 +41,7 @@ class Mistral4(DeepseekV3):
     """Model class for Mistral4ForCausalLM."""
 
     num_predicted = 0
-    defaults: ClassVar[Mapping[str, Any]] = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1, "q_lora_rank": 1024}
+    defaults: ClassVar[Mapping[str, Any]] = {"n_group": 1, "topk_group": 1, "n_shared_experts": 1}
     fixed = (("rope_interleave", True),)
     default_routed_scale = 1.0
     strength = 0.0

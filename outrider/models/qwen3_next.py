@@ -8,9 +8,7 @@ from __future__ import annotations
 import torch
 
 from outrider.formats import HeadLayout
-from outrider.kernels import ops
 from outrider.layers import (
-    Angles,
     DecoderLayer,
     Experts,
     FeedForward,
@@ -21,13 +19,12 @@ from outrider.layers import (
     LayerNames,
     Linear,
     MoE,
+    OutputGatedAttention,
     PreNormLayer,
     Router,
-    SelfAttention,
-    StepContext,
     TokenMixer,
 )
-from outrider.mixers import AttentionLayer, PagedLayer
+from outrider.mixers import AttentionLayer
 from outrider.models.config import FULL, ConfigReader, Sizes, refuse_unsupported
 from outrider.models.hybrid import LINEAR, HybridDecoder, partial_rope
 from outrider.models.qwen3_moe import is_sparse, read_rule
@@ -38,7 +35,7 @@ SHAPE_KEYS = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head
               "linear_conv_kernel_dim")
 
 
-class GatedAttention(SelfAttention):
+class GatedAttention(OutputGatedAttention):
     """Attention with an output scaled by a sigmoid. The files store q and gate head by head in `q_proj`; here all gates
     come before q, so that q and k heads are adjacent."""
 
@@ -50,13 +47,6 @@ class GatedAttention(SelfAttention):
         stored = self.qkv.stored | {"q_proj": 2 * layer.num_heads * layer.head_dim}
         layout = HeadLayout(layer.num_heads, (layer.head_dim, layer.head_dim), is_reversed=True)
         self.qkv = FusedLinear(hidden_size, stored, bias=bias, dtype=dtype, device=device, layouts={"q_proj": layout})
-
-    def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
-        """Apply norms, rope, attention and gate: [tokens, gate | q | k | v] -> [tokens, heads * dim]."""
-        paged: PagedLayer = context.attend.mixer(self.layer.index)
-        gate_size = self.layer.num_heads * self.layer.head_dim
-        out = self.mix_unfused(qkv[:, gate_size:], angles, paged)
-        return ops.sigmoid_scale(out, qkv[:, :gate_size])
 
 
 class Qwen3Next(HybridDecoder):

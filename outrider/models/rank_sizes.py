@@ -16,7 +16,7 @@ from outrider.core.ranks import ShardSize, rank_refusal
 # the ranks, later.
 FAMILIES = re.compile(
     r"(BailingHybrid|Bamba|Cohere|Deepseek|Ernie4|Exaone4|FalconH1|Gemma|Glm|GptOss|Granite|HYV4|HunYuan|KimiLinear|Lfm2"
-    r"|Llama|MiniMaxM2|Mistral|Mixtral|NemotronH|Olmo|Phi3|Qwen|SeedOss|SmolLM3)\w*For\w+")
+    r"|Llama|MiniMaxM2|Mistral|Mixtral|MuseGlimmer|NemotronH|Olmo|Phi3|Qwen|SeedOss|SmolLM3)\w*For\w+")
 # Attention in patterns of layers.
 ATTENTION = ("*", "attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
              "deepseek_sparse_attention")

@@ -67,6 +67,7 @@ _ARCHITECTURES: dict[str, type[Model] | str] = {
     "Gemma2ForCausalLM": "gemma2:Gemma2",
     "Gemma3ForCausalLM": "gemma3:Gemma3",
     "Gemma3ForConditionalGeneration": "conditional:Gemma3Conditional",
+    "MuseGlimmerForConditionalGeneration": "muse_glimmer:MuseGlimmer",
     "Gemma4ForCausalLM": "gemma4:Gemma4",
     "Gemma4ForConditionalGeneration": "gemma4:Gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4:Gemma4",
@@ -162,14 +163,14 @@ def has_family(architectures: Sequence[object]) -> bool:
 def _family(reader: ConfigReader, model_impl: str) -> Callable[..., Model]:
     architectures = named_architectures(reader)
     if has_family(architectures) and model_impl != "transformers":
-        own = _BY_TEXT.get((architectures[0], _text_type(reader)))
+        own = _BY_TEXT.get((str(architectures[0]), _text_type(reader)))
         return _class_of(architectures[0]) if own is None else _class_at(own)
     if not architectures or model_impl == "outrider":
         raise reader.refusal("architectures", f"known are {', '.join(sorted(_ARCHITECTURES))}")
     return _class_at("bridge.model:BridgedModel")
 
 
-def _text_type(reader: ConfigReader) -> object:
+def _text_type(reader: ConfigReader) -> str:
     """The `model_type` of the language model in a config of several models."""
     text = reader.values.get("text_config")
-    return text.get("model_type") if isinstance(text, Mapping) else None
+    return str(text.get("model_type")) if isinstance(text, Mapping) else ""

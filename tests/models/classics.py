@@ -19,6 +19,7 @@ _LLAMA4: dict[str, Any] = {
         "rope_type": "llama3", "rope_theta": 500.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 64},
 }
+_GLIMMER: dict[str, Any] = {"head_dim": 16, "sliding_window": 16}
 _DENSE: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("SeedOss", {"head_dim": 32}),
     "seed_oss_bias": ("SeedOss", {"head_dim": 16, "attention_out_bias": True, "mlp_bias": True}),
@@ -53,6 +54,13 @@ _DENSE: dict[str, tuple[str, dict[str, Any]]] = {
         "rope_type": "dynamic", "rope_theta": 500.0, "alpha": 50.0, "factor": 1.0}}),
     "gemma2": ("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 4, "sliding_window": 16,
                           "attn_logit_softcapping": 3.0, "final_logit_softcapping": 30.0}),
+    "muse_glimmer": ("MuseGlimmer", _GLIMMER),
+    "muse_glimmer_free": ("MuseGlimmer", _GLIMMER | {
+        "layer_types": ["full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+        "layer_rope_theta": [500.0, 0.0, 500.0, 500.0], "rope_parameters": {"rope_type": "default",
+                                                                            "rope_theta": 500.0},
+        "qk_scale_factor": 1.5, "output_multiplier": 0.7, "final_logit_softcapping": 5.0, "post_norm_eps": 0.01,
+        "num_key_value_heads": 4}),
 }
 _SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOss", _EXPERTS | {"head_dim": 16, "sliding_window": 16, "rope_parameters": {
@@ -78,5 +86,10 @@ _SPARSE: dict[str, tuple[str, dict[str, Any]]] = {
                              "routed_scaling_factor": 2.5, "num_nextn_predict_layers": 0}),
 }
 CLASSICS = _DENSE | _SPARSE
+# Families that are language models in checkpoints that also see images, with the configs of their other parts.
+_TOWER: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+PARTS: dict[str, dict[str, Any]] = {
+    "MuseGlimmer": {"vision_config": _TOWER, "out_hidden_size": 128, "projector_hidden_size": 16},
+}
 # Values of a Phi-3 with divisors of its frequencies.
 LONGROPE: dict[str, Any] = {"head_dim": 16, "rope_parameters": _LONGROPE, "original_max_position_embeddings": 64}

@@ -33,7 +33,7 @@ from outrider.models.base import Model
 from outrider.models.loader import load_model
 from outrider.models.sources import resolve
 from outrider.models.sources.folder import read_config
-from tests.models.classics import CLASSICS
+from tests.models.classics import CLASSICS, PARTS
 
 # The context of token rows that make logits, or of products alone: nothing attends and nothing is adapted.
 LOGIT_ROWS = StepContext(NothingAttends(), torch.zeros(1, dtype=torch.int64))
@@ -491,6 +491,8 @@ LATENT_FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ALL = (FAMILIES | MOE_FAMILIES | HYBRID_FAMILIES | LATENT_FAMILIES | KDA_FAMILIES | STREAM_FAMILIES | POOLED_FAMILIES
        | CLASSICS)
+# Families that are parts of models that also see images.
+CONDITIONAL = {*POOLED_FAMILIES, *(family for family, (name, _) in CLASSICS.items() if name in PARTS)}
 _UNLISTED = ("Mistral4ForCausalLM",)  # classes that AutoModelForCausalLM does not know
 _TEXT_CONFIGS = ("Gemma3", "Llama4", "Qwen3_5", "Qwen3_5Moe", "Qwen4Exp")
 
@@ -500,9 +502,9 @@ def hf_config(family: str, **changes: Any) -> Any:
 
     name, values = ALL[family]
     config_class = getattr(transformers, f"{name}TextConfig" if name in _TEXT_CONFIGS else f"{name}Config")
-    if family in POOLED_FAMILIES:
+    if family in CONDITIONAL:
         text = {key: value for key, value in (BASE | values | changes).items() if key != "num_local_experts"}
-        return config_class(text_config=text, vision_config=_EYES)
+        return config_class(text_config=text, **PARTS.get(name, {"vision_config": _EYES}))
     return config_class(**BASE | values | changes)
 
 
@@ -511,7 +513,7 @@ def make_folder(family: str, path: Path, **changes: Any) -> Path:
     import transformers
 
     torch.manual_seed(zlib.crc32(family.encode()))
-    kind = "ForConditionalGeneration" if family in POOLED_FAMILIES else "ForCausalLM"
+    kind = "ForConditionalGeneration" if family in CONDITIONAL else "ForCausalLM"
     model = getattr(transformers, ALL[family][0] + kind)(hf_config(family, **changes))
     for name, parameter in model.named_parameters():
         mean = mean_of(name, ALL[family][0])
@@ -556,7 +558,7 @@ def hf_model(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -
     import transformers
 
     (name,) = read_config(folder)["architectures"]
-    is_part = name.removesuffix("ForConditionalGeneration") in {name for name, _ in POOLED_FAMILIES.values()}
+    is_part = name.removesuffix("ForConditionalGeneration") in {ALL[family][0] for family in CONDITIONAL}
     found = getattr(transformers, name) if is_part or name in _UNLISTED else transformers.AutoModelForCausalLM
     return found.from_pretrained(folder, dtype=dtype, **options).eval()
 

@@ -29,7 +29,7 @@ def final_states(folder: Path, quantization: str | None) -> torch.Tensor:
 
 @pytest.mark.parametrize("family", oracle.ALL)
 def test_a_family_is_coded_while_it_is_read(family: str, tmp_path: Path) -> None:
-    kind = "ForConditionalGeneration" if family in oracle.POOLED_FAMILIES else "ForCausalLM"
+    kind = "ForConditionalGeneration" if family in oracle.CONDITIONAL else "ForCausalLM"
     if not hasattr(transformers, oracle.ALL[family][0] + kind):
         pytest.skip(f"transformers {transformers.__version__} has no {oracle.ALL[family][0]}")
     folder = oracle.make_folder(family, tmp_path / family)

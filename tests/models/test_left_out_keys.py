@@ -19,6 +19,7 @@ from outrider.models.config import ConfigError
 from outrider.models.registry import build_model
 from tests.models.oracle import (
     ALL,
+    CONDITIONAL,
     KDA_FAMILIES,
     KDA_SINCE,
     POOLED_FAMILIES,
@@ -42,7 +43,7 @@ ASKED = {"DeepseekV2": ("n_group", "topk_group"), "DeepseekV32": ("q_lora_rank",
 
 
 def config_of(family: str, **changes: Any) -> dict[str, Any]:
-    kind = "ForConditionalGeneration" if family in POOLED_FAMILIES else "ForCausalLM"
+    kind = "ForConditionalGeneration" if family in CONDITIONAL else "ForCausalLM"
     values = hf_config(family, **changes).to_dict() | {"architectures": [ALL[family][0] + kind]}
     made: dict[str, Any] = json.loads(json.dumps(values))
     return made

@@ -39,7 +39,7 @@ def config_of(family: str) -> dict[str, Any]:
     if family.startswith("gemma4_"):
         return gemma4.TARGETS[family.removeprefix("gemma4_")] | {"architectures": ["Gemma4ForCausalLM"]}
     name, values = oracle.ALL[family]
-    kind = "ForConditionalGeneration" if family in oracle.POOLED_FAMILIES else "ForCausalLM"
+    kind = "ForConditionalGeneration" if family in oracle.CONDITIONAL else "ForCausalLM"
     config = oracle.BASE | values | CHANGES.get(family, {}) | {"architectures": [f"{name}{kind}"]}
     if name in ("KimiLinear", "BailingHybrid"):  # names that transformers translates when it writes a config
         other = {"num_local_experts": "num_experts", "num_experts_per_tok": "num_experts_per_token"}
