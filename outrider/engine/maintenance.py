@@ -52,7 +52,9 @@ ASLEEP = "the engine sleeps: requests wait for wake_up"
 UPDATING = "an update of weights was interrupted: requests wait for an update with all weights"
 IN_SESSION = "an update of weights has begun: finish_weight_update() ends it"
 LOADING = "a call of load_weights goes on, in which weights change: wait for its end"
+SLEPT = "an update of weights had begun when the engine went to sleep"
 STREAMING = "an update of weights has begun: reset_prefix_cache() ends it"
+AGAIN = "start_weight_update() begins it again, finish_weight_update() gives it up"
 
 
 @dataclass
@@ -80,13 +82,14 @@ class Maintenance:
         self._waits: weakref.WeakSet[PauseWait] = weakref.WeakSet()  # an interrupt may cut off their ends
         self._lacks_weights = ""  # why, if an update has failed half-way
         self._stream: _Stream | None = None  # an update whose tensors come one by one
+        self._spoilt = ""  # why the update that `start_weight_update` began can no longer be completed
         self._loads: weakref.WeakSet[_Load] = weakref.WeakSet()  # an interrupt may cut off their ends
         self._refuses = False  # new requests, from the start of such an update until one is whole
 
     @property
     def has_session(self) -> bool:
         """Whether an update that `start_weight_update` began has not ended yet."""
-        return self._stream is not None and self._stream.is_session
+        return bool(self._spoilt) or (self._stream is not None and self._stream.is_session)
 
     @property
     def is_sleeping(self) -> bool:
@@ -98,12 +101,13 @@ class Maintenance:
             raise ValueError(f"level must be 1 (weights stay in the host's memory) or 2 (weights are dropped), got "
                              f"{shown(level)}")
         self._end_stream()
-        before = self._asleep, self._are_dropped, self._stream, self._lacks_weights, self._refuses
+        before = self._asleep, self._are_dropped, self._stream, self._lacks_weights, self._refuses, self._spoilt
         self._engine.rest()
         # Before the command: if an interrupt cuts off the answer, the worker may be asleep, and waking does no harm.
         if self._stream is not None:
-            self._break_stream(self._stream, WeightsIncomplete("an update of weights had begun when the engine went to "
-                                                               "sleep: requests wait for an update with all weights"))
+            self._spoilt = SLEPT
+            self._break_stream(self._stream, WeightsIncomplete(f"{SLEPT}: requests wait for an update with all "
+                                                               "weights"))
         self._asleep = frozenset(PARTS)
         self._pause()
         try:
@@ -111,7 +115,7 @@ class Maintenance:
         except WorkerDied:
             raise
         except Exception:
-            self._asleep, self._are_dropped, self._stream, self._lacks_weights, self._refuses = before
+            self._asleep, self._are_dropped, self._stream, self._lacks_weights, self._refuses, self._spoilt = before
             self._pause()
             raise
         self._are_dropped |= level == 2
@@ -144,6 +148,8 @@ class Maintenance:
         if self._stream is not None and self._stream.is_session:
             raise ValueError("an update of weights has begun: give its weights to load_weights, and end it with "
                              "finish_weight_update()")
+        if not self._lacks_weights:  # else the worker takes nothing but all weights
+            self._check_unspoilt()
         self._check_loaded()
         with suppress(WeightsIncomplete):  # the weights of this update may be all
             self._end_stream()
@@ -171,17 +177,18 @@ class Maintenance:
             raise ValueError("an update of weights has begun already: finish_weight_update() ends it")
         self._end_stream()
         self._rest()
+        self._spoilt = ""
         self._open_stream(is_session=True)
 
     def load_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]],
                      run: Callable[[Callable[[], None]], None]) -> None:
         """Replace weights, each as soon as it comes. `run` calls a function with the engine between two steps. Between
         two weights other callers may use the engine, but they cannot end the update."""
-        load = _Load()
+        load, session = _Load(), self._stream if self.has_session else None
         self._loads.add(load)
         try:
             for given in named_weights.weights_one_by_one(weights):
-                run(partial(self.stream_weight, given))
+                run(partial(self.stream_weight, given, session))
         except BaseException:  # the rest of the call is missing
             if self._stream is not None:
                 self._stream.needs_all = True
@@ -189,9 +196,13 @@ class Maintenance:
         finally:
             self._loads.discard(load)
 
-    def stream_weight(self, given: NamedArray | NamedTensor) -> None:
+    def stream_weight(self, given: NamedArray | NamedTensor, session: _Stream | None = None) -> None:
         """Replace one weight. `finish_weight_update` ends the update. If `start_weight_update` has not begun it, the
-        next call other than this one ends it. If the update's first weight does not fit, nothing has changed."""
+        next call other than this one ends it. If the update's first weight does not fit, nothing has changed.
+        session: the update to which the weight belongs, if `start_weight_update` has begun it."""
+        self._check_unspoilt()
+        if session is not None and session is not self._stream:
+            raise ValueError("the update of this weight has ended meanwhile: give the weight to another update")
         if self._stream is None:
             self._rest()
             self._open_stream(is_session=False)
@@ -203,12 +214,18 @@ class Maintenance:
             raise
         except Exception as error:
             self._break_stream(stream, error)
+            if stream.is_session:
+                self._spoilt = f"a weight of this update was refused ({error})"
             raise
 
     def finish_weight_update(self) -> UpdateReport:
         """End the update that `start_weight_update` began."""
+        if self._spoilt:
+            spoilt, self._spoilt = self._spoilt, ""
+            raise ValueError(f"the update has ended and has published nothing: {spoilt}")
         if self._stream is None or not self._stream.is_session:
             raise ValueError("no update of weights has begun: start_weight_update() begins one")
+        self._check_loaded()
         return self._finish_stream(self._stream)
 
     def _open_stream(self, *, is_session: bool) -> None:
@@ -248,6 +265,12 @@ class Maintenance:
             self._check_loaded()
             self._finish_stream(self._stream)
 
+    def _check_unspoilt(self) -> None:
+        """Raise ValueError if the update that `start_weight_update` began cannot be completed any more: none of its
+        later weights may be published alone."""
+        if self._spoilt:
+            raise ValueError(f"{self._spoilt}: {AGAIN}")
+
     def _check_loaded(self) -> None:
         """Raise WeightsIncomplete while a call of `load_weights` has not returned, in another thread or around its
         iterator. An update that ended now would lack the call's other weights."""
@@ -269,7 +292,7 @@ class Maintenance:
 
     def _take_new_weights(self) -> None:
         """Note that an update is whole, and raise the version of the weights."""
-        self._lacks_weights, self._refuses, self._are_dropped = "", False, False
+        self._lacks_weights, self._refuses, self._are_dropped, self._spoilt = "", False, False, ""
         self._asleep -= {WEIGHTS}
         self._engine.take_new_weights()
         self._pause()

@@ -226,6 +226,68 @@ def test_an_update_with_a_start_needs_all_weights_and_its_end(folders: tuple[Pat
         assert generated(llm) == theirs
 
 
+@pytest.mark.parametrize("why", ["name", "shape", "number", "integers"])
+def test_an_update_of_which_a_weight_was_refused_publishes_nothing(folders: tuple[Path, Path], why: str) -> None:
+    folder, other = folders
+    theirs, tensors = answers(other), tensors_of(other)
+    pair, message = bad(tensors)[why]
+    with LLM(str(folder), **SETTINGS) as llm:
+        ours = generated(llm)
+        llm.start_weight_update()
+        with pytest.raises(WeightError, match=message):
+            llm.load_weights([pair])
+        for more in (lambda: llm.load_weights({NAME: tensors[NAME]}), lambda: llm.update_weights({NAME: tensors[NAME]}),
+                     lambda: llm.update_weights(tensors)):
+            with pytest.raises(ValueError, match=r"was refused .*: start_weight_update\(\) begins it again"):
+                more()
+            assert generated(llm) == ours and llm.weights_version == 0
+        with pytest.raises(ValueError, match="published nothing: a weight of this update was refused"):
+            llm.finish_weight_update()
+        llm.update_weights(folder)
+        for num in (0, 2):  # weights that come before the one that is refused
+            llm.start_weight_update()
+            with pytest.raises((WeightError, WeightsIncomplete)):
+                llm.load_weights([*list(tensors.items())[:num], pair])
+            llm.start_weight_update()
+            llm.load_weights(tensors)
+            llm.finish_weight_update()
+            assert generated(llm) == theirs
+
+
+def test_weights_of_an_update_that_sleep_has_ended_are_not_published_alone(folders: tuple[Path, Path]) -> None:
+    folder, other = folders
+    tensors = tensors_of(other)
+    with LLM(str(folder), **SETTINGS) as llm:
+        ours = generated(llm)
+        llm.start_weight_update()
+        llm.sleep(level=1)
+        llm.wake_up()
+        with pytest.raises(ValueError, match=r"went to sleep: start_weight_update\(\) begins it again"):
+            llm.load_weights({NAME: tensors[NAME]})
+        assert generated(llm) == ours and llm.weights_version == 0
+
+
+def test_a_weight_belongs_to_the_update_in_which_its_call_began(folders: tuple[Path, Path]) -> None:
+    folder, other = folders
+    theirs, tensors = answers(other), tensors_of(other)
+    with LLM(str(folder), **SETTINGS) as llm:
+        def late() -> Iterator[tuple[str, torch.Tensor]]:
+            yield NAME, tensors_of(folder)[NAME]
+            with pytest.raises(WeightsIncomplete, match="a call of load_weights goes on"):
+                llm.finish_weight_update()
+            with pytest.raises(WeightsIncomplete):
+                llm.load_weights([("model.extra", tensors[NAME])])
+            llm.start_weight_update()
+            yield "model.norm.weight", tensors_of(folder)["model.norm.weight"]
+
+        llm.start_weight_update()
+        with pytest.raises(ValueError, match="the update of this weight has ended meanwhile"):
+            llm.load_weights(late())
+        llm.load_weights(tensors)
+        llm.finish_weight_update()
+        assert generated(llm) == theirs
+
+
 def test_a_whole_update_at_once_mends_one_that_was_cut_off(folders: tuple[Path, Path]) -> None:
     folder, other = folders
     theirs, tensors = answers(other), tensors_of(other)

@@ -153,6 +153,31 @@ def test_weights_come_over_http_in_chunks_of_files_and_shared_memory(served: Ser
     assert update(200, path="other")["weights_version"] == 3
 
 
+def test_a_chunk_after_one_that_was_refused_does_not_go_live_alone(served: Served, folder: Path) -> None:
+    other = with_other_weights(folder, folder.parent / "other")
+    pairs, body = list(load_file(other / "model.safetensors").items()), {"prompt": [5, 6, 7] * 4, "max_tokens": 8}
+    save_file({"model.extra": pairs[0][1]}, folder.parent / "bad.safetensors")
+    save_file(dict(pairs[:5]), folder.parent / "first.safetensors")
+    save_file(dict(pairs[5:]), folder.parent / "second.safetensors")
+
+    def update(chunk: str, status: int = 200) -> str:
+        answer = served.post("/update_weights", update_info={"path": f"{chunk}.safetensors"})
+        assert answer.status_code == status, answer.text
+        return str(answer.json().get("error", {}).get("message"))
+
+    served.post("/start_weight_update")
+    assert "no weight of this name: model.extra" in update("bad", 400)
+    for chunk in ("first", "second"):
+        assert "start_weight_update() begins it again" in update(chunk, 400)
+    assert served.post("/v1/completions", **body).status_code == 200 and served.llm.weights_version == 0
+    assert "published nothing" in served.error("/finish_weight_update")["message"]
+    served.post("/start_weight_update")
+    update("first")
+    update("second")
+    assert served.post("/finish_weight_update").json()["weights_version"] == 1
+    assert served.post("/weight_checker", action="checksum").json()["checksums"] == of_file(other)
+
+
 def test_weights_need_a_root_and_keys(folder: Path) -> None:
     with pytest.raises(ValueError, match="weights_root lets clients replace weights"):
         ServerConfig(weights_root=str(folder), admin=True)
