@@ -7,6 +7,7 @@ import enum
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from outrider.core.decode_sizes import size_for
@@ -78,11 +79,20 @@ class StepCosts(SizedCosts):
         return interpolate(self.tokens, self.seconds, tokens)
 
     def draft(self, most: int, requests: int = 1) -> float:
-        if not most or not self.drafting:
-            return 0.0
-        at = [cost.requests for cost in self.drafting]
-        first = interpolate(at, [cost.first for cost in self.drafting], requests)
-        return first + (most - 1) * interpolate(at, [cost.each for cost in self.drafting], requests)
+        return self.drafts(most, requests)[most]
+
+    def drafts(self, most: int, requests: int) -> list[float]:
+        """Seconds to propose 0, 1, ... `most` drafts for each request."""
+        if not self.drafting:
+            return [0.0] * (1 + most)
+        at, firsts, eachs = self._drafting_points
+        first, each = interpolate(at, firsts, requests), interpolate(at, eachs, requests)
+        return [0.0, *(first + num * each for num in range(most))]
+
+    @cached_property
+    def _drafting_points(self) -> tuple[list[int], list[float], list[float]]:
+        at, firsts, eachs = zip(*self.drafting, strict=True)
+        return list(at), list(firsts), list(eachs)
 
     def sample(self, loads: Iterable[SamplerLoad]) -> float:
         """Seconds that the sampler takes for logit rows. loads: the sampler load of each row."""

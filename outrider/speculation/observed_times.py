@@ -73,6 +73,7 @@ class ObservedTimes:
         self._kinds: dict[tuple[int, int], _Kind] = {}
         self._slowness = _Slowness()
         self._num_observed = 0
+        self._estimates: dict[tuple[int, int], Estimate] = {}  # what was asked since the last observation
 
     def ratio(self, num_requests: int, depth: int) -> float:
         """The factor by which to multiply the expected time of a step. depth: the most drafts of a request."""
@@ -82,7 +83,11 @@ class ObservedTimes:
         """The factor for a step, from the most similar steps that were seen. If this depth was not seen with about so
         many requests, the ratio of the nearest depth is taken, and corrected by how the two depths compare with other
         numbers of requests."""
-        return self._estimate(num_requests.bit_length(), depth)
+        key = num_requests.bit_length(), depth
+        found = self._estimates.get(key)
+        if found is None:
+            found = self._estimates[key] = self._estimate(*key)
+        return found
 
     def _estimate(self, size: int, depth: int) -> Estimate:
         """Like `estimate`. size: the number of bits of the number of requests."""
@@ -127,6 +132,7 @@ class ObservedTimes:
         kind, ratio = self._kinds.setdefault((num_requests.bit_length(), depth), _Kind()), seconds / foreseen
         self._slowness.observe((num_requests, depth, rows), ratio)
         self._num_observed += 1
+        self._estimates.clear()
         if self._num_observed - kind.last_seen > STALE_AFTER:
             kind.ratios.clear()
         kind.ratios.append(ratio)

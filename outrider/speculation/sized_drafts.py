@@ -283,9 +283,8 @@ class SizedDrafts(LearnedDrafts):
         reading = costs.read([request.bound.at_most for request in requests])
         sampling = costs.sample([request.sampler_load for request in requests])  # one logit row each
         ratios = [self._times.ratio(count, depth) for depth in range(self._k + 1)]
+        drafting = costs.drafts(self._k, count)
         self._sampling = sampling / count
-
-        drafting = [costs.draft(depth, count) for depth in range(1 + self._k)]
 
         def rate(tokens: float, depth: int, rows: int) -> float:
             seconds = costs.step(rows, count) + reading + drafting[depth] + sampling * rows / count
