@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -65,18 +67,29 @@ class WeightChecker:
 
 
 def weights_path(root: str | None, path: str) -> Path:
-    """Resolve a client's path. Refuse it if it leads out of the root folder."""
+    """Resolve a client's path. Refuse it if it leads out of the root folder, or if anything in its folder does."""
     if root is None:
         raise ApiError(403, "this server takes no weights: start it with --weights-root")
     base = Path(root).resolve()
     try:
         found = (base / path).resolve()
-        files = [each.resolve() for each in found.iterdir()] if found.is_dir() else [found]
+        is_below = all(each.is_relative_to(base) and each.exists() for each in _files(found, base))
     except (OSError, ValueError, RuntimeError):  # a loop of links, a null byte
-        files = []
-    if not files or not all(each.is_relative_to(base) and each.exists() for each in files):
+        is_below = False
+    if not is_below or (found.is_dir() and not any(found.iterdir())):
         raise ApiError(400, f"path {shown(path)} is nothing below the server's --weights-root", param="path")
     return found
+
+
+def _files(found: Path, base: Path) -> Iterator[Path]:
+    """Yield the path and all that lies in its folders, with links resolved. Folders outside `base` are not entered."""
+    seen, left = {found}, [found]
+    while left:
+        path = left.pop()
+        yield path
+        inside = {each.resolve() for each in path.iterdir()} if path.is_dir() and path.is_relative_to(base) else set()
+        left += inside - seen
+        seen |= inside
 
 
 def trainer_routes(service: Service) -> APIRouter:
@@ -122,7 +135,7 @@ def _add_updates(routes: APIRouter, service: Service) -> None:
         """Replace weights by those of a file below --weights-root. The file is the next chunk of an update that has
         begun. Otherwise it is a complete update, which is applied as a whole or not at all."""
         llm, info = service.host.llm, body.update_info
-        path = weights_path(service.config.weights_root, info.path)
+        path = await asyncio.to_thread(weights_path, service.config.weights_root, info.path)
         try:
             given: Any = path  # the worker reads it
             if info.names is not None:

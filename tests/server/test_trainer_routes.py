@@ -11,7 +11,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from outrider import AsyncLLM
+from outrider.server.errors import ApiError
 from outrider.server.settings import ServerConfig
+from outrider.server.trainer_routes import weights_path
 from tests.engine.harness import with_other_weights
 from tests.engine.test_update_weights import SETTINGS, llama
 from tests.engine.test_weights_checksum import of_file
@@ -183,3 +185,25 @@ def test_weights_need_a_root_and_keys(folder: Path) -> None:
         ServerConfig(weights_root=str(folder), admin=True)
     with serving(lambda: AsyncLLM(str(folder), **SETTINGS), admin=True) as made:
         assert "--weights-root" in made.error("/update_weights", 403, update_info={"path": "target"})["message"]
+
+
+def test_weights_come_from_folders_at_any_depth_and_no_link_leads_out(tmp_path: Path) -> None:
+    root, secret = tmp_path / "root", tmp_path / "secret"
+    deep = root / "run" / "step" / "shards"
+    for folder in (deep, secret, root / "links" / "deep", root / "around", root / "empty"):
+        folder.mkdir(parents=True)
+    for file in (deep / "model.safetensors", secret / "key", root / "plain"):
+        file.write_bytes(b"1")
+    (root / "run" / "latest").symlink_to(root / "run" / "step")
+    (root / "run" / "loop").symlink_to(root / "run")
+    for path in ("run", "run/latest", "run/step/shards", "run/latest/shards/model.safetensors", "run/../plain"):
+        assert weights_path(str(root), path) == (root / path).resolve()
+    (root / "links" / "deep" / "key").symlink_to(secret / "key")
+    (root / "around" / "links").symlink_to(root / "links")
+    (root / "folder").symlink_to(secret)
+    (root / "lost").symlink_to(root / "nothing")
+    (root / "itself").symlink_to(root / "itself")
+    for path in ("links", "links/deep/key", "around", "folder", "folder/key", "lost", "itself", "../secret", ".",
+                 "empty", "run/../../secret/key", str(secret), "nothing", "\0"):
+        with pytest.raises(ApiError, match="is nothing below the server's --weights-root"):
+            weights_path(str(root), path)
