@@ -155,7 +155,7 @@ class WeightUpdate:
             return ((array.name, as_tensor(array)) for array in self._given.arrays)
         if self._is_gguf:
             return gguf_source(self._path).read()
-        return safetensors_tensors(self._path, self._quantization)
+        return safetensors_tensors(self._path, self._quantization, maps_files=False)
 
 
 class WeightStream:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from outrider.formats import StoredWeight
+from outrider.models.sources.file_reads import FileReader, FileTensor, safetensors_header
 from outrider.models.sources.model_source import WeightError
 from outrider.models.sources.quantization import KEY, Quantization
 
@@ -19,15 +21,17 @@ MAPPED_BYTES = 32 << 20  # after reading this many bytes files are opened anew, 
 
 
 def safetensors_tensors(
-    folder: str | Path, quantization: Quantization | None = None
+    folder: str | Path, quantization: Quantization | None = None, *, maps_files: bool = True
 ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
     """Yield (name, tensor) for all tensors in model.safetensors, or in the shards of model.safetensors.index.json. With
     a quantization, tensors that belong together are yielded as one stored weight.
 
     The largest come first: a tensor is in memory twice while it is copied, so the largest one costs nothing extra while
-    most of the model is not yet filled.
+    most of the model is not yet filled. maps_files: files are mapped into memory; they must not change meanwhile.
     """
-    sizes = [(size, name, path) for path, names in _files(Path(folder)).items() for name, size in _sizes(path, names)]
+    opens: Callable[[Path], Any] = _open if maps_files else cache(_open_unmapped)
+    sizes = [(size, name, path) for path, names in _files(Path(folder)).items()
+             for name, size in _sizes(opens(path), path, names)]
     sizes.sort(key=lambda item: (-item[0], item[1]))
     path_of = {name: path for _, name, path in sizes}
     handles: dict[Path, Any] = {}
@@ -36,9 +40,9 @@ def safetensors_tensors(
         if quantization is not None and quantization.is_beside(name, path_of):
             continue  # goes with its weight
         if path not in handles:
-            handles[path] = _open(path)
+            handles[path] = opens(path)
         tensor = _tensor(handles[path], name, path)
-        yield (name, tensor) if quantization is None else _joined(quantization, name, tensor, path_of)
+        yield (name, tensor) if quantization is None else _joined(quantization, name, tensor, path_of, opens)
         del tensor  # before the next one is read
         mapped += size
         if mapped >= MAPPED_BYTES:
@@ -47,7 +51,8 @@ def safetensors_tensors(
 
 
 def _joined(
-    quantization: Quantization, name: str, tensor: torch.Tensor, path_of: Mapping[str, Path]
+    quantization: Quantization, name: str, tensor: torch.Tensor, path_of: Mapping[str, Path],
+    opens: Callable[[Path], Any],
 ) -> tuple[str, torch.Tensor | StoredWeight]:
     """Return the tensor, or the quantised weight that it forms together with other tensors, such as its scales."""
     matrix = name.removesuffix(quantization.suffix)
@@ -59,7 +64,7 @@ def _joined(
         return name, tensor
     tensors = MatrixTensors(matrix, {quantization.suffix: tensor})
     for end, other in beside.items():
-        tensors[end] = _tensor(_open(path_of[other]), other, path_of[other])
+        tensors[end] = _tensor(opens(path_of[other]), other, path_of[other])
     return matrix + quantization.plain_suffix, quantization.join(matrix, tensors)
 
 
@@ -114,9 +119,8 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     return files
 
 
-def _sizes(path: Path, names: set[str] | None) -> list[tuple[str, int]]:
+def _sizes(handle: Any, path: Path, names: set[str] | None) -> list[tuple[str, int]]:
     """The names of tensors and their bytes, counted as float32, which is good enough to sort by."""
-    handle = _open(path)
     held = set(handle.keys())
     if names is not None and names != held:
         odd = ", ".join(sorted(names ^ held))
@@ -125,9 +129,45 @@ def _sizes(path: Path, names: set[str] | None) -> list[tuple[str, int]]:
     return [(name, 4 * torch.Size(shape).numel()) for name, shape in shapes.items()]
 
 
-def _open(path: Path) -> Any:
+class UnmappedFile:
+    """A safetensors file that may change while it is read. It has the methods of `safe_open` that are used here."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = FileReader(path)
+        self._tensors = {tensor.name: tensor for tensor in safetensors_header(self._file)}
+        end = max((tensor.end for tensor in self._tensors.values()), default=self._file.num_bytes)
+        if end < self._file.num_bytes:
+            raise WeightError(f"{path.name} has a damaged header: {self._file.num_bytes - end} bytes have no name")
+
+    def keys(self) -> Collection[str]:
+        return self._tensors.keys()
+
+    def get_slice(self, name: str) -> FileTensor:
+        return self._tensors[name]
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        stored = self._tensors[name]
+        dtype: torch.dtype = getattr(torch, stored.dtype)
+        if not stored.num_bytes:  # bytes of nothing cannot be viewed as numbers
+            return torch.empty(stored.shape, dtype=dtype)
+        return torch.from_numpy(self._file.read_tensor(stored)).view(dtype).view(stored.shape)
+
+
+def _open_unmapped(path: Path) -> UnmappedFile:
+    _check_there(path)
+    try:
+        return UnmappedFile(path)
+    except OSError as error:
+        raise _damaged(path, error) from error
+
+
+def _check_there(path: Path) -> None:
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist, though the index beside it names it; download it again")
+
+
+def _open(path: Path) -> Any:
+    _check_there(path)
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
