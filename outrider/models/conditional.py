@@ -1,24 +1,47 @@
-"""Language models inside checkpoints that also see images: Gemma 3 4B, 12B and 27B, Mistral Small 3.1 and later,
-Ministral 3 and Mistral 4.
+"""Language models inside checkpoints that also see images: Gemma 3, Mistral Small 3.1 and later, Qwen2-VL to Qwen3-VL,
+LFM2-VL, SmolVLM, Llava and InternVL.
 
-Only the text part is served; tensors of the other parts are not read.
+Only the text part is served; tensors of the other parts are not read. In a text the components of a rope for images are
+equal, which makes it an ordinary rope.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 
 from outrider.models.base import Decoder, DecoderNames
 from outrider.models.config import ConfigReader
 from outrider.models.gemma3 import Gemma3
+from outrider.models.lfm2 import Lfm2
+from outrider.models.llama import Llama, Qwen2, Qwen3
 from outrider.models.ministral3 import TemperedMistral
 from outrider.models.mistral4 import Mistral4
+from outrider.models.qwen3_moe import Qwen3Moe
 from outrider.models.sources.quantization import KEY
 
 PREFIX = "language_model"
-OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "vision_model.")
+OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "vision_model.", "visual.", "connector.", "image_newline")
+# Keys about images, beside the configs of other parts.
+IMAGE_KEYS = (
+    "multimodal_projector_bias", "projector_hidden_act", "projector_hidden_size", "projector_bias",
+    "projector_use_layernorm", "spatial_merge_size", "vision_feature_select_strategy", "vision_aspect_ratio",
+    "image_seq_length", "image_grid_pinpoints", "downsample_ratio", "downsample_factor", "scale_factor",
+    "encoder_patch_size", "max_num_patches", "max_pixels_tolerance", "min_image_tokens", "max_image_tokens",
+    "min_tiles", "max_tiles", "tile_size", "use_thumbnail", "use_image_special_tokens", "do_image_splitting",
+    "use_image_newline_parameter", "_pad_token_id",
+)
+# Sizes of the language model that transformers' config classes have where a section leaves them out.
+LLAMA = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
+         "num_attention_heads": 32, "max_position_embeddings": 2048}
+MISTRAL = LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+QWEN = LLAMA | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
+                "max_position_embeddings": 32768}
+GEMMA3 = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
+          "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072, "sliding_window": 4096}
+COMPONENTS = ("mrope_section", "mrope_interleaved")  # of a position: time, height and width
 
 
 class LanguagePart(Decoder):
@@ -27,32 +50,104 @@ class LanguagePart(Decoder):
 
     names = DecoderNames.below(f"{PREFIX}.model")._replace(output=f"{PREFIX}.lm_head")
     default_tied = False
+    text_defaults: ClassVar[Mapping[str, Any]] = {}  # of keys that the section leaves out: transformers' defaults
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
-        text = config.section("text_config")
+        text = config.text_section()
         own = text.get("tie_word_embeddings", bool, self.default_tied)
         # The whole model's key wins.
         values: dict[str, Any] = {"tie_word_embeddings": config.get("tie_word_embeddings", bool, own)}
         if config.has(KEY):
             values[KEY] = config.get(KEY, dict, {})
-        config.passes_over("multimodal_projector_bias", "projector_hidden_act", "spatial_merge_size")
-        super().__init__(text.with_values(values), dtype=dtype, device=device, max_len=max_len)  # type: ignore[call-arg]
+        config.passes_over(*IMAGE_KEYS, "ignore_index", "vocab_size")  # the second is the text's, once more
+        text.passes_over("pixel_shuffle_factor", "perceiver_config", "neftune_noise_alpha")
+        text = _with_one_position(text.with_values(values)).with_defaults(self.text_defaults)
+        super().__init__(text, dtype=dtype, device=device, max_len=max_len)  # type: ignore[call-arg]
 
     def ignores(self, name: str) -> bool:
-        return super().ignores(name) or name.startswith(OTHER_PARTS)
+        return super().ignores(name) or name.removeprefix("model.").startswith(OTHER_PARTS)
+
+
+class InnerPart(LanguagePart):
+    """A language part that lies in the model beside the other parts, below one output."""
+
+    names = DecoderNames.below(f"model.{PREFIX}")
+
+
+def _with_one_position(config: ConfigReader) -> ConfigReader:
+    """The config with ropes of one component, which are the same for a text."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if config.raw(key):
+            rope = config.section(key)
+            rope.passes_over(*COMPONENTS)
+            plain = {name: "default" if value == "mrope" else value for name, value in rope.values.items()
+                     if name not in COMPONENTS}
+            config = config.with_values({key: plain})
+    return config
 
 
 class Gemma3Conditional(LanguagePart, Gemma3):
     """Model class for Gemma3ForConditionalGeneration."""
 
     default_tied = True
+    text_defaults = GEMMA3
 
 
 class Mistral3Conditional(LanguagePart, TemperedMistral):
     """Model class for Mistral3ForConditionalGeneration."""
 
+    text_defaults = MISTRAL
+
 
 class Mistral4Conditional(LanguagePart, Mistral4):
     """Model class for Mistral3ForConditionalGeneration around Mistral 4."""
+
+
+class Qwen2VL(LanguagePart, Qwen2):
+    """Model class for Qwen2VLForConditionalGeneration and Qwen2_5_VLForConditionalGeneration."""
+
+    names = DecoderNames()
+
+
+class Qwen3VL(InnerPart, Qwen3):
+    """Model class for Qwen3VLForConditionalGeneration."""
+
+
+class Qwen3VLMoe(InnerPart, Qwen3Moe):
+    """Model class for Qwen3VLMoeForConditionalGeneration."""
+
+    has_turned_experts = True
+
+
+class LlamaPart(LanguagePart, Llama):
+    """Model class for Llava models and InternVL around Llama."""
+
+    text_defaults = LLAMA
+
+
+class Qwen2Part(LanguagePart, Qwen2):
+    """Model class for Llava models and InternVL around Qwen2."""
+
+    text_defaults = QWEN
+
+
+class Qwen3Part(LanguagePart, Qwen3):
+    """Model class for InternVL around Qwen3."""
+
+    text_defaults = QWEN
+
+
+class SmolVLM(LanguagePart, Llama):
+    """Model class for SmolVLMForConditionalGeneration and Idefics3ForConditionalGeneration."""
+
+    names = DecoderNames.below("model.text_model")
+    text_defaults = LLAMA
+
+
+class Lfm2VL(InnerPart, Lfm2):
+    """Model class for Lfm2VlForConditionalGeneration."""
+
+    names = InnerPart.names._replace(norm=f"model.{PREFIX}.embedding_norm")
+    default_tied = True

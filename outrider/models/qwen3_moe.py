@@ -17,6 +17,8 @@ from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupp
 class Qwen3Moe(Decoder):
     """Model class for Qwen3MoeForCausalLM."""
 
+    has_turned_experts = False  # the files have one tensor of all experts for each projection, inputs before outputs
+
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
@@ -47,7 +49,9 @@ class Qwen3Moe(Decoder):
         width = self.config.required("moe_intermediate_size", int)
         return MoE(
             Router(index, hidden_size, rule, dtype=dtype, device=device),
-            Experts(rule.num_experts, hidden_size, width, activation=self.activation, dtype=dtype, device=device),
+            Experts(rule.num_experts, hidden_size, width, activation=self.activation,
+                    is_fused=self.has_turned_experts, is_transposed=self.has_turned_experts, dtype=dtype,
+                    device=device),
         )
 
 

@@ -15,8 +15,9 @@ from outrider.core.ranks import ShardSize, rank_refusal
 # Families whose attention ranks share; one from outside may hold it whole. Those that are missing here are refused by
 # the ranks, later.
 FAMILIES = re.compile(
-    r"(BailingHybrid|Bamba|Cohere|Deepseek|Ernie4|Exaone4|FalconH1|Gemma|Glm|GptOss|Granite|HYV4|HunYuan|KimiLinear|Lfm2"
-    r"|Llama|MiniMaxM2|Mistral|Mixtral|MuseGlimmer|NemotronH|Olmo|Phi3|Qwen|SeedOss|SmolLM3)\w*For\w+")
+    r"(BailingHybrid|Bamba|Cohere|Deepseek|Ernie4|Exaone4|FalconH1|Gemma|Glm|GptOss|Granite|HYV4|HunYuan|Idefics3"
+    r"|InternVL|KimiLinear|Lfm2|Llama|Llava|MiniMaxM2|Mistral|Mixtral|MuseGlimmer|NemotronH|Olmo|Phi3|Qwen|SeedOss"
+    r"|SmolLM3|SmolVLM)\w*For\w+")
 # Attention in patterns of layers.
 ATTENTION = ("*", "attention", "full_attention", "sliding_attention", "chunked_attention", "indexed_attention",
              "deepseek_sparse_attention")

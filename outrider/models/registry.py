@@ -39,6 +39,10 @@ _ARCHITECTURES: dict[str, type[Model] | str] = {
     "MiniMaxM2ForCausalLM": "minimax_m2:MiniMaxM2",
     "Glm4MoeForCausalLM": "glm4_moe:Glm4Moe",
     "Qwen3MoeForCausalLM": "qwen3_moe:Qwen3Moe",
+    "Qwen2VLForConditionalGeneration": "conditional:Qwen2VL",
+    "Qwen2_5_VLForConditionalGeneration": "conditional:Qwen2VL",
+    "Qwen3VLForConditionalGeneration": "conditional:Qwen3VL",
+    "Qwen3VLMoeForConditionalGeneration": "conditional:Qwen3VLMoe",
     "Qwen3NextForCausalLM": "qwen3_next:Qwen3Next",
     "Qwen3_5ForCausalLM": "qwen3_5:Qwen3_5",
     "Qwen3_5ForConditionalGeneration": "qwen3_5:Qwen3_5",
@@ -72,14 +76,33 @@ _ARCHITECTURES: dict[str, type[Model] | str] = {
     "Gemma4ForConditionalGeneration": "gemma4:Gemma4",
     "Gemma4UnifiedForCausalLM": "gemma4:Gemma4",
     "Gemma4UnifiedForConditionalGeneration": "gemma4:Gemma4",
+    "LlavaForConditionalGeneration": "conditional:LlamaPart",
+    "LlavaNextForConditionalGeneration": "conditional:LlamaPart",
+    "LlavaOnevisionForConditionalGeneration": "conditional:Qwen2Part",
+    "InternVLForConditionalGeneration": "conditional:Qwen2Part",
+    "SmolVLMForConditionalGeneration": "conditional:SmolVLM",
+    "Idefics3ForConditionalGeneration": "conditional:SmolVLM",
+    "Lfm2VlForConditionalGeneration": "conditional:Lfm2VL",
     "LlamaForSequenceClassification": "classifier:LlamaClassifier",
     "MistralForSequenceClassification": "classifier:MistralClassifier",
     "Qwen2ForSequenceClassification": "classifier:Qwen2Classifier",
     "Qwen3ForSequenceClassification": "classifier:Qwen3Classifier",
 }
-# Model classes of architectures around several language models, by the architecture and by the `model_type` of their
-# `text_config`. For another `model_type` the architecture's own class is used.
-_BY_TEXT = {("Mistral3ForConditionalGeneration", "mistral4"): "conditional:Mistral4Conditional"}
+# Model classes of architectures that may have one of several language models, by the `model_type` of the `text_config`.
+_LLAVA = {"llama": "conditional:LlamaPart", "mistral": "conditional:Mistral3Conditional",
+          "qwen2": "conditional:Qwen2Part"}
+_BY_TEXT: dict[str, dict[str, str]] = {
+    "Mistral3ForConditionalGeneration": {
+        "mistral": "conditional:Mistral3Conditional", "ministral3": "conditional:Mistral3Conditional",
+        "mistral4": "conditional:Mistral4Conditional"},
+    "LlavaForConditionalGeneration": _LLAVA,
+    "LlavaNextForConditionalGeneration": _LLAVA,
+    "LlavaOnevisionForConditionalGeneration": _LLAVA,
+    "InternVLForConditionalGeneration": _LLAVA | {"qwen3": "conditional:Qwen3Part"},
+    "SmolVLMForConditionalGeneration": {"llama": "conditional:SmolVLM"},
+    "Idefics3ForConditionalGeneration": {"llama": "conditional:SmolVLM"},
+    "Lfm2VlForConditionalGeneration": {"lfm2": "conditional:Lfm2VL"},
+}
 
 
 def architectures() -> Mapping[str, type[Model]]:
@@ -163,14 +186,19 @@ def has_family(architectures: Sequence[object]) -> bool:
 def _family(reader: ConfigReader, model_impl: str) -> Callable[..., Model]:
     architectures = named_architectures(reader)
     if has_family(architectures) and model_impl != "transformers":
-        own = _BY_TEXT.get((str(architectures[0]), _text_type(reader)))
-        return _class_of(architectures[0]) if own is None else _class_at(own)
+        return _class_around_text(architectures[0], reader)
     if not architectures or model_impl == "outrider":
         raise reader.refusal("architectures", f"known are {', '.join(sorted(_ARCHITECTURES))}")
     return _class_at("bridge.model:BridgedModel")
 
 
-def _text_type(reader: ConfigReader) -> str:
-    """The `model_type` of the language model in a config of several models."""
-    text = reader.values.get("text_config")
-    return str(text.get("model_type")) if isinstance(text, Mapping) else ""
+def _class_around_text(architecture: str, reader: ConfigReader) -> type[Model]:
+    """The class of an architecture, or of its language model if there are several. A config that does not name the
+    language model has the architecture's usual one."""
+    classes, text = _BY_TEXT.get(architecture, {}), reader.text_section()
+    kind = text.get("model_type", str, "") if classes and text is not reader else ""
+    if not kind:
+        return _class_of(architecture)
+    if kind not in classes:
+        raise text.refusal("model_type", f"language models of this architecture are {', '.join(classes)}")
+    return _class_at(classes[kind])

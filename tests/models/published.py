@@ -48,7 +48,7 @@ _GRANITE4: dict[str, Any] = {
     "rms_norm_eps": 1e-5, "rope_scaling": None, "router_aux_loss_coef": 0.01, "tie_word_embeddings": True,
 }
 # name -> (parameters in billions, hidden size, layers, heads, kv heads, inner size, vocabulary, positions, other keys)
-RECONSTRUCTED: dict[str, tuple[float, tuple[int, ...], dict[str, Any]]] = {
+RECONSTRUCTED: dict[str, tuple[float, tuple[int | None, ...], dict[str, Any]]] = {
     "openai/gpt-oss-20b": (20.9, (2880, 24, 64, 8, 2880, 201088, 131072), {
         "architectures": ["GptOssForCausalLM"], "head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4,
         "experts_per_token": 4, "sliding_window": 128, "swiglu_limit": 7.0, "rope_theta": 150000,
@@ -154,6 +154,20 @@ RECONSTRUCTED: dict[str, tuple[float, tuple[int, ...], dict[str, Any]]] = {
         "architectures": ["Qwen3MoeForCausalLM"], "head_dim": 128, "decoder_sparse_step": 1, "mlp_only_layers": [],
         "moe_intermediate_size": 768, "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8,
         "output_router_logits": False, "router_aux_loss_coef": 0.001}),
+    "Qwen/Qwen2.5-VL-7B-Instruct": (7.62, (3584, 28, 28, 4, 18944, 152064, 128000), _QWEN2 | {
+        "architectures": ["Qwen2_5_VLForConditionalGeneration"], "max_window_layers": 28, "rope_theta": 1000000.0,
+        "sliding_window": 32768, "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}),
+    "Qwen/Qwen3-VL-8B-Instruct": (8.19, (4096, 36, 32, 8, 12288, 151936, 262144), {
+        "architectures": ["Qwen3VLForConditionalGeneration"], "attention_bias": False, "head_dim": 128,
+        "hidden_act": "silu", "rms_norm_eps": 1e-6, "rope_scaling": {
+            "mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}, "rope_theta": 5000000,
+        "tie_word_embeddings": False}),
+    "Qwen/Qwen3-VL-30B-A3B-Instruct": (30.5, (2048, 48, 32, 4, 6144, 151936, 262144), {
+        "architectures": ["Qwen3VLMoeForConditionalGeneration"], "attention_bias": False, "head_dim": 128,
+        "decoder_sparse_step": 1, "hidden_act": "silu", "mlp_only_layers": [], "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "num_experts": 128, "num_experts_per_tok": 8, "rms_norm_eps": 1e-6, "rope_scaling": {
+            "mrope_interleaved": True, "mrope_section": [24, 20, 20], "rope_type": "default"}, "rope_theta": 5000000,
+        "tie_word_embeddings": False}),
     "Qwen/Qwen3.5-27B": (26.9, (5120, 64, 24, 4, 17408, 248320, 262144), {
         "architectures": ["Qwen3_5ForConditionalGeneration"], "head_dim": 256, "linear_num_key_heads": 16,
         "linear_num_value_heads": 48, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
@@ -186,6 +200,9 @@ RECONSTRUCTED: dict[str, tuple[float, tuple[int, ...], dict[str, Any]]] = {
     "google/gemma-3-27b-it": (27.0, (5376, 62, 32, 16, 21504, 262208, 131072), {
         "architectures": ["Gemma3ForConditionalGeneration"], "head_dim": 128, "query_pre_attn_scalar": 168,
         "rope_scaling": {"factor": 8.0, "rope_type": "linear"}, "sliding_window": 1024}),
+    "google/gemma-3-4b-it": (3.88, (2560, 34, None, None, 10240, None, None), {  # the published file says no more
+        "architectures": ["Gemma3ForConditionalGeneration"], "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024}),
     "tencent/Hy4-preview": (770, (6144, 78, 64, 8, 18432, 120832, 1048576), {
         "architectures": ["HYV4ForCausalLM"], "model_type": "hy_v4", "head_dim": 256, "rms_norm_eps": 1e-5,
         "q_lora_rank": 2048, "kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256,
@@ -236,7 +253,8 @@ def all_checkpoints() -> Iterator[Checkpoint]:
     for entry in json.loads(Path(__file__).with_name("published.json").read_text()):
         yield Checkpoint(**entry)
     for name, (billions, sizes, values) in RECONSTRUCTED.items():
-        config = COMMON | dict(zip(SIZES, sizes, strict=True)) | values
+        named = {key: size for key, size in zip(SIZES, sizes, strict=True) if size is not None}
+        config = COMMON | named | values
         if values["architectures"][0].endswith("ForConditionalGeneration"):
             text = {key: value for key, value in config.items() if key not in ("architectures", "tie_word_embeddings")}
             config = {"architectures": values["architectures"], "text_config": text, "vision_config": {}} | {

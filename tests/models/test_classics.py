@@ -61,9 +61,13 @@ def test_greedy_text_equals_transformers(folder_of: Folders, family: str) -> Non
 @pytest.mark.parametrize("family", [*CASES, "mistral4"])
 @torch.inference_mode()
 def test_an_engine_says_what_transformers_does(folder_of: Folders, family: str) -> None:
-    model, asks = hf_model(folder_of(family)), [Ask(prompt, greedy(LENGTH, ignore_eos=True)) for prompt in PROMPTS]
+    assert_engine_says(folder_of(family), hf_model(folder_of(family)))
+
+
+def assert_engine_says(folder: Path, model: Any) -> None:
+    asks = [Ask(prompt, greedy(LENGTH, ignore_eos=True)) for prompt in PROMPTS]
     texts = [[generate(model, prompt)] for prompt in PROMPTS]
-    with Rig(load(folder_of(family)), drafter=NgramDrafter(3, min_n=1, max_n=3), **SETTINGS) as rig:
+    with Rig(load(folder), drafter=NgramDrafter(3, min_n=1, max_n=3), **SETTINGS) as rig:
         preempted = rig.run(asks, after_step=rig.preempt)
         assert rig.scheduler.stats.num_preemptions > 0
         again = rig.run(asks)

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from outrider.models.base import Decoder
 from outrider.models.config import ConfigError
 from outrider.models.registry import build_model
 from outrider.models.sources.folder import read_config
-from tests.models.oracle import BASE, LATENT_FAMILIES, load, mean_of, tokens_of
+from tests.models.oracle import BASE, HYBRID_FAMILIES, LATENT_FAMILIES, load, mean_of, tokens_of
+from tests.models.test_classics import assert_engine_says
 from tests.models.test_gguf_families import logits_of
 
 VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
           "image_size": 32, "patch_size": 16, "head_dim": 16}
+EYES = {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64, "embed_dim": 32,
+        "patch_size": 14}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 TEXT = BASE | {"head_dim": 16, "sliding_window": 16}
 CASES: dict[str, dict[str, Any]] = {
     "Gemma3": {"text_config": TEXT | {"query_pre_attn_scalar": 24, "sliding_window_pattern": 2},
@@ -26,6 +33,23 @@ CASES: dict[str, dict[str, Any]] = {
                                           "projector_output_dim": 32}},
     "Mistral3": {"text_config": TEXT | {"model_type": "mistral", "sliding_window": None},
                  "vision_config": VISION | {"model_type": "pixtral"}, "tie_word_embeddings": False},
+    **{name: {"text_config": BASE | {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 2,
+                                      "rope_parameters": {"rope_type": "default", "rope_theta": 500.0,
+                                                          "mrope_section": [2, 3, 3]}},
+              "vision_config": EYES} for name in ("Qwen2VL", "Qwen2_5_VL")},
+    "Qwen3VL": {"text_config": TEXT | {"sliding_window": None, "rope_parameters": {
+        "rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}},
+        "vision_config": EYES},
+    "Qwen3VLMoe": {"text_config": TEXT | EXPERTS | {"sliding_window": None}, "vision_config": EYES},
+    **{f"{name} around {kind}": {"text_config": BASE | {"model_type": kind}, "vision_config": VISION | {
+        "model_type": "siglip_vision_model"}} for name, kind in (
+            ("Llava", "llama"), ("LlavaNext", "mistral"), ("LlavaOnevision", "qwen2"))},
+    **{f"InternVL around {kind}": {"text_config": BASE | {"model_type": kind}, "vision_config": VISION}
+       for kind in ("llama", "qwen2", "qwen3")},
+    **{name: {"text_config": BASE | {"model_type": "llama"}, "vision_config": VISION} for name in (
+        "SmolVLM", "Idefics3")},
+    "Lfm2Vl": {"text_config": BASE | HYBRID_FAMILIES["lfm2_bias"][1] | {"model_type": "lfm2"},
+               "vision_config": VISION},
     "Mistral3 around Mistral4": {
         "text_config": BASE | LATENT_FAMILIES["mistral4"][1] | {"model_type": "mistral4"},
         "vision_config": VISION | {"model_type": "pixtral"}, "tie_word_embeddings": False},
@@ -47,7 +71,16 @@ def make_checkpoint(name: str, path: Path) -> Any:
     for key, parameter in model.named_parameters():
         torch.nn.init.normal_(parameter, mean=mean_of(key, name), std=0.2)
     model.save_pretrained(path)
+    if kind == "Qwen3VLMoe":
+        turn_experts(path / "model.safetensors")
     return model.eval()
+
+
+def turn_experts(path: Path) -> None:
+    """Store experts as the makers do, inputs before outputs; transformers reads both forms."""
+    turned = {name: tensor.transpose(1, 2).contiguous() if ".experts." in name else tensor
+              for name, tensor in load_file(path).items()}
+    save_file(turned, path, {"format": "pt"})
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -57,6 +90,13 @@ def test_logits_of_a_text_equal_transformers(tmp_path: Path, name: str) -> None:
         expected = model(input_ids=tokens[None]).logits[0]
     assert (logits_of(load(tmp_path), tokens) - expected).abs().max() < 1e-4
     assert expected.argmax(-1).unique().numel() > 4
+
+
+@pytest.mark.parametrize("name", ["Qwen3VLMoe", *(pytest.param(name, marks=pytest.mark.long) for name in (
+    "Qwen2_5_VL", "Qwen3VL", "SmolVLM", "Lfm2Vl", "InternVL around qwen3", "LlavaNext around mistral"))])
+@torch.inference_mode()
+def test_an_engine_says_what_transformers_does(tmp_path: Path, name: str) -> None:
+    assert_engine_says(tmp_path, make_checkpoint(name, tmp_path))
 
 
 def test_keys_and_formats_of_both_parts_of_a_config_are_read(tmp_path: Path) -> None:
@@ -69,3 +109,42 @@ def test_keys_and_formats_of_both_parts_of_a_config_are_read(tmp_path: Path) -> 
             build_model(config | change, dtype=torch.float32, device="meta")
     fp8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     build_model(config | {"quantization_config": fp8}, dtype=torch.float32, device="meta")
+
+
+def test_configs_of_older_files_hold_the_keys_of_the_text_beside_the_others(tmp_path: Path) -> None:
+    make_checkpoint("Qwen2_5_VL", tmp_path)
+    config, tokens = read_config(tmp_path), tokens_of(seed=1, count=40)
+    before = logits_of(load(tmp_path), tokens)
+    text = config.pop("text_config") | {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": {
+        "type": "mrope", "mrope_section": [2, 3, 3]}}
+    (tmp_path / "config.json").write_text(json.dumps(text | config))
+    assert torch.equal(logits_of(load(tmp_path), tokens), before)
+
+
+def test_another_language_model_is_refused(tmp_path: Path) -> None:
+    make_checkpoint("Llava around llama", tmp_path)
+    config = read_config(tmp_path)
+    changed = {"text_config": config["text_config"] | {"model_type": "gemma"}}
+    with pytest.raises(ConfigError, match="text_config: model_type='gemma' is not supported; .* llama, mistral, qwen2"):
+        build_model(config | changed, dtype=torch.float32, device="meta")
+
+
+@pytest.mark.parametrize(("name", "kind", "config_class"), [
+    ("Gemma3", None, "Gemma3Text"), ("Mistral3", "mistral", "Mistral"), ("LlavaNext", "mistral", "Mistral"),
+    ("Llava", "llama", "Llama"), ("InternVL", "qwen2", "Qwen2"), ("InternVL", "qwen3", "Qwen3"),
+    ("SmolVLM", "llama", "Llama")])
+def test_sizes_that_a_section_leaves_out_are_those_of_transformers(name: str, kind: str | None,
+                                                                   config_class: str) -> None:
+    """Published files of these say only what differs."""
+    import transformers
+
+    config = {"architectures": [f"{name}ForConditionalGeneration"], "text_config": {"model_type": kind}}
+    model = build_model(config, dtype=torch.float32, device="meta")
+    theirs = getattr(transformers, f"{config_class}Config")()
+    assert isinstance(model, Decoder)
+    sizes, head_dim = model.sizes, getattr(theirs, "head_dim", None)
+    assert (sizes.vocab_size, sizes.hidden_size, sizes.intermediate_size, sizes.num_layers, sizes.num_heads,
+            sizes.num_kv_heads, sizes.max_positions) == (
+        theirs.vocab_size, theirs.hidden_size, theirs.intermediate_size, theirs.num_hidden_layers,
+        theirs.num_attention_heads, theirs.num_key_value_heads, theirs.max_position_embeddings)
+    assert head_dim is None or sizes.head_dim == head_dim
