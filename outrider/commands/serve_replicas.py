@@ -27,6 +27,7 @@ from outrider.replicas.placement import replica_environments, visible_devices
 from outrider.replicas.policy import PrefixRouter
 from outrider.replicas.processes import ReplicaGroup, ReplicaProcess
 from outrider.replicas.replica import Replica
+from outrider.replicas.trainer_changes import TrainerChanges
 from outrider.server.guard import REQUEST_ID_HEADER, App, Guard, RootPath, guard_options
 from outrider.server.logs import set_up_logs
 from outrider.server.lora_modules import read_modules
@@ -45,6 +46,7 @@ def serve_replicas(engine: EngineConfig, config: ServerConfig, names: Sequence[s
     folder = socket_folder(config.replicas)
     router = PrefixRouter()
     adapters = AdapterChanges({name: own.path for name, own in read_modules(config.lora_modules).items()})
+    trainer = TrainerChanges()
     replicas = [Replica(i, str(folder / f"{i}.sock")) for i in range(config.replicas)]
     codes: list[int] = []  # of replicas that were given up
 
@@ -55,11 +57,11 @@ def serve_replicas(engine: EngineConfig, config: ServerConfig, names: Sequence[s
     def process_of(replica: Replica) -> ReplicaProcess:
         arguments = (environments[replica.number], replica.name, log.getEffectiveLevel(),
                      numbered(engine, replica.number), behind_front(config, replica), tuple(names))
-        return ReplicaProcess(replica, router, adapters, run_replica, arguments, on_failed=give_up,
+        return ReplicaProcess(replica, router, adapters, trainer, run_replica, arguments, on_failed=give_up,
                               max_restarts=config.max_restarts, hang_seconds=config.stall_timeout)
 
     group = ReplicaGroup([process_of(replica) for replica in replicas], stop_seconds=config.shutdown_timeout)
-    front = ReplicaFront(replicas, router, adapters, start=group.start, stop=group.stop)
+    front = ReplicaFront(replicas, router, adapters, trainer, start=group.start, stop=group.stop)
     set_up_logs(config.log_format, logs_requests=False)  # replicas log requests
     server = WebServer(uvicorn.Config(guarded(front, config), **web_options(config, tls)), tell)
     try:

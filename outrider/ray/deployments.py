@@ -37,6 +37,7 @@ from outrider.server.errors import ApiError
 from outrider.server.guard import Message
 from outrider.server.service import Service
 from outrider.server.settings import ServerConfig
+from outrider.server.trainer_routes import FINISH_UPDATE, START_UPDATE, UPDATE
 from outrider.server.work import DONE, event
 
 MOST_DEATHS = 1  # a request during which more replicas died is not tried again: it may be what killed them
@@ -45,6 +46,10 @@ LOOK_SECONDS = 0.1  # between two looks whether the engine has loaded
 DIED = "the replica that served this request has died; send the request again"
 ADAPTERS_AT_START = ("on Ray adapters are given at start, by lora_modules: replicas that Ray starts later would lack "
                      "one that is loaded over HTTP")
+WEIGHTS_AT_START = ("on Ray weights are those of the model's files: replicas that Ray starts later would lack an "
+                    "update. Serve with --replicas and without --ray to update weights over HTTP")
+REFUSED = (dict.fromkeys((LOAD_ADAPTER, UNLOAD_ADAPTER), ADAPTERS_AT_START)
+           | dict.fromkeys((START_UPDATE, UPDATE, FINISH_UPDATE), WEIGHTS_AT_START))
 log = logging.getLogger("outrider")
 
 
@@ -142,9 +147,8 @@ class Ingress:
             body_blocks(body, tenant)
         path = request.scope["path"]
         asked = request.method, path, request.scope["query_string"], headers, body
-        if path in (LOAD_ADAPTER, UNLOAD_ADAPTER):
-            refused = ApiError(400, ADAPTERS_AT_START)
-            return Response(json.dumps(refused.body_for(path)), 400, media_type="application/json")
+        if (reason := REFUSED.get(path)) is not None:
+            return Response(json.dumps(ApiError(400, reason).body_for(path)), 400, media_type="application/json")
         if path == "/metrics" or path in ADMIN_PATHS:
             return await self._ask_all(path, asked)
         for _ in range(1 + MOST_DEATHS):

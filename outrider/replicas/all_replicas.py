@@ -41,11 +41,11 @@ async def joined_page(replicas: Sequence[Replica], headers: Headers) -> str:
     return joined_metrics(pages, {each.number: each.num_restarts for each in replicas})
 
 
-def check_all_serve(replicas: Sequence[Replica], outcome: str) -> None:
+def check_all_serve(replicas: Sequence[Replica], outcome: str, *also: ReplicaState) -> None:
     """Refuse a change that all replicas must make together if one does not serve. outcome: the text that says what was
-    not done."""
+    not done; also: further states in which a replica can make the change."""
     absent = [f"replica {each.name} is {each.state.value}" for each in replicas
-              if each.state is not ReplicaState.SERVING]
+              if each.state not in (ReplicaState.SERVING, *also)]
     if absent:
         raise ApiError(503, f"{outcome}, because {', '.join(absent)}: ask again when /health says healthy",
                        retry_after=5)

@@ -20,11 +20,13 @@ from outrider.replicas.all_replicas import ask_all, find_response, joined_page
 from outrider.replicas.policy import PrefixRouter
 from outrider.replicas.prompt_blocks import body_blocks
 from outrider.replicas.replica import Replica, ReplicaState
+from outrider.replicas.trainer_changes import TrainerChanges
 from outrider.replicas.upstream import Answer, Headers, ReplicaLost, ask
 from outrider.server.admin import LOAD_ADAPTER, UNLOAD_ADAPTER
 from outrider.server.admin import PATHS as ADMIN_PATHS
 from outrider.server.errors import ApiError
 from outrider.server.guard import BODILESS_METHODS, REQUEST_ID_HEADER, Message, Receive, Scope, Send, send_error
+from outrider.server.trainer_routes import TRAINER_PATHS
 from outrider.server.work import DONE, LAST_SECONDS, event
 
 RETRIED = (429, 503)  # answers that another replica may better: its queue is full, or it has no engine just then
@@ -37,10 +39,11 @@ log = logging.getLogger("outrider")
 class ReplicaFront:
     """The ASGI application. `start` is awaited before the first request, `stop` after the last."""
 
-    def __init__(self, replicas: Sequence[Replica], router: PrefixRouter, adapters: AdapterChanges, *,
-                 start: Callable[[], Awaitable[None]], stop: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, replicas: Sequence[Replica], router: PrefixRouter, adapters: AdapterChanges,
+                 trainer: TrainerChanges, *, start: Callable[[], Awaitable[None]],
+                 stop: Callable[[], Awaitable[None]]) -> None:
         self.replicas = replicas
-        self._router, self._adapters = router, adapters
+        self._router, self._adapters, self._trainer = router, adapters, trainer
         self._start, self._stop = start, stop
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -83,6 +86,9 @@ class ReplicaFront:
                     await exchange.answer_json({"server_load": sum(each.num_live for each in self.replicas)})
                 case "POST", path if path in (LOAD_ADAPTER, UNLOAD_ADAPTER):
                     await exchange.answer_whole(*await self._adapters.make(self.replicas, path, exchange.headers, body))
+                case method, path if path in TRAINER_PATHS:
+                    await exchange.answer_whole(*await self._trainer.make(self.replicas, method, path, exchange.target,
+                                                                          exchange.headers, body))
                 case _, path if path in ADMIN_PATHS:
                     await exchange.answer_whole(*await ask_all(self.replicas, exchange.method, exchange.target,
                                                                exchange.headers, body))

@@ -25,6 +25,7 @@ from outrider.replicas.adapter_changes import AdapterChanges
 from outrider.replicas.all_replicas import ask_whole
 from outrider.replicas.policy import PrefixRouter
 from outrider.replicas.replica import Replica, ReplicaState
+from outrider.replicas.trainer_changes import TrainerChanges
 from outrider.server.restarts import Restarts
 
 AT_EXIT = 0  # before multiprocessing waits for its children
@@ -39,11 +40,12 @@ class ReplicaProcess:
     """Runs one replica in a process. `main` runs there with `arguments`, and serves at the replica's socket until
     SIGTERM. `on_failed` is called with the process's exit code when the replica is given up."""
 
-    def __init__(self, replica: Replica, router: PrefixRouter, adapters: AdapterChanges, main: Callable[..., None],
-                 arguments: Sequence[Any], *, on_failed: Callable[[int], None], max_restarts: int,
-                 hang_seconds: float) -> None:
+    def __init__(self, replica: Replica, router: PrefixRouter, adapters: AdapterChanges, trainer: TrainerChanges,
+                 main: Callable[..., None], arguments: Sequence[Any], *, on_failed: Callable[[int], None],
+                 max_restarts: int, hang_seconds: float) -> None:
         self.replica = replica
-        self._router, self._adapters, self._main, self._arguments = router, adapters, main, arguments
+        self._router, self._adapters, self._trainer = router, adapters, trainer
+        self._main, self._arguments = main, arguments
         self._on_failed, self._hang_seconds = on_failed, hang_seconds
         self._process: SpawnProcess | None = None
         self._has_served = False
@@ -108,7 +110,8 @@ class ReplicaProcess:
         if is_healthy:
             if self.replica.state is ReplicaState.STARTING:
                 await self._adapters.bring(self.replica)
-            self.replica.state = ReplicaState.SERVING
+                await self._trainer.bring(self.replica)
+            self.replica.state = self._trainer.state_of(self.replica)
         elif self.replica.state is not ReplicaState.STARTING:
             self.replica.state = ReplicaState.NOT_HEALTHY
 

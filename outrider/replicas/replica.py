@@ -10,6 +10,7 @@ class ReplicaState(Enum):
     STARTING = "starting"
     SERVING = "serving"
     NOT_HEALTHY = "not healthy"  # its engine fails and starts again, or its steps have stopped
+    OLD_WEIGHTS = "at older weights than others"  # it serves after the next update of weights
     GONE = "gone"  # its process has ended; it is started again, unless the server ends
 
 

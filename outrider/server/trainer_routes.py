@@ -19,8 +19,10 @@ from outrider.server.protocol import Body
 from outrider.server.service import Service
 from outrider.server.work import carried_out
 
-TRAINER_PATHS = ("/pause", "/resume", "/is_paused", "/weight_checker", "/weights_checker", "/start_weight_update",
-                 "/update_weights", "/finish_weight_update")
+PAUSE, RESUME = "/pause", "/resume"
+START_UPDATE, UPDATE, FINISH_UPDATE = "/start_weight_update", "/update_weights", "/finish_weight_update"
+TRAINER_PATHS = (PAUSE, RESUME, "/is_paused", "/weight_checker", "/weights_checker", START_UPDATE, UPDATE,
+                 FINISH_UPDATE)
 
 
 class WeightCheckerRequest(Body):
@@ -100,7 +102,7 @@ def trainer_routes(service: Service) -> APIRouter:
 
 
 def _add_pauses(routes: APIRouter, service: Service) -> None:
-    @routes.post("/pause")
+    @routes.post(PAUSE)
     async def pause(request: Request, mode: Annotated[str, Query()] = "abort",
                     clear_cache: Annotated[str, Query()] = "true") -> dict[str, str]:
         """Run no step until /resume. Running requests are aborted (`abort`), finish first (`wait`), or stay (`keep`).
@@ -110,7 +112,7 @@ def _add_pauses(routes: APIRouter, service: Service) -> None:
         await carried_out(service.host.llm.pause_generation(mode=mode, clear_cache=clears))
         return {"status": "paused"}
 
-    @routes.post("/resume")
+    @routes.post(RESUME)
     async def resume() -> dict[str, str]:
         """Continue after /pause."""
         await carried_out(service.host.llm.resume_generation())
@@ -124,13 +126,13 @@ def _add_pauses(routes: APIRouter, service: Service) -> None:
 def _add_updates(routes: APIRouter, service: Service) -> None:
     checker = WeightChecker()
 
-    @routes.post("/start_weight_update")
+    @routes.post(START_UPDATE)
     async def start_weight_update() -> dict[str, str]:
         """Begin an update in chunks. Until it has ended, new requests are refused and running ones wait."""
         await carried_out(service.host.llm.start_weight_update())
         return {"status": "started"}
 
-    @routes.post("/update_weights")
+    @routes.post(UPDATE)
     async def update_weights(body: UpdateWeightsRequest) -> dict[str, Any]:
         """Replace weights by those of a file below --weights-root. The file is the next chunk of an update that has
         begun. Otherwise it is a complete update, which is applied as a whole or not at all."""
@@ -150,7 +152,7 @@ def _add_updates(routes: APIRouter, service: Service) -> None:
             await carried_out(llm.update_weights(given))
         return {"status": "updated", "weights_version": llm.weights_version}
 
-    @routes.post("/finish_weight_update")
+    @routes.post(FINISH_UPDATE)
     async def finish_weight_update() -> dict[str, Any]:
         """End an update in chunks. If weights are missing, it is refused with their names."""
         llm = service.host.llm

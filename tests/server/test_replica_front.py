@@ -22,6 +22,7 @@ from outrider.replicas.adapter_changes import AdapterChanges
 from outrider.replicas.front import ReplicaFront
 from outrider.replicas.policy import PrefixRouter
 from outrider.replicas.replica import Replica, ReplicaState
+from outrider.replicas.trainer_changes import TrainerChanges
 from outrider.server.guard import App, Guard
 from outrider.server.settings import ServerConfig
 
@@ -73,12 +74,13 @@ async def nothing() -> None:
 
 @asynccontextmanager
 async def fronted(*answering: Answering, keys: tuple[str, ...] = (), guard: Callable[[App], App] | None = None,
-                  adapters: AdapterChanges | None = None) -> AsyncIterator[tuple[httpx.AsyncClient, list[Script]]]:
+                  adapters: AdapterChanges | None = None,
+                  trainer: TrainerChanges | None = None) -> AsyncIterator[tuple[httpx.AsyncClient, list[Script]]]:
     with tempfile.TemporaryDirectory() as name:  # paths of unix sockets are short
         scripts = [Script(i, Path(name), each) for i, each in enumerate(answering)]
         servers = [await asyncio.start_unix_server(each.serve, each.replica.socket_path) for each in scripts]
         front = ReplicaFront([each.replica for each in scripts], PrefixRouter(), adapters or AdapterChanges(),
-                             start=nothing, stop=nothing)
+                             trainer or TrainerChanges(), start=nothing, stop=nothing)
         app: App = Guard(front, keys=keys, max_body_bytes=1 << 20) if guard is None else guard(front)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             yield client, scripts
@@ -204,7 +206,8 @@ def test_a_client_that_leaves_ends_its_request() -> None:
     async def test() -> None:
         async with fronted(hang) as (_, (script,)):
             sent: list[Any] = []
-            front = ReplicaFront([script.replica], PrefixRouter(), AdapterChanges(), start=nothing, stop=nothing)
+            front = ReplicaFront([script.replica], PrefixRouter(), AdapterChanges(), TrainerChanges(), start=nothing,
+                                 stop=nothing)
             messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
             messages.put_nowait({"type": "http.request", "body": b"{}", "more_body": False})
 
@@ -288,6 +291,71 @@ def test_no_replica_is_asked_to_sleep_while_one_is_not_there() -> None:
             assert (await client.post("/wake_up")).status_code == 200
             scripts[1].replica.state = ReplicaState.SERVING
             assert (await client.post("/sleep?level=1")).status_code == 200
+
+    run(test)
+
+
+async def take_weights(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+    await reply(writer, {"status": "updated", "weights_version": 1})
+
+
+async def refuse_weights(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+    if head.startswith(b"POST /update_weights"):
+        await reply(writer, {"error": {"message": "no space"}}, 400)
+    else:
+        await reply(writer, {"replica": script.replica.number})
+
+
+UPDATE = {"update_info": {"path": "step-1.safetensors"}}
+
+
+def test_a_replica_with_older_weights_than_the_others_serves_nothing() -> None:
+    """Neither one that refused an update nor one that starts again, which reads its files, until the next update."""
+    async def test() -> None:
+        async with fronted(take_weights, refuse_weights) as (client, scripts):
+            answer = await client.post("/update_weights", json=UPDATE)
+            assert answer.status_code == 503 and "replicas 1 have not taken the weights" in answer.text
+            health = (await client.get("/health")).json()
+            assert health == {"status": "degraded", "replicas": {"0": "serving", "1": "at older weights than others"}}
+            scripts[1].answering = take_weights
+            answer = await client.post("/update_weights", json=UPDATE)
+            assert answer.json() == {"status": "updated", "weights_version": 1}
+            assert (await client.get("/health")).json()["status"] == "healthy"
+
+    run(test)
+
+
+def test_weights_are_changed_on_all_replicas_or_on_none() -> None:
+    async def test() -> None:
+        async with fronted(take_weights, take_weights) as (client, scripts):
+            scripts[1].replica.state = ReplicaState.STARTING
+            answer = await client.post("/update_weights", json=UPDATE)
+            assert answer.status_code == 503 and "no weights were changed, because replica 1 is starting" in answer.text
+            for path in ("/start_weight_update", "/finish_weight_update"):  # chunks could reach only some
+                answer = await client.post(path)
+                assert answer.status_code == 400 and "/update_weights" in answer.text
+            assert not scripts[0].asked and not scripts[1].asked
+
+    run(test)
+
+
+def test_a_replica_that_starts_again_is_behind_and_paused_like_the_others() -> None:
+    async def test() -> None:
+        trainer = TrainerChanges()
+        async with fronted(take_weights, take_weights, trainer=trainer) as (client, scripts):
+            replica = scripts[1].replica
+            await trainer.bring(replica)
+            assert not scripts[1].asked and trainer.state_of(replica) is ReplicaState.SERVING
+            assert (await client.post("/pause?mode=keep")).status_code == 200
+            await client.post("/update_weights", json=UPDATE)
+            scripts[1].asked.clear()
+            await trainer.bring(replica)
+            assert [head.split()[1] for head, _ in scripts[1].asked] == [b"/pause?mode=keep"]
+            assert trainer.state_of(replica) is ReplicaState.OLD_WEIGHTS
+            await client.post("/resume")
+            scripts[1].asked.clear()
+            await trainer.bring(replica)
+            assert not scripts[1].asked
 
     run(test)
 
