@@ -68,6 +68,9 @@ BRIDGED: dict[str, tuple[str, dict[str, Any]]] = {
     "granite_moe_swa": ("GraniteMoeSWA", _LOCAL | {"sliding_window": 16}),
     "granite_moe_shared": ("GraniteMoeShared", _LOCAL),
     "kolibri1": ("Kolibri1", {}),
+    "stablelm": ("StableLm", {}),
+    "stablelm_parallel": ("StableLm", {"use_parallel_residual": True, "qk_layernorm": True, "use_qkv_bias": True}),
+    "biogpt": ("BioGpt", {"num_key_value_heads": 4}),
     "mimo_v2_flash": ("MiMoV2Flash", {"sliding_window": 16}),
 }
 # Architectures that families here serve, forced through the bridge.
@@ -80,7 +83,8 @@ FORCED: dict[str, tuple[str, dict[str, Any]]] = {
 SCALED_BY_ONE_MORE = ("Gemma", "Gemma2", "VaultGemma", "Nemotron")  # norms scale by 1 + weight
 # Of weights, where 0.2 magnifies the rounding of transformers' norms, which are float32 in any dtype, or makes a plain
 # text.
-SPREAD = {"GraniteMoe": 0.1, "GraniteMoeShared": 0.1, "GraniteMoeSWA": 0.1, "GraniteSWA": 0.1, "GPTNeoX": 0.3}
+SPREAD = {"GraniteMoe": 0.1, "GraniteMoeShared": 0.1, "GraniteMoeSWA": 0.1, "GraniteSWA": 0.1, "GPTNeoX": 0.3,
+          "BioGpt": 0.5}
 
 
 def model_class_of(name: str) -> Any:

@@ -54,10 +54,18 @@ def find_class(reader: ConfigReader) -> type[Any]:
     found: type[Any] = getattr(library, architecture)
     if getattr(found, "_is_stateful", False):
         raise reader.refusal("architectures", STATES)
-    if not getattr(found, "_supports_attention_backend", False):
+    if not _calls_attention_functions(found):
         raise reader.refusal("architectures", f"its code in {version} computes attention by itself and cannot be "
                              "given another (no _supports_attention_backend)")
     return found
+
+
+def _calls_attention_functions(model_class: type[Any]) -> bool:
+    """Whether a class's code may call the attention function that its config names. Classes of some older models do so
+    without saying it; the outline finds out whether every layer does."""
+    table = "ALL_ATTENTION_FUNCTIONS"
+    return bool(getattr(model_class, "_supports_attention_backend", False)) \
+        or hasattr(import_module(model_class.__module__), table)
 
 
 class MadeConfig(NamedTuple):
