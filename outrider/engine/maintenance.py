@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -158,7 +158,7 @@ class Maintenance:
         self._lacks_weights = UPDATING
         self._pause()
         try:
-            report = self._engine.command(command)
+            report = self._engine.command(replace(command, keeps_rows=self._keeps_rows))
         except WorkerDied:
             raise
         except Exception as error:
@@ -209,7 +209,7 @@ class Maintenance:
         stream = self._stream
         assert stream is not None
         try:
-            self._engine.command(StreamWeight(given))
+            self._engine.command(StreamWeight(given, self._keeps_rows))
         except WorkerDied:
             raise
         except Exception as error:
@@ -381,6 +381,10 @@ class Maintenance:
             self._engine.settle()
         else:
             self._engine.rest()
+
+    @property
+    def _keeps_rows(self) -> bool:
+        return self._paused_by is PauseMode.IN_PLACE and self._engine.has_requests
 
     def start_profile(self, prefix: str | None = None) -> None:
         self._engine.command(profiling.StartProfile(prefix))

@@ -194,6 +194,7 @@ class UpdateWeights(Command[UpdateReport]):
 
     arrays: tuple[NamedArray, ...] = ()
     path: str | None = None  # a folder with safetensors files, one such file or a GGUF file; `arrays` are not read then
+    keeps_rows: bool = False  # requests go on with their states, from drafts too that the old weights have accepted
 
     def carry_out(self, worker: Any) -> UpdateReport:
         report: UpdateReport = worker.residence.update_weights(self)
@@ -208,9 +209,10 @@ class StreamWeight(Command[None]):
     """Replace one weight of an update whose tensors come one by one. The first such command begins the update."""
 
     given: Any  # a NamedArray; in the worker's own process a NamedTensor
+    keeps_rows: bool = False  # see UpdateWeights
 
     def carry_out(self, worker: Any) -> None:
-        worker.residence.stream_weight(self.given)
+        worker.residence.stream_weight(self.given, keeps_rows=self.keeps_rows)
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ class Residence:
         except BaseException:
             self._free_again(WEIGHTS)
             raise
-        self._begin_update()
+        self._begin_update(given.keeps_rows)
         try:
             restore_order([self._parts.model, *self._modules()])
             update.store()
@@ -200,7 +200,7 @@ class Residence:
         if self._are_incomplete:
             update.check_whole(names, self._doubtful)
 
-    def stream_weight(self, given: NamedArray | NamedTensor) -> None:
+    def stream_weight(self, given: NamedArray | NamedTensor, *, keeps_rows: bool = False) -> None:
         """Replace one weight of an update whose tensors come one by one. A first tensor that does not fit changes
         nothing. A later tensor that does not fit ends the update and leaves the weights incomplete."""
         with self._background_paused():
@@ -208,7 +208,7 @@ class Residence:
             self._stream = stream = self._stream or self._open_stream()
             try:
                 tensor = given.tensor if isinstance(given, NamedTensor) else weight_update.as_tensor(given)
-                stream.take(given.name, tensor, partial(self._begin_stream, stream))
+                stream.take(given.name, tensor, partial(self._begin_stream, stream, keeps_rows))
                 self._synchronize()  # the tensor is the caller's again
             except BaseException as error:
                 self._stream = None
@@ -229,9 +229,9 @@ class Residence:
             self._free_again(WEIGHTS)
             raise
 
-    def _begin_stream(self, stream: weight_update.WeightStream) -> None:
+    def _begin_stream(self, stream: weight_update.WeightStream, keeps_rows: bool) -> None:
         stream.has_begun = True  # from now on a failure leaves the weights incomplete
-        self._begin_update()
+        self._begin_update(keeps_rows)
         restore_order([self._parts.model, *self._modules()])
 
     def finish_stream(self, needs_all: bool) -> UpdateReport:
@@ -284,9 +284,10 @@ class Residence:
         self._doubtful |= set(filter(weight_update.is_buffer, names))
         self._free_again(WEIGHTS)
 
-    def _begin_update(self) -> None:
-        """Prepare for the first change of a weight: mark the weights as incomplete and drop captured steps."""
-        if self.can_run:  # requests may keep their rows, with drafts that the old weights have accepted
+    def _begin_update(self, keeps_rows: bool) -> None:
+        """Prepare for the first change of a weight: mark the weights as incomplete and drop captured steps. keeps_rows:
+        requests keep their rows, with drafts that the old weights have accepted."""
+        if keeps_rows and self.can_run:
             self._step.recurrent.fold_pending()
         self._was_incomplete, self._are_incomplete, self._are_unread = self._are_incomplete, True, False
         self._drop_captures()

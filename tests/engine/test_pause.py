@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from outrider import LLM, AsyncLLM, RequestOutput
 from outrider.core.outputs import CompletionOutput
@@ -208,6 +209,30 @@ def test_kept_requests_are_computed_again_under_new_weights(made: Made) -> None:
             tokens = ended[name].token_ids
             assert whole(fresh, [prompt + tokens[:first]], LENGTH - first)[0].token_ids == tokens[first:]
         assert [each.token_ids for each in whole(fresh, PROMPTS)] == [each.token_ids for each in hits]
+
+
+@pytest.mark.parametrize("mode", ["abort", "keep", "running", "idle"])
+def test_drafts_are_folded_only_where_requests_go_on_in_place(tmp_path: Path, mode: str,
+                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = MODELS["Mamba-2, mtp"](tmp_path)[0]
+    other = with_other_weights(folder, tmp_path / "other")
+    monkeypatch.setattr(RecurrentRows, "fold_pending", lambda rows: pytest.fail("no request needs this"))
+    with LLM(str(folder), **SETTINGS | {"speculative_config": speculative("ngram")}) as llm:
+        begin(llm, PROMPTS, allowed_token_ids=FEW)
+        if mode in ("abort", "keep"):
+            llm.pause_generation(mode)
+        if mode == "idle":
+            step_to_ends(llm)
+            llm.pause_generation("keep", clear_cache=False)
+        for weights in (other, load_file(folder / "model.safetensors")):
+            llm.update_weights(weights)
+        llm.load_weights(load_file(other / "model.safetensors"))
+        llm.reset_prefix_cache()
+        llm.resume_generation()
+        step_to_ends(llm)
+        tokens = whole(llm, PROMPTS)
+    with LLM(str(other), **SETTINGS) as fresh:
+        assert [each.token_ids for each in whole(fresh, PROMPTS)] == [each.token_ids for each in tokens]
 
 
 def continued(made: Made, prompt: list[int], old: list[int], length: int) -> list[int]:

@@ -96,8 +96,10 @@ class RecurrentRows:
     def fold_pending(self) -> None:
         """Fold the pending drafts of all rows into their states, because the layers' weights are about to change. Done
         by the torch backend on any device, as it is rare."""
+        if not self.layers:
+            return
         rows = self.pending.nonzero()[:, 0]
-        if not (self.layers and len(rows)):
+        if not len(rows):
             return
         pending = self.pending[rows]
         for layer, mixer in self.backend.mixers.items():
