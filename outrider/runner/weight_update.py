@@ -154,7 +154,7 @@ class WeightUpdate:
         if self._path is None:
             return ((array.name, as_tensor(array)) for array in self._given.arrays)
         if self._is_gguf:
-            return gguf_source(self._path).read()
+            return gguf_source(self._path, maps_file=False).read()
         return safetensors_tensors(self._path, self._quantization, maps_files=False)
 
 

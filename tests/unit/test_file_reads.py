@@ -13,9 +13,10 @@ import torch
 from safetensors.torch import save_file
 
 from outrider.engine.weight_files import read_packed, read_safetensors
-from outrider.models.sources import file_reads
+from outrider.models.sources import SourceError, file_reads, gguf_source
 from outrider.models.sources.model_source import WeightError
 from outrider.models.sources.safetensors_files import safetensors_tensors
+from tests.unit.test_sources import VOCAB, write_gguf
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2,
           torch.float8_e8m0fnu, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32,
@@ -102,3 +103,27 @@ def test_what_is_no_file_of_tensors_is_refused(tmp_path: Path, read: Read) -> No
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises((WeightError, FileNotFoundError), match="pipe"):
         list(read(tmp_path / "pipe"))
+
+
+def test_a_gguf_file_that_may_change_is_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, "Q8_0", extra=lambda writer: writer.add_token_list([f"{at:05}" for at in range(VOCAB)]))
+    expected = gguf_source(path)
+    tensors = {name: torch.as_tensor(tensor) for name, tensor in expected.tensors()}
+    for name in ("mmap.mmap", "numpy.memmap"):
+        monkeypatch.setattr(name, lambda *given, **fields: pytest.fail("the file was mapped"))
+    for num_bytes in (4 << 20, 64):  # the header is longer than what is read at first
+        monkeypatch.setattr("outrider.models.sources.gguf_header.UNMAPPED_BYTES", num_bytes)
+        found = gguf_source(path, maps_file=False)
+        assert found.config == expected.config
+        assert all(torch.equal(torch.as_tensor(tensor), tensors[name]) for name, tensor in found.tensors())
+    reading = gguf_source(path, maps_file=False).read()
+    next(reading)
+    os.truncate(path, path.stat().st_size // 2)
+    with pytest.raises(WeightError, match=r"model.gguf ends before the end of tensor .*: it was cut off"):
+        list(reading)
+    for num_bytes in (4 << 20, 64):
+        monkeypatch.setattr("outrider.models.sources.gguf_header.UNMAPPED_BYTES", num_bytes)
+        with pytest.raises(SourceError, match="is cut off"):
+            gguf_source(path, maps_file=False)
+        os.truncate(path, 200)

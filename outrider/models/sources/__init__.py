@@ -60,7 +60,7 @@ def _local_folder(path: Path) -> ModelSource:
     return folder_source(path)
 
 
-def gguf_source(path: Path, name: str | None = None) -> ModelSource:
+def gguf_source(path: Path, name: str | None = None, *, maps_file: bool = True) -> ModelSource:
     from outrider.models.sources import gguf  # the gguf library is needed for GGUF files alone
 
-    return gguf.gguf_source(path, name)
+    return gguf.gguf_source(path, name, maps_file=maps_file)

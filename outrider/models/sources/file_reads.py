@@ -66,7 +66,7 @@ class FileReader:
         data, done = np.empty(num_bytes, np.uint8), 0
         self._file.seek(start)
         while done < num_bytes:
-            num = self._file.readinto(memoryview(data)[done:])
+            num = self._file.readinto(data.data[done:])
             if not num:
                 raise WeightError(f"{self.name} ends before the end of {what}: it was cut off")
             done += num

@@ -65,8 +65,8 @@ class GgufSource(ModelSource):
         return self.header.metadata
 
 
-def gguf_source(path: Path, name: str | None = None) -> ModelSource:
-    header = read_header(path)
+def gguf_source(path: Path, name: str | None = None, *, maps_file: bool = True) -> ModelSource:
+    header = read_header(path, maps_file=maps_file)
     _check_supported(header)
     config = build_config(header)
     return GgufSource(name or path.stem, path, config, _eos_token_ids(header, config["vocab_size"]), header)

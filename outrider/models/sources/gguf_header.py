@@ -12,7 +12,7 @@ import struct
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from outrider.core.fields import shown
 from outrider.models.sources.model_source import SourceError
@@ -24,6 +24,7 @@ SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "
 MAX_NESTING = 4  # depth of nested arrays; a deeper one means a damaged file
 MAX_DIMENSIONS = 8
 MAX_SHOWN = 64  # characters of a key that is shown without quotes
+UNMAPPED_BYTES = 4 << 20  # of a file that is not mapped: most headers fit into them
 MAX_NAME = 1 << 10  # bytes of a key or of a tensor's name; llama.cpp reads tensors' names of 64
 MAX_ITEMS = 1 << 22  # of a list; vocabularies and their merges have less than a million
 # Kinds of tensors: the number in the file, how many values are stored together, and their bytes.
@@ -54,24 +55,33 @@ class Header:
     path: Path
     metadata: dict[str, Any]
     tensors: dict[str, TensorEntry]
+    maps_file: bool  # tensors are mapped into memory; the file must not change
+
+
+class _NeedsMoreBytes(SourceError):
+    """The header goes on after the part of the file that was read."""
 
 
 class _Cursor:
     """A position in the file that moves only forward and never past the end."""
 
-    def __init__(self, data: mmap.mmap, path: Path) -> None:
-        self.data, self.path, self.at = data, path, 0
+    def __init__(self, data: mmap.mmap | bytes, path: Path, file_bytes: int) -> None:
+        """data: the file, or its beginning."""
+        self.data, self.path, self.file_bytes, self.at = data, path, file_bytes, 0
         self.part = "its header"  # what is being read, for errors
 
     def take(self, num_bytes: int) -> bytes:
         if self.at + num_bytes > len(self.data):
-            raise self._cut_off()
+            raise self._cut_off(self.at + num_bytes)
         self.at += num_bytes
         return self.data[self.at - num_bytes : self.at]
 
-    def _cut_off(self) -> SourceError:
+    def _cut_off(self, end: int) -> SourceError:
+        """Return the error for a header that needs more bytes than there are, up to `end`."""
+        if end <= self.file_bytes:
+            return _NeedsMoreBytes(f"{self.path} became shorter while it was read. Fetch it again.")
         return SourceError(f"{self.path} is cut off or damaged: {self.part} goes on after byte "
-                           f"{len(self.data)}, where the file ends. Fetch it again.")
+                           f"{self.file_bytes}, where the file ends. Fetch it again.")
 
     def scalar(self, code: str) -> Any:
         return struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}")))[0]
@@ -96,7 +106,7 @@ class _Cursor:
             begin = at + 8
             at = begin + length(data, at)[0] if begin <= end else begin
             if at > end:
-                raise self._cut_off()
+                raise self._cut_off(at)
             found.append(data[begin:at].decode("utf-8", "replace"))
         self.at = at
         return found
@@ -129,17 +139,35 @@ def named(key: str) -> str:
     return key if key.isprintable() and len(key) <= MAX_SHOWN else shown(key)
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path, *, maps_file: bool = True) -> Header:
+    """Read a GGUF file's header. maps_file: the header, and later each tensor, is mapped into memory. A file that may
+    change meanwhile must not be mapped: a process that touches a mapped page behind the new end of a file is killed."""
     with open(path, "rb") as file:
         start = file.read(len(MAGIC))
         if start != MAGIC:
             what = "is empty" if not start else f"begins with {start!r} instead of {MAGIC!r}"
             raise SourceError(f"{path} is not a GGUF file: it {what}")
+        if not maps_file:
+            return _parse_unmapped(path, file)
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-            return _parse(_Cursor(data, path))
+            return _parse(_Cursor(data, path, len(data)), maps_file=True)
 
 
-def _parse(cursor: _Cursor) -> Header:
+def _parse_unmapped(path: Path, file: BinaryIO) -> Header:
+    """Parse a beginning of the file, and a longer one if the header does not fit into it."""
+    num_bytes, file_bytes = UNMAPPED_BYTES, path.stat().st_size
+    while True:
+        file.seek(0)
+        data = file.read(num_bytes)
+        try:
+            return _parse(_Cursor(data, path, file_bytes), maps_file=False)
+        except _NeedsMoreBytes:
+            if len(data) < num_bytes:
+                raise
+        num_bytes *= 4
+
+
+def _parse(cursor: _Cursor, *, maps_file: bool) -> Header:
     path = cursor.path
     cursor.take(len(MAGIC))
     version = cursor.scalar("I")
@@ -157,7 +185,8 @@ def _parse(cursor: _Cursor) -> Header:
     if not isinstance(alignment, int) or alignment < 1:
         raise SourceError(f"{path} is damaged: general.alignment is {shown(alignment)}. Fetch it again.")
     start = -(-cursor.at // alignment) * alignment
-    return Header(path, metadata, {e[0]: _place(path, e, start, len(cursor.data)) for e in entries})
+    tensors = {entry[0]: _place(path, entry, start, cursor.file_bytes) for entry in entries}
+    return Header(path, metadata, tensors, maps_file)
 
 
 def _read_entry(cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:

@@ -67,7 +67,7 @@ def turning_share(header: Header, head_dim: int) -> float:
 
 def _factors(header: Header) -> np.ndarray:
     entry = header.tensors[ROPE_FACTORS]
-    return dequantised(raw_bytes(header.path, entry), entry.kind).reshape(entry.shape).astype(np.float64)
+    return dequantised(raw_bytes(header, entry), entry.kind).reshape(entry.shape).astype(np.float64)
 
 
 def _llama3_scaling(header: Header, head_dim: int, theta: float) -> dict[str, Any]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from outrider.core.fields import shown
-from outrider.models.sources.gguf_header import TensorEntry
+from outrider.models.sources.file_reads import FileReader
+from outrider.models.sources.gguf_header import Header, TensorEntry
 from outrider.models.sources.model_source import SourceError
 
 FLOAT_KINDS = ("F32", "F16", "BF16")
@@ -18,12 +17,14 @@ EXPANDED_KINDS = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ
 KINDS = (*FLOAT_KINDS, *KEPT_KINDS, *EXPANDED_KINDS)
 
 
-def raw_bytes(path: Path, entry: TensorEntry) -> np.ndarray:
-    """A tensor's bytes as a memory map. The system reads them from the file at first use, and keeps one copy for all
+def raw_bytes(header: Header, entry: TensorEntry) -> np.ndarray:
+    """Return a tensor's bytes. If the file is mapped, the system reads them at first use, and keeps one copy for all
     processes. Writing into the array does not change the file."""
-    if path.stat().st_size < entry.offset + entry.num_bytes:  # the file was cut after its header was read
-        raise SourceError(f"{path} is cut off: tensor {shown(entry.name)} is not complete. Fetch it again.")
-    return np.asarray(np.memmap(path, np.uint8, "c", entry.offset, entry.num_bytes))
+    if not header.maps_file:
+        return FileReader(header.path).read(entry.offset, entry.num_bytes, f"tensor {shown(entry.name)}")
+    if header.path.stat().st_size < entry.offset + entry.num_bytes:  # the file was cut after its header was read
+        raise SourceError(f"{header.path} is cut off: tensor {shown(entry.name)} is not complete. Fetch it again.")
+    return np.asarray(np.memmap(header.path, np.uint8, "c", entry.offset, entry.num_bytes))
 
 
 def dequantised(raw: np.ndarray, kind: int) -> np.ndarray:

@@ -56,7 +56,7 @@ def read_tensors(header: Header, family: Family) -> Iterator[tuple[str, torch.Te
 
 def _read_rows(header: Header, entry: TensorEntry) -> torch.Tensor:
     """A tensor's rows: [.., rows, numbers of a row], or bytes of a row if the file does not store floats."""
-    data = torch.from_numpy(raw_bytes(header.path, entry))
+    data = torch.from_numpy(raw_bytes(header, entry))
     if entry.kind.name in FLOAT_KINDS:
         data = data.view(FLOATS[entry.kind.name])
     return data.view(*entry.shape[:-1], -1)
