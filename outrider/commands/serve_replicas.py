@@ -28,7 +28,7 @@ from outrider.replicas.policy import PrefixRouter
 from outrider.replicas.processes import ReplicaGroup, ReplicaProcess
 from outrider.replicas.replica import Replica
 from outrider.replicas.trainer_changes import TrainerChanges
-from outrider.server.guard import REQUEST_ID_HEADER, App, Guard, RootPath, guard_options
+from outrider.server.guard import EXPOSED_HEADERS, App, Guard, RootPath, guard_options
 from outrider.server.logs import set_up_logs
 from outrider.server.lora_modules import read_modules
 from outrider.server.settings import ServerConfig
@@ -106,7 +106,7 @@ def guarded(front: App, config: ServerConfig) -> App:
     app: App = Guard(front, **guard_options(config))
     if config.allowed_origins:  # outside the guard: a browser asks for permission without a key
         app = CORSMiddleware(app, allow_origins=list(config.allowed_origins), allow_methods=["*"],
-                             allow_headers=["*"], expose_headers=[REQUEST_ID_HEADER])
+                             allow_headers=["*"], expose_headers=EXPOSED_HEADERS)
     return RootPath(app, prefix=config.root_path) if config.root_path else app
 
 

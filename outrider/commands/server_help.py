@@ -34,6 +34,7 @@ SERVER_HELP = {
     "reasoning_parser": "how the model marks its reasoning",
     "enable_force_include_usage": "count tokens in every chunk of every stream, as if stream_options asked for it",
     "return_tokens_as_token_ids": "name tokens in log-probabilities as token_id:17, unless a request says",
+    "strict": "refuse fields of requests that have no effect, instead of naming them in X-Outrider-Ignored",
     "enable_log_requests": "log one line for every request that ended",
     "log_format": "lines of text, or one JSON object a line",
     "otlp_traces_endpoint": "send OpenTelemetry traces there, as http://127.0.0.1:4318/v1/traces",

@@ -163,9 +163,9 @@ def nearest(word: str, known: Iterable[str], cutoff: float = CLOSE) -> str | Non
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of an error message: the name that was probably meant, if there is one, or the first name that begins
-    with the word. Marks before flags and routes (`--`, `/`) are not compared."""
-    names = {name.lstrip(MARKS): name for name in reversed(list(known))}
-    bare = word.lstrip(MARKS)
+    with the word. Marks before flags and routes (`--`, `/`) and the case of letters are not compared."""
+    names = {name.lstrip(MARKS).lower(): name for name in reversed(list(known))}
+    bare = word.lstrip(MARKS).lower()
     begun = (name for name in reversed(names) if len(bare) >= LEAST_BEGINNING and name.startswith(bare))
     near = nearest(bare, names) or next(begun, None)
     return f": did you mean {names[near]}?" if near else ""

@@ -24,7 +24,8 @@ from outrider.server.completions import completions
 from outrider.server.engine_host import Serving
 from outrider.server.errors import INTERNAL, ApiError
 from outrider.server.fair_threads import FairThreads
-from outrider.server.guard import REQUEST_ID_HEADER, TENANT, Guard, RootPath, guard_options
+from outrider.server.guard import EXPOSED_HEADERS, REQUEST_ID_HEADER, TENANT, Guard, RootPath, guard_options
+from outrider.server.ignored_fields import IgnoredFieldsHeader
 from outrider.server.invocations import kind_of, read_body
 from outrider.server.messages import MessagesPrompt, MessagesRequest, count_tokens, create_message
 from outrider.server.page.dashboard import dashboard
@@ -43,7 +44,6 @@ from outrider.server.work import api_error, compact
 log = logging.getLogger("outrider")
 LEAST_DETOKENIZED = 1 << 16  # the decoder lets no other thread run until it is done, which takes 20 ms for so many
 WRITTEN_AT_ONCE = 20_000  # token ids
-BODY_FIELDS = "outrider.body_fields"  # in the scope, where the body itself tells which fields it may have
 # Routes of vLLM that are not here, with what to do instead.
 NOT_SERVED = {
     **dict.fromkeys(admin.PATHS, admin.NEEDS_FLAG),
@@ -83,10 +83,11 @@ def build_app(service: Service) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _on_bad_body)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_surprise)
+    app.add_middleware(IgnoredFieldsHeader, is_strict=config.strict)
     app.add_middleware(Guard, **guard_options(config), on_refused=service.metrics.count_refused)
     if config.allowed_origins:  # outside the guard: a browser asks for permission without a key
         app.add_middleware(CORSMiddleware, allow_origins=list(config.allowed_origins), allow_methods=["*"],
-                           allow_headers=["*"], expose_headers=[REQUEST_ID_HEADER])
+                           allow_headers=["*"], expose_headers=EXPOSED_HEADERS)
     if config.root_path:
         app.add_middleware(RootPath, prefix=config.root_path)
     return app
@@ -130,7 +131,6 @@ def _invocation_route(service: Service) -> APIRouter:
         """Answer the body of /v1/chat/completions, /v1/completions, /v1/embeddings, /pooling, /score or /rerank. Its
         fields tell which route it is for."""
         kind = kind_of(body)
-        request.scope[BODY_FIELDS] = sorted(kind.model.model_fields)
         return await kind.serve(service, await beside_loop(partial(read_body, kind, body)), request.scope[TENANT])
 
     return routes
@@ -279,14 +279,6 @@ async def _on_surprise(request: Request, error: Exception) -> Response:
     return answer
 
 
-def _body_fields(request: Request) -> list[str]:
-    """The field names of the body that the request's route takes."""
-    if BODY_FIELDS in request.scope:
-        return list(request.scope[BODY_FIELDS])
-    body = request.scope["route"].body_field
-    return [] if body is None else sorted(getattr(body.field_info.annotation, "model_fields", ()))
-
-
 async def _on_bad_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return _answer(request, bad_body(error.errors(), error.body, _body_fields(request)))
+    return _answer(request, bad_body(error.errors(), error.body))

@@ -102,7 +102,7 @@ def _read(given: dict[str, Any]) -> BatchLine:
         line = BatchLine.model_validate(given)
     except ValidationError as error:
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
-        raise bad_body(problems, given, BatchLine.model_fields) from None
+        raise bad_body(problems, given) from None
     if line.url not in URLS:
         raise ApiError(400, f"there is no url {shown(line.url)} in a batch{did_you_mean(line.url, URLS)}", param="url")
     if line.body.get("stream"):

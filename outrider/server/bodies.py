@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -50,7 +50,8 @@ class BodyRequest(Request):
         if len(body) >= LARGE:
             IS_LARGE.set(True)
             readers = getattr(self.app.state, READERS) if len(body) >= HUGE else None
-            self._json = await asyncio.get_running_loop().run_in_executor(readers, _read, body, kind)
+            self._json = await asyncio.get_running_loop().run_in_executor(
+                readers, copy_context().run, _read, body, kind)
 
 
 class BodyRoute(APIRoute):

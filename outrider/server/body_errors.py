@@ -9,14 +9,15 @@ from outrider.core.fields import did_you_mean, shown
 from outrider.server.errors import ApiError
 
 Problem = Mapping[str, Any]  # as pydantic tells it
-FIRST = ("refused", "extra_forbidden")  # kinds of problems that say more than others, which often follow from them
+UNKNOWN = "unknown_field"  # kind of problem: there is no such field
+FIRST = ("refused", UNKNOWN)  # kinds of problems that say more than others, which often follow from them
 MAX_NAME = 100  # characters of a name that an error repeats
 TRUTHS = {"true": True, "1": True, "false": False, "0": False}
 MAX_PROBLEMS = 1000  # problems that are looked at: a long list may have one for each of its items
 
 
-def bad_body(problems: Sequence[Problem], body: Any, fields: Iterable[str]) -> ApiError:
-    """Make the error for a wrong body. fields: the field names that a body of this route may have."""
+def bad_body(problems: Sequence[Problem], body: Any) -> ApiError:
+    """Make the error for a wrong body."""
     problems = problems[:MAX_PROBLEMS]
     first = next((problem for kind in FIRST for problem in problems if problem["type"] == kind), problems[0])
     place = _place(first, body)
@@ -29,9 +30,10 @@ def bad_body(problems: Sequence[Problem], body: Any, fields: Iterable[str]) -> A
             return ApiError(400, "the body is not valid JSON")
         case "missing" if not place:
             return ApiError(400, "the request has no body")
-        case "extra_forbidden":
-            hint = did_you_mean(place[0], fields) if len(place) == 1 else ""
-            return ApiError(400, f"there is no field {'.'.join(place)[:MAX_NAME]!r}{hint}", param=param)
+        case "unknown_field":
+            place = [*place, first["ctx"]["name"]]
+            hint = first["ctx"]["hint"]
+            return ApiError(400, f"there is no field {'.'.join(place)[:MAX_NAME]!r}{hint}", param=place[0][:MAX_NAME])
     # A place has problems of its own and further ones inside it only where it is a union, and the alternative that was
     # read furthest is the one that was meant.
     inside = [other for each in problems if (other := _place(each, body))[: len(place)] == place]

@@ -22,7 +22,6 @@ class ClassifyRequest(Prompted):
     input: Prompts
     model: str | None = None
     use_activation: bool | None = Field(default=None, description="false: the head's scores, not probabilities")
-    user: str | None = Field(default=None, description="accepted and not used")
 
 
 async def create_classes(service: Service, body: ClassifyRequest, tenant: str | None) -> Work:

@@ -48,6 +48,8 @@ UNREAD_IDLE_SECONDS = 1.0  # without a further piece
 IS_READ = "outrider.body_is_read"  # in the scope: nothing of the body is left to be read
 TENANT = "outrider.tenant"  # in the scope: a digest of the key that was used, or None
 REQUEST_ID_HEADER = "X-Request-Id"
+IGNORED_HEADER = "X-Outrider-Ignored"  # fields of the body that had no effect
+EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER)  # headers of answers that web pages of other origins may read
 REQUEST_ID_FORM = re.compile(rb"[!-~]{1,128}")  # letters, digits and signs: nothing that would break a log line
 
 

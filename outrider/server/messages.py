@@ -21,6 +21,7 @@ from outrider.server.protocol import (
     Function,
     FunctionCall,
     JsonSchema,
+    RequestBody,
     ResponseFormat,
     Said,
     Tool,
@@ -98,8 +99,6 @@ class MessageToolChoice(Body):
 
 class Thinking(Body):
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = Field(default=None, description="accepted and not used: max_tokens bounds the answer")
-    display: str | None = Field(default=None, description="accepted and not used: thoughts are always shown")
 
 
 class OutputFormat(Body):
@@ -112,7 +111,7 @@ class OutputConfig(Body):
     format: OutputFormat | None = None
 
 
-class MessagesPrompt(Body):
+class MessagesPrompt(RequestBody):
     """The fields of a request from which the prompt is made, and the form of the answer, which `count_tokens` does not
     count."""
 

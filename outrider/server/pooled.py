@@ -33,7 +33,6 @@ class PooledRequest(Prompted):
 
     model: str | None = None
     pooling: Literal["last", "mean"] | None = Field(default=None, description="None: as the server's --pooling says")
-    user: str | None = Field(default=None, description="accepted and not used")
 
 
 def pooling_params(service: Service, body: PooledRequest, **more: Any) -> PoolingParams:

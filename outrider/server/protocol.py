@@ -1,4 +1,4 @@
-"""Bodies of requests, strictly typed: a field is served, accepted without effect, or refused by name.
+"""Bodies of requests, strictly typed: a field is served, ignored with a note to the client, or refused by name.
 
 None means "not given" for every field, because clients send answers back with a null for every empty field.
 SamplingParams checks the ranges of values.
@@ -6,7 +6,9 @@ SamplingParams checks the ranges of values.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Mapping
+from functools import cache
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import (
     BaseModel,
@@ -23,45 +25,11 @@ from outrider.core.fields import did_you_mean, shown
 from outrider.core.params import SamplingParams
 from outrider.core.structured import StructuredOutputsParams
 from outrider.core.token_ids import bias_from_json
+from outrider.server.body_errors import UNKNOWN
 from outrider.server.errors import ApiError, bad_value
+from outrider.server.ignored_fields import ignore
+from outrider.server.known_fields import OF_BODIES, OF_PARTS, IgnoredField, KnownFields, RefusedField
 
-# Known fields of OpenAI's and vLLM's bodies that are not served: values that change nothing, and what to say of others.
-REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "guided_json": ((), 'use structured_outputs: {"json": ...}'),
-    "guided_regex": ((), 'use structured_outputs: {"regex": ...}'),
-    "guided_choice": ((), 'use structured_outputs: {"choice": ...}'),
-    "guided_grammar": ((), 'use structured_outputs: {"grammar": ...}'),
-    "guided_decoding_backend": ((), "there is one grammar library"),
-    "guided_whitespace_pattern": ((), 'use structured_outputs: {"json": ..., "whitespace_pattern": ...}'),
-    "best_of": ((1,), "use n"),
-    "conversation": ((), "use previous_response_id, or send the whole conversation"),
-    "background": ((False,), "a response is the answer to its request: wait for it, or stream it"),
-    "spaces_between_special_tokens": ((True,), "the tokenizer's decoder says where spaces are"),
-    "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
-    "add_special_tokens": ((), "prompts may be token ids"),
-    "echo": ((False,), "the prompt is not repeated"),
-    "suffix": (("",), "text is not inserted"),
-    "service_tier": (("auto", "default", "standard_only"), "there is one tier; use priority"),
-    "modalities": ((["text"],), "text is the only modality"),
-    "audio": ((), "text is the only modality"),
-    "web_search_options": ((), "there is no web search"),
-    "reasoning": (({},), "use reasoning_effort or chat_template_kwargs"),
-    "include": (([],), "answers hold all there is"),
-    "thinking": (({"type": "disabled"},), "give it in chat_template_kwargs, if the model's template reads it"),
-    "functions": ((), "use tools"),
-    "function_call": ((), "use tool_choice"),
-    "chat_template": ((), "a template of a request's own is not run; the server has --chat-template"),
-    "truncate_prompt_tokens": ((), "truncate the prompt yourself"),
-    "logits_processors": (([],), "use logit_bias, bad_words or allowed_token_ids"),
-}
-# Fields that may be in any object of a body, with any value: the text of an answer does not depend on them. They say
-# who asks, what OpenAI's and Anthropic's servers should keep or cache, or repeat what an answer said beside its text.
-UNUSED = frozenset({
-    "annotations", "cache_control", "caller", "citations", "context_management", "kv_transfer_params", "metadata",
-    "mm_processor_kwargs", "namespace", "parsed", "parsed_arguments", "parsed_output", "phase", "prediction",
-    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "provider_specific_fields",
-    "safety_identifier", "store", "toolset_name", "user", "verbosity",
-})
 MAX_TEXTS = {"stop": 64, "bad_words": 1024}
 MAX_TOOLS = 1024
 MAX_BIASES = 4096  # tokens of logit_bias
@@ -73,24 +41,44 @@ OTHER_FORM = ("max_tokens", "logprobs", "logit_bias", "detokenize", "bad_words_t
 
 class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
+    known_elsewhere: ClassVar[KnownFields] = OF_PARTS
 
     @model_validator(mode="before")
     @classmethod
     def leave_out_unused(cls, data: Any) -> Any:
-        """Remove the fields that are accepted without effect, and refuse unsupported fields of OpenAI and vLLM with the
-        reason."""
+        """Remove nulls and fields without effect. Refuse other fields that are not served."""
         if not isinstance(data, dict):
             return data
-        own = cls.model_fields
-        given = {name: value for name, value in data.items()
-                 if value is not None and (name in own or name not in UNUSED)}
-        for name in given.keys() & REFUSED.keys() - own.keys():
-            neutral, why = REFUSED[name]
-            value = given.pop(name)
-            if not any(value == other and type(value) is type(other) for other in neutral):
+        own = field_names(cls)
+        given = {name: value for name, value in data.items() if value is not None}
+        for name in [name for name in given if name not in own]:
+            cls._check_other(name, given.pop(name))
+        return given
+
+    @classmethod
+    def _check_other(cls, name: str, value: Any) -> None:
+        """Note a field that has no effect here. Refuse a field that would change the answer or that is unknown."""
+        match cls.known_elsewhere.get(name):
+            case IgnoredField(why):
+                ignore(name, why)
+            case RefusedField(why) as known if not known.allows(value):
                 raise PydanticCustomError("refused", "{param} is not supported with the value {value}: {why}",
                                           {"param": name, "value": shown(value), "why": why})
-        return given
+            case None:
+                hint = did_you_mean(name, [*field_names(cls), *cls.known_elsewhere])
+                raise PydanticCustomError(UNKNOWN, "unknown field", {"name": name, "hint": hint})
+
+
+class RequestBody(Body):
+    """The whole body of a request."""
+
+    known_elsewhere = OF_BODIES
+
+
+@cache
+def field_names(kind: type[BaseModel]) -> Mapping[str, None]:
+    """The names that a body may use, in their order."""
+    return {field.alias or name: None for name, field in kind.model_fields.items()}
 
 
 def type_tag(value: Any) -> str:
@@ -119,7 +107,6 @@ Plain: TypeAlias = bool | int | float | str
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = Field(default=None, description="accepted and not used")
 
 
 def check_texts(body: Body) -> None:
@@ -133,7 +120,7 @@ def check_texts(body: Body) -> None:
             raise ApiError(400, f"{name} has more than {MAX_CHARACTERS} characters", param=name)
 
 
-class Scheduled(Body):
+class Scheduled(RequestBody):
     """The fields that say when a request is scheduled, and which requests may share its pages."""
 
     priority: int | None = Field(default=None, description="requests of a lower number are served first")
@@ -410,7 +397,7 @@ class ChatRequest(SamplingFields):
         return (self.chat_template_kwargs or {}) | ({} if not self.documents else {"documents": self.documents})
 
 
-class TokenizeRequest(Body):
+class TokenizeRequest(RequestBody):
     model: str | None = None
     prompt: str | None = None
     messages: Annotated[list[ChatMessage], Field(fail_fast=True)] | None = None
@@ -422,6 +409,6 @@ class TokenizeRequest(Body):
     return_token_strs: bool | None = None
 
 
-class DetokenizeRequest(Body):
+class DetokenizeRequest(RequestBody):
     model: str | None = None
     tokens: TokenIds

@@ -16,8 +16,8 @@ from outrider.server.protocol import (
     FunctionCall,
     Generated,
     Plain,
+    RequestBody,
     Said,
-    StreamOptions,
     TextPart,
     TokenIds,
     Tool,
@@ -102,8 +102,6 @@ class ResponseText(Body):
 
 class ReasoningOptions(Body):
     effort: str | None = None
-    summary: str | None = Field(default=None, description="accepted and not used: reasoning comes as it was written")
-    generate_summary: str | None = Field(default=None, description="the old name of summary")
 
 
 # As at OpenAI: the answer of a stream has it three times.
@@ -112,7 +110,7 @@ Metadata: TypeAlias = Annotated[dict[Annotated[str, Field(max_length=64)],
 LOGPROBS = "message.output_text.logprobs"
 
 
-class ResponsesPrompt(Body):
+class ResponsesPrompt(RequestBody):
     """The fields that become the prompt, and fields about the answer, which add no tokens to it."""
 
     model: str | None = None
@@ -125,8 +123,6 @@ class ResponsesPrompt(Body):
     parallel_tool_calls: bool | None = None
     text: ResponseText | None = None
     reasoning: ReasoningOptions | None = None
-    truncation: Literal["auto", "disabled"] | None = Field(
-        default=None, description="accepted and not used: a conversation that is too long is refused")
     chat_template_kwargs: Json | None = None
 
     @property
@@ -154,8 +150,6 @@ class ResponsesRequest(ResponsesPrompt, Generated):
                                                                 "others are accepted and not used")
     top_logprobs: int | None = Field(default=None, description="for log-probabilities that include asks for: so many "
                                                                "of the likeliest tokens, too")
-    stream_options: StreamOptions | None = Field(default=None, description="accepted and not used")
-    max_tool_calls: int | None = Field(default=None, description="accepted and not used: for tools that a server runs")
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None

@@ -240,8 +240,8 @@ class _Response:
             "temperature": body.temperature, "top_p": body.top_p, "top_logprobs": body.top_logprobs,
             "background": False,
             "text": {"format": body.text_format.model_dump(by_alias=True, exclude_none=True)},
-            "tool_choice": body.tool_choice or "auto", "truncation": body.truncation or "disabled",
-            "reasoning": None if body.reasoning is None else body.reasoning.model_dump(),
+            "tool_choice": body.tool_choice or "auto", "truncation": "disabled",
+            "reasoning": None if body.reasoning is None else body.reasoning.model_dump() | {"summary": None},
             "tools": [tool.model_dump() for tool in body.tools or []], "usage": usage and {
                 "input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"],
                 "total_tokens": usage["total_tokens"], "input_tokens_details": usage["prompt_tokens_details"],

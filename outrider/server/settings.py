@@ -49,6 +49,7 @@ class ServerConfig:
     reasoning_parser: Annotated[str, OneOf(sorted(REASONING_FORMATS))] | None = None  # none: reasoning is content
     enable_force_include_usage: bool = False  # streams count tokens in every chunk, unasked
     return_tokens_as_token_ids: bool = False  # of requests that do not say
+    strict: bool = False  # refuse fields of bodies that have no effect here
     enable_log_requests: bool = False  # one line for every request that ended
     log_format: Annotated[str, OneOf(LOG_FORMATS)] = "text"
     otlp_traces_endpoint: Text | None = None  # address of an OpenTelemetry collector; None: no traces

@@ -112,7 +112,7 @@ def test_a_body_of_many_mistakes_is_refused_by_the_first(text: str, told: str) -
     error: Exception = refused.value
     if isinstance(error, RequestValidationError):
         assert len(error.errors()) <= MAX_PROBLEMS
-        error = bad_body(error.errors(), error.body, CompletionRequest.model_fields)
+        error = bad_body(error.errors(), error.body)
     assert isinstance(error, ApiError) and told in str(error.body)
 
 

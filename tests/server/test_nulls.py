@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +12,10 @@ import pytest
 from outrider.async_llm import AsyncLLM
 from outrider.engine.text import Tokenizer
 from outrider.server.app import build_app
-from outrider.server.protocol import UNUSED, Body
+from outrider.server.protocol import Body
 from tests.server.rig import MODEL, Served, served_fixture, serving, tiny_engine
 from tests.server.test_tools import CHAT, TEXT, TOOLS, say
 
-DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 FUNCTION: dict[str, Any] = {"name": "weather", "parameters": {"type": "object", "properties": {}}}
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
 ASKED = [{"role": "user", "content": [{"type": "text", "text": "How?"}]}, {"role": "assistant", "tool_calls": [CALL]},
@@ -169,17 +167,6 @@ def test_blocks_of_anthropics_client_come_back_as_they_were_dumped(speaking: Ser
     more = [{"role": "assistant", "content": blocks}, {"role": "user", "content": results}]
     again = speaking.post("/v1/messages", **body | {"messages": body["messages"] + more})
     assert again.status_code == 200 and again.json()["content"][1]["text"] == "One moment."
-
-
-@pytest.mark.parametrize(("path", "body"), [BODIES[i] for i in (0, 2, 5, 6)])
-def test_fields_that_change_nothing_are_accepted_and_listed(served: Served, path: str, body: dict[str, Any]) -> None:
-    plain, more = answer(served, path, body), copy.deepcopy(body)
-    for place in list(objects(more)):
-        place |= {name: {"colour": "red"} for name in UNUSED}
-    if path == "/v1/responses":
-        more["store"] = True  # responses are stored, and say whether they are
-    assert answer(served, path, more) == plain
-    assert all(f"`{name}`" in DOCS.read_text() for name in UNUSED)
 
 
 SWITCHES = "{{ messages[0].content }} {{ reasoning_effort }} {{ enable_thinking }} {{ thinking }}"
