@@ -30,7 +30,7 @@ def _each(field: IgnoredField | RefusedField, *names: str) -> KnownFields:
 
 
 OPENAI: KnownFields = {
-    **_each(IgnoredField("the API key says who asks"), "user", "safety_identifier"),
+    **_each(IgnoredField("the API key says who asks"), "client_metadata", "safety_identifier", "user"),
     **_each(IgnoredField("only /v1/responses keeps anything"), "metadata", "store"),
     **_each(IgnoredField("every prefix is cached"), "prompt_cache_key", "prompt_cache_options",
             "prompt_cache_retention"),
@@ -131,7 +131,7 @@ LLAMA_CPP: KnownFields = {
     "tfs_z": RefusedField("use top_p", (1,)),
     "thinking_forced_open": RefusedField("use chat_template_kwargs", (False,)),
     "top_n_sigma": RefusedField("use min_p", (0, -1)),
-    "typical_p": RefusedField("use top_p", (1,)),
+    **_each(RefusedField("use top_p", (1,)), "typ_p", "typical_p"),
     "xtc_probability": RefusedField("use temperature", (0,)),
 }
 SGLANG: KnownFields = {
