@@ -39,13 +39,12 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
                     row_by_row: bool = False) -> PromptLogprobs | None:
     """Compute the log-probabilities of the prompt tokens that this step computes; None if no request asks for any.
     row_by_row: see `sample`."""
-    params = state.params.of_rows(scheduled.rows)
-    if all(p.prompt_logprobs is None for p in params):
+    if not state.params.report_prompts(scheduled):
         return None
+    params = state.params.of_rows(scheduled.rows)
     view = inputs.batch.unpadded
     assert isinstance(inputs.shape, EagerShape), "captured steps report no logprobs"
-    counts = [n if p.prompt_logprobs is not None else 0
-              for n, p in zip(scheduled.num_known, params, strict=True)]
+    counts = state.params.reported_rows(scheduled)
     starts: list[int] = []
     start = 0
     for length, count in zip(inputs.shape.queries.lens, counts, strict=False):

@@ -89,13 +89,17 @@ class RowParams:
         found = self._hidden
         return {} if found.keys().isdisjoint(rows) else {row: found[row] for row in rows if row in found}
 
-    def report_prompts(self, batch: ScheduledBatch) -> bool:
-        """Whether the step computes tokens of a prompt whose log-probabilities are reported. Computed from the batch's
-        length bounds, which are exact while a prompt is being computed."""
-        if self._prompt_lens.keys().isdisjoint(batch.rows):
-            return False
+    def reported_rows(self, batch: ScheduledBatch) -> list[int]:
+        """The number of rows of log-probabilities that the step reports on each request's prompt: a row for each of its
+        known tokens, if the first of them is one of the prompt's. Computed from the batch's length bounds, which are
+        exact while a prompt is being computed."""
         parts = zip(batch.rows, batch.bounds, batch.num_known, batch.num_drafts, strict=True)
-        return any(bound - known - drafts < self._prompt_lens.get(row, 0) for row, bound, known, drafts in parts)
+        return [known if bound - known - drafts < self._prompt_lens.get(row, 0) else 0
+                for row, bound, known, drafts in parts]
+
+    def report_prompts(self, batch: ScheduledBatch) -> bool:
+        """Whether the step computes tokens of a prompt whose log-probabilities are reported."""
+        return not self._prompt_lens.keys().isdisjoint(batch.rows) and any(self.reported_rows(batch))
 
 
 class RowState:

@@ -153,6 +153,22 @@ def test_a_request_with_many_likeliest_tokens_does_not_widen_the_others(tmp_path
                 VOCAB if own.prompt_logprobs < 0 else own.prompt_logprobs + extra for extra in (0, 1)}
 
 
+def test_no_step_after_the_prompt_reports_on_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even beside another prompt: each logit row is one more product with the model's largest matrix."""
+    rows: list[int] = []
+
+    def reported(logits: torch.Tensor, chosen: torch.Tensor, num: int) -> LogprobRows:
+        rows.append(len(logits))
+        return logprob_rows(logits, chosen, num)
+
+    monkeypatch.setattr("outrider.runner.prompt_reports.logprob_rows", reported)
+    params = [SamplingParams(max_tokens=num, prompt_logprobs=1, ignore_eos=True) for num in (12, 2, 2, 2)]
+    with LLM(folder_of("llama", tmp_path), **ENGINE | {"max_num_batched_tokens": 16, "overlap": False}) as llm:
+        outputs = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [len(output.prompt_logprobs or ()) for output in outputs] == list(map(len, PROMPTS))
+    assert sum(rows) == sum(map(len, PROMPTS))
+
+
 def test_what_no_prompt_can_tell_is_refused(tmp_path: Path) -> None:
     with LLM(folder_of("llama", tmp_path), **ENGINE | {"max_logprobs": 5}) as llm:
         ids = [1, 2, 3]
