@@ -23,8 +23,8 @@ from outrider.server.protocol import Body
 from outrider.server.service import new_id
 from outrider.server.work import compact
 
-URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/score", "/v1/rerank", "/rerank",
-        "/v2/rerank", "/v1/responses")
+URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/v1/score", "/score", "/v1/score_tokens",
+        "/v1/rerank", "/rerank", "/v2/rerank", "/v1/responses")
 log = logging.getLogger("outrider")
 
 

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from outrider.core.checked_request import CheckedRequest
+from outrider.core.fields import INT32
 from outrider.core.params import SamplingParams
 from outrider.core.token_ids import bias_from_json
 from outrider.server.answer_json import write_answer
@@ -28,8 +29,8 @@ class ScoreTokensRequest(Prompted):
     model: str | None = None
     prompt: Prompts = Field(description="the sequences: token ids or texts, one or several")
     add_special_tokens: bool | None = Field(default=None, description="of texts; default true")
-    prompt_logprobs: int | None = Field(default=None, ge=-1, description="likeliest tokens beside each; default 0, -1: "
-                                                                  "all")
+    prompt_logprobs: int | None = Field(default=None, ge=-1, le=INT32,
+                                        description="likeliest tokens beside each; default 0, -1: all")
     logprobs_mode: Literal["raw", "processed", "raw_logprobs", "processed_logprobs"] | None = Field(
         default=None, description="processed: after the temperature and filters below; default raw")
     return_kept_ids: bool | None = Field(default=None, description="the ids that the filters keep at each place")

@@ -41,6 +41,7 @@ def test_every_line_is_answered_in_order_by_its_route(folder: Path, tmp_path: Pa
         line("adapter", "/v1/chat/completions", {"model": "own", **CHAT}),
         line("vector", "/v1/embeddings", {"input": ["a", "b"]}),
         line("score", "/v1/score", {"text_1": "a", "text_2": ["b", "c"]}),
+        line("scored tokens", "/v1/score_tokens", {"prompt": ["ab", "c"]}),
         line("rank", "/v1/rerank", {"query": "a", "documents": ["b", "c"]}),
         line("response", "/v1/responses", {"input": "hi", "max_output_tokens": 4, "temperature": 0}),
         line("other model", "/v1/completions", {"model": "gpt", "prompt": "a"}),
@@ -56,7 +57,7 @@ def test_every_line_is_answered_in_order_by_its_route(folder: Path, tmp_path: Pa
     own = write_adapter(tmp_path / "own", load(folder), seed=1)
     assert main(["run-batch", "--model", str(folder), "-i", str(given), "-o", str(written), "--max-body-bytes", "2000",
                  "--enable-lora", "--lora-modules", f"own={own}", *FLAGS]) == 1
-    assert "17 lines answered, 9 of them with an error" in capsys.readouterr().err
+    assert "18 lines answered, 9 of them with an error" in capsys.readouterr().err
     answers = [json.loads(each) for each in written.read_text().splitlines()]
     asked = [each for each in lines if each]
     ids = [json.loads(each)["custom_id"] if "custom_id" in each else None for each in asked]
@@ -67,6 +68,7 @@ def test_every_line_is_answered_in_order_by_its_route(folder: Path, tmp_path: Pa
     assert bodies["chat"]["choices"] == bodies["last"]["choices"] and bodies["chat"]["usage"]["completion_tokens"] == 4
     assert bodies["response"]["output"][0]["content"][0]["text"] == bodies["chat"]["choices"][0]["message"]["content"]
     assert len(bodies["vector"]["data"]) == len(bodies["score"]["data"]) == len(bodies["rank"]["results"]) == 2
+    assert [own["token_ids"] for own in bodies["scored tokens"]["data"]] == [[97, 98], [99]]
     assert bodies["adapter"]["model"] == "own"
     assert bodies["adapter"]["choices"][0]["message"]["content"] != bodies["chat"]["choices"][0]["message"]["content"]
     assert by_id["other model"]["error"]["code"] == 404

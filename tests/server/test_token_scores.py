@@ -118,6 +118,7 @@ def test_parameters_of_a_large_body_are_checked_in_a_thread(served: Served, monk
     ({}, "prompt"), ({"prompt": []}, "prompt"), ({"prompt": [[1]] * 5}, "prompt"), ({"prompt": [999]}, None),
     ({"prompt": [1], "prompt_logprobs": -2}, "prompt_logprobs"),
     ({"prompt": [1], "prompt_logprobs": 9}, "prompt_logprobs"),
+    ({"prompt": [1], "prompt_logprobs": 1 << 40}, "prompt_logprobs"),
     ({"prompt": [1], "temperature": 0.5}, None), ({"prompt": [1], "return_kept_ids": True}, "return_kept_ids"),
     ({"prompt": [1], "top_p": 2, "logprobs_mode": "processed"}, "top_p"), ({"prompt": [1], "n": 2}, "n"),
     ({"prompt": [1], "stream": True}, "stream"), ({"prompt": [1], "logprobs_mode": "logits"}, "logprobs_mode"),
