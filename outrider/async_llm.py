@@ -138,8 +138,7 @@ class AsyncLLM(Front):
                 return await asyncio.wrap_future(started)
             finally:
                 is_gone.set()  # nobody waits for a check that is cancelled
-        has_receipt = isinstance(params, SamplingParams) and params.receipt  # the first one hashes the model's files
-        return await asyncio.to_thread(check) if has_receipt or _take_long(prompts, params) else check()
+        return await asyncio.to_thread(check) if _take_long(prompts, params) else check()
 
     async def increments(self, request: CheckedRequest,
                          request_id: str | None = None) -> AsyncGenerator[list[OutputIncrement], None]:

@@ -16,12 +16,14 @@ from importlib import import_module
 from io import TextIOWrapper
 
 from outrider import __version__
+from outrider.commands import replay
 from outrider.commands.flag_names import with_flags
 from outrider.commands.flag_values import count_flag, counts_flag, number_flag
 from outrider.commands.parser import (
     Parser,
     UsageError,
     add_engine_flags,
+    add_lora,
     add_model,
     add_sampling_flags,
     add_server_flags,
@@ -107,13 +109,6 @@ VERIFY_EXAMPLES = """examples:
 Runs the same requests in many ways and compares the tokens. Status 1 if a difference is a fault. With --exact the
 log-probabilities must be equal too, bit for bit.
 """
-REPLAY_EXAMPLES = """examples:
-  outrider generate --prompt "The sea is" --exact --receipt --json > answer.json
-  outrider replay answer.json
-  outrider replay receipt.json path/to/folder --beside 7 --receipt-key-file operator.key
-
-Status 1 if a bit differs, or if a field, a digest or the signature does not fit; the line says which.
-"""
 
 
 def build_parser() -> Parser:
@@ -127,7 +122,7 @@ def build_parser() -> Parser:
     _add_run_batch(commands)
     _add_bench(commands)
     _add_verify(commands)
-    _add_replay(commands)
+    replay.add_flags(_add(commands, "replay", replay.HELP, replay.EXAMPLES, usage=replay.USAGE))
     add_simulate_flags(_add(commands, "simulate", "capacity of one or many engines, from measured costs and a load",
                             SIMULATE_EXAMPLES, usage="COSTS [flags]"))
     add_training_flags(_add(commands, "train-drafter", "train a draft head for a model, on the model's own answers",
@@ -168,7 +163,7 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
     _add_chat_template(parser, " (with --chat)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
     parser.add_argument("--stats", action="store_true", help="print tokens per second")
-    _add_lora(parser)
+    add_lora(parser)
     _add_priority(parser)
     add_sampling_flags(parser, temperature=0.0, max_tokens=256)
     add_engine_flags(parser)
@@ -186,7 +181,7 @@ def _add_chat(commands: argparse._SubParsersAction[Parser]) -> None:
     _add_chat_template(parser)
     parser.add_argument("--stats", action=argparse.BooleanOptionalAction, default=None,
                         help="print tokens per second, prefix hits and accepted drafts (default: on a terminal)")
-    _add_lora(parser)
+    add_lora(parser)
     _add_priority(parser)
     add_sampling_flags(parser, skip=CHAT_DECIDES, temperature=0.7, top_p=0.9, max_tokens=512)
     add_engine_flags(parser)
@@ -219,10 +214,6 @@ def _add_run_batch(commands: argparse._SubParsersAction[Parser]) -> None:
 
 def _add_chat_template(parser: Parser, when: str = "") -> None:
     parser.add_argument("--chat-template", metavar="FILE", help=f"a chat template's file or name{when}")
-
-
-def _add_lora(parser: Parser) -> None:
-    parser.add_argument("--lora", metavar="FOLDER", help="a PEFT folder: answer with this adapter (LoRA)")
 
 
 def _add_priority(parser: Parser) -> None:
@@ -369,28 +360,6 @@ def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
     add_engine_flags(parser, skip=("max_model_len", "num_pages", "kv_cache_memory_bytes", "max_num_batched_tokens",
                                    "max_num_seqs", "pad_requests", "pad_tokens", "enable_prefix_caching", "overlap",
                                    "max_logprobs"))
-
-
-# What a receipt tells of its engine, and what replay decides itself.
-REPLAY_DECIDES = (
-    "activation_bits", "attention_backend", "checkpoint_interval", "device", "dtype", "exact", "hf_overrides",
-    "ignore_config_keys", "index_key_dtype", "keep_quantized", "kv_cache_dtype", "kv_cache_dtype_skip_layers",
-    "load_format", "logprobs_mode", "max_logprobs", "max_model_len", "model_impl", "packed_weights", "page_size",
-    "quantization", "tensor_parallel_size",
-)
-
-
-def _add_replay(commands: argparse._SubParsersAction[Parser]) -> None:
-    parser = _add(commands, "replay", "compute the tokens of receipts again and compare every bit", REPLAY_EXAMPLES,
-                  usage="RECEIPT [MODEL] [flags]")
-    parser.add_argument("receipt_file", metavar="RECEIPT", help="a file with a receipt, an answer that has some, or "
-                                                                "one of these a line; - for standard input")
-    add_model(parser, default=None)
-    parser.add_argument("--beside", type=int, default=0, metavar="N",
-                        help="compute each beside N random requests (default: alone)")
-    parser.add_argument("--json", action="store_true", help="print each verdict as one line of JSON")
-    _add_lora(parser)
-    add_engine_flags(parser, skip=REPLAY_DECIDES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -21,6 +21,7 @@ name, and only if the settings or a request ask for the feature. `register_featu
 | `core/request_keeper.py` RequestKeeper | the engine, when a request comes or ends |
 | `engine/input_reader.py` InputReader | the checks of a request whose prompt has a key of the feature |
 | `core/input_part.py` InputPart | the scheduler, the cache and the steps, for this prompt |
+| `core/sample_addition.py` SampleAddition | the output of a sample, which gets what it makes |
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class FeatureEntry:
     is_on: Callable[[EngineConfig], bool] = lambda config: True
     # The field of SamplingParams by which requests ask for it: its halves are made when the first one does.
     parameter: str | None = None
+    is_early: Callable[[EngineConfig], bool] = lambda config: False  # or made at start, since the settings speak of it
+    flag_help: Mapping[str, str] = field(default_factory=dict)  # of the flags of its settings and parameters, by name
 
 
 FEATURES = (
@@ -70,9 +73,11 @@ FEATURES = (
     FeatureEntry("prompt embeddings", reader="outrider.features.embeddings.reader:EmbedsReader",
                  prompt_keys={"prompt_embeds": Any, "prompt_embeds_positions": list | tuple | None},
                  whole_prompts=("prompt_embeds",), slow_keys=("prompt_embeds",)),
-    FeatureEntry("receipts", engine="outrider.features.receipts.in_engine:ReceiptsInEngine",
-                 request="outrider.features.receipts.writer:ReceiptWriter",
-                 is_on=lambda config: config.receipt_key_file is not None),
+    FeatureEntry("receipts", engine="outrider.features.receipts.in_engine:ReceiptsInEngine", parameter="receipt",
+                 is_early=lambda config: config.receipt_key_file is not None,
+                 flag_help={"receipt_key_file": "a file with the operator's key, which signs receipts",
+                            "receipt": "the answer says what its tokens depend on, for `outrider replay` (with "
+                                       "--json)"}),
 )
 _registered: dict[str, FeatureEntry] = {}  # from outside the package
 
@@ -116,6 +121,16 @@ def request_half(name: str) -> Any:
 def asking_parameters() -> list[tuple[str, str]]:
     """(field of SamplingParams, name of a feature) for each feature that requests ask for by a parameter."""
     return [(entry.parameter, entry.name) for entry in _all_entries() if entry.parameter is not None]
+
+
+def early_features(config: EngineConfig) -> list[str]:
+    """The features that requests ask for by a parameter, and that the settings have made at start."""
+    return [entry.name for entry in _all_entries() if entry.parameter is not None and entry.is_early(config)]
+
+
+def flag_help() -> dict[str, str]:
+    """What the flags of features' settings and parameters mean, by the name of the field."""
+    return {name: text for entry in _all_entries() for name, text in entry.flag_help.items()}
 
 
 def engine_half(name: str) -> Any:

@@ -59,7 +59,7 @@ class Scoring:
         if return_kept_ids and top_k != MAX_LOGPROBS_ALL:
             num = max(top_k, own.top_k + TIES) if own.top_k > 0 else MAX_LOGPROBS_ALL
         asked = replace(own, n=1, max_tokens=1, logprobs=None, prompt_logprobs=num, prompt_logprobs_mode=mode,
-                        stop=None, detokenize=False, speculative=False, receipt=False)
+                        stop=None, detokenize=False, speculative=False)
         return cls(asked, top_k, return_kept_ids)
 
     def read(self, output: RequestOutput, vocab_size: int) -> TokenScores:

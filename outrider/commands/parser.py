@@ -23,12 +23,13 @@ from outrider.compat.settings import VALUES, VLLM_SETTINGS
 from outrider.config import DTYPES, LOAD_FORMATS, LOGPROBS_MODES, MODEL_IMPLS, EngineConfig
 from outrider.core import SamplingParams
 from outrider.core.fields import did_you_mean
+from outrider.feature_list import flag_help
 from outrider.lora_request import CONFIG as ADAPTER_CONFIG
 from outrider.lora_request import LoRARequest
 from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 from outrider.server.settings import LOG_FORMATS, LOG_LEVELS, ServerConfig
 
-ENGINE_HELP = {
+ENGINE_HELP = flag_help() | {
     "tokenizer": "a folder, a .gguf file or a hub id with the tokenizer, instead of the model's own",
     "revision": "of a hub id: a branch, a tag or a commit",
     "download_dir": "where files from the hub are kept",
@@ -58,7 +59,6 @@ ENGINE_HELP = {
     "kv_events_config": "publish what the prefix cache holds, as vLLM does; a JSON object (docs/replicas.md)",
     "profiler_dir": "the folder that profiles are written to",
     "skip_tokenizer_init": "read no tokenizer: token ids in, token ids out",
-    "receipt_key_file": "a file with the operator's key, which signs receipts",
     "logits_processors": "a class that changes logits, as package.module:Class (repeat for several)",
     "logprobs_mode": "log-probabilities of raw logits, or of processed ones",
     "max_logprobs": "most log-probabilities a request may ask for; -1: of the whole vocabulary",
@@ -82,7 +82,7 @@ ENGINE_HELP = {
     "ignore_config_keys": "a key of config.json that counts as absent, where it is unknown here and harmless (repeat)",
     "index_key_dtype": "sparse attention: fp8 stores the indexers' keys in half the memory, rounded, with a scale each",
 }
-SAMPLING_HELP = {
+SAMPLING_HELP = flag_help() | {
     "n": "samples per prompt",
     "temperature": "0 takes the likeliest token",
     "top_p": "keep the likeliest tokens of this total probability",
@@ -106,7 +106,6 @@ SAMPLING_HELP = {
     "logprobs": "log-probabilities of this many tokens (with --json)",
     "prompt_logprobs": "the same for the prompt",
     "prompt_logprobs_mode": "of the prompt: raw, or processed by temperature and filters",
-    "receipt": "the answer says what its tokens depend on, for `outrider replay` (with --json)",
     "extra_args": "values for the engine's logits processors, a JSON object",
     "speculative": "false: no drafts; a number: at most so many",
     "structured_outputs": "the form of the text, a JSON object with json, regex, choice, grammar or json_object",
@@ -229,6 +228,10 @@ def add_model(parser: argparse.ArgumentParser, default: str | None = "smollm2") 
     help_text = "a folder, a .gguf file or a hub id" + (f" (default: {default})" if default else "")
     parser.add_argument("model", nargs="?", default=default, metavar="MODEL", help=help_text)
     parser.add_argument("--model", dest="model_flag", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+
+
+def add_lora(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--lora", metavar="FOLDER", help="a PEFT folder: answer with this adapter (LoRA)")
 
 
 def add_engine_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = ()) -> None:

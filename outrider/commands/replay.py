@@ -10,17 +10,58 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider import receipts as own
-from outrider.commands.parser import ENGINE_FIELDS, UsageError, engine_config, named_adapter
+from outrider.commands.parser import (
+    ENGINE_FIELDS,
+    UsageError,
+    add_engine_flags,
+    add_lora,
+    add_model,
+    engine_config,
+    named_adapter,
+)
 from outrider.core.file_digests import canonical
+from outrider.core.lazy_exports import LateModule
 from outrider.core.status_line import status_line
-from outrider.engine.load import find_model
-from outrider.engine.start import start_engine
-from outrider.llm import LLM
-from outrider.models.sources import DEFAULT_MODEL
 
 if TYPE_CHECKING:
+    from outrider import llm as fronts
     from outrider.config import EngineConfig
+    from outrider.engine import load, start
+    from outrider.models import sources
     from outrider.receipts import Receipt, Verdict
+else:
+    fronts = LateModule("outrider.llm")
+    load = LateModule("outrider.engine.load")
+    sources = LateModule("outrider.models.sources")
+    start = LateModule("outrider.engine.start")
+
+HELP = "compute the tokens of receipts again and compare every bit"
+USAGE = "RECEIPT [MODEL] [flags]"
+EXAMPLES = """examples:
+  outrider generate --prompt "The sea is" --exact --receipt --json > answer.json
+  outrider replay answer.json
+  outrider replay receipt.json path/to/folder --beside 7 --receipt-key-file operator.key
+
+Status 1 if a bit differs, or if a field, a digest or the signature does not fit; the line says which.
+"""
+# What a receipt tells of its engine, and what the command decides itself.
+DECIDED = (
+    "activation_bits", "attention_backend", "checkpoint_interval", "device", "dtype", "exact", "hf_overrides",
+    "ignore_config_keys", "index_key_dtype", "keep_quantized", "kv_cache_dtype", "kv_cache_dtype_skip_layers",
+    "load_format", "logprobs_mode", "max_logprobs", "max_model_len", "model_impl", "packed_weights", "page_size",
+    "quantization", "tensor_parallel_size",
+)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("receipt_file", metavar="RECEIPT", help="a file with a receipt, an answer that has some, or "
+                                                                "one of these a line; - for standard input")
+    add_model(parser, default=None)
+    parser.add_argument("--beside", type=int, default=0, metavar="N",
+                        help="compute each beside N random requests (default: alone)")
+    parser.add_argument("--json", action="store_true", help="print each verdict as one line of JSON")
+    add_lora(parser)
+    add_engine_flags(parser, skip=DECIDED)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,11 +117,11 @@ def _replay_group(args: argparse.Namespace, receipts: list[Receipt], key: bytes 
     adapter = named_adapter(args)
     if args.model is None:
         args = argparse.Namespace(**vars(args) | {"model": _model_of(receipts[0])})
-    llm: LLM | None = None
+    llm: fronts.LLM | None = None
     with status_line(f"loading {args.model}"):
-        find_model(engine_config(args))  # a model that is not there is no receipt's fault
+        load.find_model(engine_config(args))  # a model that is not there is no receipt's fault
         try:
-            llm = LLM.around(start_engine(_config(args, receipts, key)))
+            llm = fronts.LLM.around(start.start_engine(_config(args, receipts, key)))
         except (TypeError, ValueError) as error:
             if len(receipts) == 1:
                 return [own.Verdict(own.REFUSED, findings=[str(error)])]
@@ -102,7 +143,7 @@ def _model_of(receipt: Receipt) -> str:
     name = receipt["model"]["name"]
     if receipt["model"]["weights"] is None:
         raise UsageError("the receipt's weights came by an update: name MODEL, a folder with these weights")
-    if isinstance(name, str) and (name == DEFAULT_MODEL or "/" in name):
+    if isinstance(name, str) and (name == sources.DEFAULT_MODEL or "/" in name):
         return name
     raise UsageError(f"the receipt's model is called {name!r}, which tells no place: name MODEL, its folder or file")
 

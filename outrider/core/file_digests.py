@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,13 @@ def canonical(value: Any) -> bytes:
     """The canonical bytes of a JSON value: sorted keys, no spaces, ASCII, and 1.0 written as 1, as some JSON writers
     do. Raises ValueError or TypeError for a value that JSON does not have."""
     return json.dumps(_whole(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def canonical_object(fields: Mapping[str, Any], written: Mapping[str, bytes]) -> bytes:
+    """The canonical bytes of an object. written: those of some fields' values, which are known already."""
+    parts = (canonical(name) + b":" + (written[name] if name in written else canonical(fields[name]))
+             for name in sorted(fields))
+    return b"{" + b",".join(parts) + b"}"
 
 
 def _whole(value: Any) -> Any:
@@ -26,7 +34,11 @@ def _whole(value: Any) -> Any:
 
 
 def value_digest(value: Any) -> str:
-    return hashlib.sha256(canonical(value)).hexdigest()
+    return bytes_digest(canonical(value))
+
+
+def bytes_digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
 
 
 def file_digest(path: Path) -> str:

@@ -3,8 +3,10 @@ torch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 from outrider.core.params import SamplingParams
@@ -69,7 +71,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the token id or string that stopped it
     logprobs: list[dict[int, Logprob]] | None = None
     error: str | None = None
-    receipt: dict[str, Any] | None = field(default=None, repr=False)  # with its end, if the request asked for it
+    extras: Mapping[str, Any] = field(default_factory=dict, repr=False)  # with its end: what features add, by name
     version_starts: VersionStarts = field(default=(), repr=False)
 
     @property
@@ -166,11 +168,14 @@ class SampleKey(NamedTuple):
     weights_version: int = 0
 
 
+NO_EXTRAS: Mapping[str, Any] = MappingProxyType({})
+
+
 class SampleEnd(NamedTuple):
     finish_reason: str | None
     stop_reason: int | str | None = None
     error: str | None = None
-    receipt: dict[str, Any] | None = None
+    extras: Mapping[str, Any] = NO_EXTRAS
 
 
 class PromptRows(NamedTuple):
@@ -243,7 +248,8 @@ class RequestOutput:
         if prompt_logprobs is not None and self._prompt_rows[0] is not None:
             self._add_prompt_rows(prompt_logprobs, version)
         if end is not None:
-            sample.finish_reason, sample.stop_reason, sample.error, sample.receipt = end
+            sample.finish_reason, sample.stop_reason, sample.error, extras = end
+            sample.extras = extras or sample.extras
 
     def _add_prompt_rows(self, rows: PromptRows, version: int) -> None:
         named, unnamed = self._prompt_rows

@@ -14,7 +14,7 @@ from outrider.core.hidden_params import RequestParams
 from outrider.core.params import SamplingParams
 from outrider.core.request_keeper import RequestKeepers
 from outrider.engine.engine_feature import Caller, EngineFeature, EngineTools
-from outrider.feature_list import asking_parameters, engine_half, has_worker_half
+from outrider.feature_list import asking_parameters, early_features, engine_half, has_worker_half
 from outrider.runner.commands import MakeFeature, done_errand
 from outrider.runner.interface import WorkerDied
 
@@ -24,7 +24,7 @@ PartMaker = Callable[[], RequestPart]
 
 class EngineFeatures:
     """The features that the settings ask for, and those that requests ask for by a parameter, which are made when the
-    first such request is checked. May be used by several threads."""
+    first such request is checked, or at once if the settings say something of them. May be used by several threads."""
 
     def __init__(self, config: EngineConfig, of_settings: Sequence[EngineFeature], tools: EngineTools) -> None:
         self.of_settings = tuple(of_settings)
@@ -35,6 +35,8 @@ class EngineFeatures:
         self._lock = threading.RLock()  # a trace function may raise where `with` ends, before the release
         self._made: dict[str, EngineFeature] = {}  # by name
         self._in_worker: dict[str, Future[None]] = {}  # by name: done when the worker has its half
+        for name in early_features(config):
+            self.need(name)
 
     def check_params(self, params: SamplingParams) -> None:
         """Raise ValueError for parameters that a feature cannot serve."""
@@ -87,4 +89,5 @@ class EngineFeatures:
         return [*self.of_settings, *map(self.need, self._asked(params))]
 
     def _asked(self, params: SamplingParams) -> list[str]:
-        return [name for parameter, name in self._asking if getattr(params, parameter) is not None]
+        return [name for parameter, name in self._asking  # a number asks also if it is 0
+                if (value := getattr(params, parameter)) is not None and value is not False]

@@ -11,20 +11,28 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from outrider.core import Finish, ScheduledBatch
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.hidden_request import HiddenGatherer, HiddenTask
+from outrider.core.lazy_exports import LateModule
 from outrider.core.outputs import OutputIncrement, RequestMetrics, SampleKey
 from outrider.core.params import request_seed
 from outrider.core.request_keeper import RequestKeepers
-from outrider.engine.output import PromptLogprobsOutput, SampleOutput
+from outrider.engine.output import SampleOutput
 from outrider.engine.served_model import ServedModel
 from outrider.engine.stats import stamp_admissions
 from outrider.sched.request import Request
 from outrider.sched.scheduler import Scheduler
 from outrider.sched.updates import Update
+
+if TYPE_CHECKING:
+    from outrider.core.sample_addition import AddingPart
+    from outrider.engine import prompt_output
+    from outrider.engine.prompt_output import PromptLogprobsOutput
+else:
+    prompt_output = LateModule("outrider.engine.prompt_output")
 
 log = logging.getLogger("outrider")
 OutputMaker: TypeAlias = SampleOutput | HiddenGatherer
@@ -38,7 +46,6 @@ class _Live:
     metrics: RequestMetrics
     asked: CheckedRequest
     samples: list[tuple[Request, OutputMaker]]
-    prompt_logprobs: PromptLogprobsOutput  # used if the request asks for some
     num_left: int  # samples that have not ended
     has_tokens: bool = False
 
@@ -71,6 +78,7 @@ class LiveRequests:
         self._num_accepted = 0  # requests, with a seed or without: what the seed of the next one is drawn from
         self._live: dict[str, _Live] = {}
         self._samples: dict[int, tuple[_Live, OutputMaker]] = {}  # by the scheduler's request id
+        self._prompts: dict[str, PromptLogprobsOutput] = {}  # of requests that have got rows of their prompts
 
     def __len__(self) -> int:
         return len(self._live)
@@ -133,13 +141,12 @@ class LiveRequests:
             longest = model.longest(prompt_len, asked.sampling.max_tokens)
             samples = [(Request(next(self._ids), asked, longest, model.eos_ids, key.sample_index),
                         self._make_output(key, asked)) for key in keys]
-        prompt = PromptLogprobsOutput(keys[0], prompt_len, model.tokenizer if asked.sampling.detokenize else None)
-        return _Live(request_id, metrics, asked, samples, prompt, len(samples))
+        return _Live(request_id, metrics, asked, samples, len(samples))
 
     def _make_output(self, key: SampleKey, asked: CheckedRequest) -> SampleOutput:
-        if asked.sampling.receipt:
-            return self._model.receipts.make_output(key, asked, self.keepers)
-        return SampleOutput(key, asked.sampling, self._model.tokenizer)
+        adding = [cast("AddingPart", part) for part in asked.parts if part.adds_to_samples]
+        additions = [own for part in adding for own in part.make_additions(key, asked, self.keepers)]
+        return SampleOutput(key, asked.sampling, self._model.tokenizer, additions)
 
     def _enter(self, lives: Sequence[_Live], scheduler: Scheduler) -> None:
         """Register all requests atomically: if one is refused, none is added."""
@@ -156,8 +163,9 @@ class LiveRequests:
     def use_weights(self, version: int) -> None:
         """Set the version of the weights from which later tokens of all requests come."""
         self.weights_version = version
+        for prompt in self._prompts.values():
+            prompt.use_weights(version)
         for live in self._live.values():
-            live.prompt_logprobs.use_weights(version)
             for request, sample in live.samples:
                 if isinstance(sample, SampleOutput):
                     sample.use_weights(version, in_place=request.settled.at_least > 0)
@@ -175,7 +183,7 @@ class LiveRequests:
                     live.begin_tokens()
             try:
                 if result.prompt_logprobs and not request.sample_index:
-                    increments.append(live.prompt_logprobs.take(result.epoch, result.prompt_logprobs))
+                    increments.append(self._prompt_of(live).take(result.epoch, result.prompt_logprobs))
                 if result.run or result.finish or result.hidden is not None:
                     increments.append(sample.take(result))
             except Exception as error:  # one request's text must not take its batch mates' tokens along
@@ -185,6 +193,14 @@ class LiveRequests:
                 self._end(request, increments)
             elif sample.is_finished:  # by its text: the device does not know
                 scheduler.end(request.id, Finish.STOP)
+
+    def _prompt_of(self, live: _Live) -> PromptLogprobsOutput:
+        if live.request_id not in self._prompts:
+            asked, tokenizer = live.asked, self._model.tokenizer
+            key = SampleKey(live.request_id, 0, asked.seed, live.metrics, self.weights_version)
+            self._prompts[live.request_id] = prompt_output.PromptLogprobsOutput(
+                key, len(asked.token_ids), tokenizer if asked.sampling.detokenize else None)
+        return self._prompts[live.request_id]
 
     def end(self, requests: Iterable[Request], increments: list[OutputIncrement]) -> None:
         """End requests that the scheduler has ended without a result of a step."""
@@ -198,10 +214,11 @@ class LiveRequests:
         if live.end_sample(request):
             self.keepers.leave(live.asked)
             del self._live[live.request_id]
+            self._prompts.pop(live.request_id, None)
 
     # After an interrupt
 
     def forget(self) -> None:
         """Forget all requests, whose state may be inconsistent. Features keep what requests had until `drop_unused`."""
-        self._live, self._samples = {}, {}
+        self._live, self._samples, self._prompts = {}, {}, {}
         self.keepers.forget_requests()

@@ -6,20 +6,30 @@ The output does not depend on how the tokens were split into runs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from outrider.core import Finish, RequestResult, TokenLogprobs
 from outrider.core.failures import ExplainedFailure, OwnFailure
-from outrider.core.outputs import OutputIncrement, PromptRows, SampleEnd, SampleKey
+from outrider.core.lazy_exports import LateModule
+from outrider.core.outputs import OutputIncrement, SampleEnd, SampleKey
 from outrider.core.params import FORBID_ALL, FORBID_SOME, SamplingParams
 from outrider.engine.detokenize import Detokenizer, StopStrings
 from outrider.engine.text import Tokenizer, TokenTexts
+
+if TYPE_CHECKING:
+    from outrider.core import sample_addition as late
+else:
+    late = LateModule("outrider.core.sample_addition")
 
 
 class SampleOutput:
     """Turns the runs of one sample into increments of its output."""
 
-    def __init__(self, key: SampleKey, params: SamplingParams, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, key: SampleKey, params: SamplingParams, tokenizer: Tokenizer | None,
+                 additions: Sequence[late.SampleAddition] = ()) -> None:
         self.is_finished = False
-        self._key, self._params = key, params
+        self._key, self._params, self._additions = key, params, additions
         own = tokenizer if params.detokenize else None
         self._tokenizer = own
         self._detokenizer = None if own is None else Detokenizer(own, params.skip_special_tokens)
@@ -29,10 +39,25 @@ class SampleOutput:
         """Set the version of the weights from which later tokens come. in_place: the request goes on with what earlier
         weights have computed of it."""
         self._key = self._key._replace(weights_version=version)
+        for addition in self._additions:
+            addition.use_weights(version, in_place=in_place)
 
     def take(self, result: RequestResult) -> OutputIncrement:
         """Make the increment that a run adds. The sample may end here by a stop string, of which the device does not
         know."""
+        increment = self._take(result)
+        return self._with_additions(increment) if self._additions else increment
+
+    def _with_additions(self, increment: OutputIncrement) -> OutputIncrement:
+        for addition in self._additions:
+            addition.take(increment)
+        end = increment.end
+        if end is None or end.error is not None:
+            return increment
+        extras = late.Extras({addition.name: addition.finish(end) for addition in self._additions})
+        return increment._replace(end=end._replace(extras=extras))
+
+    def _take(self, result: RequestResult) -> OutputIncrement:
         run, text, is_last = result.run, "", bool(result.finish)
         if self._detokenizer is None and self._params.logprobs is None and not is_last:
             return OutputIncrement(self._key, run)
@@ -74,6 +99,8 @@ class SampleOutput:
 
     def replay(self, token_ids: list[int]) -> str:
         """Process again the tokens that a reader has already received. Returns the text that these tokens show."""
+        for addition in self._additions:
+            addition.resume(token_ids)
         if self._detokenizer is None:
             return ""
         return self._stops.feed(self._detokenizer.feed(token_ids)).text
@@ -86,43 +113,3 @@ class SampleOutput:
 
 def with_texts(entry: TokenLogprobs, texts: TokenTexts) -> TokenLogprobs:
     return TokenLogprobs(entry.token_ids, entry.logprobs, entry.rank, tuple(map(texts.__getitem__, entry.token_ids)))
-
-
-class PromptLogprobsOutput:
-    """Gathers the log-probabilities of a prompt's tokens over the chunks that steps compute. The first token has
-    none."""
-
-    def __init__(self, key: SampleKey, prompt_len: int, tokenizer: Tokenizer | None) -> None:
-        self._key, self._prompt_len = key, prompt_len
-        self._tokenizer = tokenizer
-        self._epoch = 0
-        self._position = 1  # position of the next row
-        self._num_entries = 1  # so far
-        self._first_version = key.weights_version  # of the weights, for the first row
-
-    def use_weights(self, version: int) -> None:
-        """Set the version of the weights from which later rows come."""
-        self._key = self._key._replace(weights_version=version)
-
-    def take(self, epoch: int, chunk: list[TokenLogprobs]) -> OutputIncrement:
-        """Add the log-probabilities that a step computed. After a preemption they are computed again from the first one
-        on, and known ones are dropped, unless they are part of a prompt and came from older weights."""
-        if epoch != self._epoch:
-            self._begin_again(epoch)
-        start = self._num_entries
-        if start == 1:
-            self._first_version = self._key.weights_version
-        first = max(0, start - self._position)
-        stop = max(first, self._prompt_len - self._position)  # rows past the prompt's last token speak of outputs
-        rows = chunk[first:stop]
-        if self._tokenizer is not None:
-            rows = [with_texts(row, self._tokenizer.token_texts) for row in rows]
-        self._num_entries += len(rows)
-        self._position += len(chunk)
-        return OutputIncrement(self._key, [], prompt_logprobs=PromptRows(start, rows))
-
-    def _begin_again(self, epoch: int) -> None:
-        self._epoch, self._position = epoch, 1
-        is_whole, is_old = self._num_entries == self._prompt_len, self._first_version != self._key.weights_version
-        if is_old and not is_whole:
-            self._num_entries = 1

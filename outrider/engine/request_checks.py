@@ -124,8 +124,6 @@ class RequestChecks:
         params = self._with_bad_word_ids(params)
         check_token_ids(params, limits)
         self.features.check_params(params)
-        if params.receipt:
-            self.model.receipts.check(params)
         return params
 
     def _check_tokens(self, token_ids: tuple[Any, ...], max_len: int) -> None:

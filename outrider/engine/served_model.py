@@ -5,29 +5,11 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import Protocol
 
 from outrider.config import EngineConfig
 from outrider.core import Limits
-from outrider.core.checked_request import CheckedRequest
 from outrider.core.class_head import ClassHead
-from outrider.core.outputs import SampleKey
-from outrider.core.params import SamplingParams
-from outrider.core.request_keeper import RequestKeepers
-from outrider.engine.output import SampleOutput
 from outrider.engine.text import Tokenizer
-from outrider.feature_list import request_half
-
-
-class Receipts(Protocol):
-    """The interface of the feature that writes receipts for answers."""
-
-    def check(self, params: SamplingParams) -> None:
-        """Raise ValueError for parameters that a receipt cannot record."""
-
-    def make_output(self, key: SampleKey, asked: CheckedRequest, keepers: RequestKeepers) -> SampleOutput:
-        """Make the object that turns a sample's runs into an output, at the end of which stands a receipt."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +29,6 @@ class ServedModel:
             raise ValueError(f"{self.name} has no tokenizer files, or skip_tokenizer_init is set: give prompts as "
                              "token ids")
         return self.tokenizer
-
-    @cached_property
-    def receipts(self) -> Receipts:
-        """The object that writes receipts. Its first use may hash the model's files."""
-        made: Receipts = request_half("receipts")(self)
-        return made
 
     @property
     def longest_range(self) -> int:

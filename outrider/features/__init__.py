@@ -3,25 +3,26 @@
 The table shows what each feature adds to the core. The core calls these parts through interfaces, and does not know
 which feature implements them:
 
-| | adapters | processors | learning | pooling | spans, embeddings | grammars |
-|---|---|---|---|---|---|---|
-| part of a request | adapter, a key of pages | extra arguments | | | a key of pages | lease of a form |
-| resource, for a row | a slot, with patience | | | | | |
-| part of a batch | placements | | | | | |
-| part of the limits | slots, targets, numbers | | | | | |
-| part of a step | places, admits, resets | rows with their own | | | | matchers of rows |
-| host's turn in a step | | | | | | masks, forced text, failures |
-| deltas of products | low-rank products | | | | | |
-| edits of logits | | over drafts too | | | | |
-| observes drafts | | | texts, weights | | | |
-| reports in results | | | counts, mean runs | | | |
-| background work | | | the trainer | | | |
-| keeps for requests | loads | | | | | leases |
-| orders to a worker | commands | | | | | errands: compile, drop |
-| outputs of hidden states | | | | vectors, classes, scores | | |
-| reads keys of a prompt | | | | | ranges; vectors, positions | |
-| inputs of a prompt's tokens | | | | | who sees whom, cuts, keys; vectors | |
-| is loaded by | a setting | a setting | a setting | a request | a request | a request |
+| | adapters | processors | learning | pooling | spans, embeddings | grammars | receipts |
+|---|---|---|---|---|---|---|---|
+| part of a request | adapter, a key of pages | extra arguments | | | a key of pages | lease of a form | a writer |
+| resource, for a row | a slot, with patience | | | | | | |
+| part of a batch | placements | | | | | | |
+| part of the limits | slots, targets, numbers | | | | | | |
+| part of a step | places, admits, resets | rows with their own | | | | matchers of rows | |
+| host's turn in a step | | | | | | masks, forced text, failures, ends | |
+| deltas of products | low-rank products | | | | | | |
+| edits of logits | | over drafts too | | | | | |
+| observes drafts | | | texts, weights | | | | |
+| reports in results | | | counts, mean runs | | | | |
+| background work | | | the trainer | | | | |
+| keeps for requests | loads | | | | | leases | |
+| orders to a worker | commands | | | | | errands: compile, drop | |
+| outputs of hidden states | | | | vectors, classes, scores | | | |
+| adds to samples | | | | | | | receipts |
+| reads keys of a prompt | | | | | ranges; vectors, positions | | |
+| inputs of a prompt's tokens | | | | | who sees whom, cuts, keys; vectors | | |
+| is loaded by | a setting | a setting | a setting | a request | a request | a request | a request, a setting |
 
 A part has an interface of its own if two features need it, or if a feature from outside the package may need it. Events
 of the cache are still in the core.

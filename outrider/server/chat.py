@@ -20,6 +20,7 @@ from outrider.server.generation import (
     ChangeReader,
     Usage,
     answer_values,
+    extra_fields,
     finite,
     named,
     named_by_id,
@@ -186,8 +187,7 @@ class _Chat:
             more += f',"stop_reason":{compact(change.stop_reason)}'
         if self._body.return_token_ids:
             more += f',"token_ids":{compact(change.token_ids)}'
-        if change.receipt is not None:
-            more += f',"receipt":{compact(change.receipt)}'
+        more += extra_fields(change)
         if self._body.return_run_lengths:
             more += f',"run_lengths":{compact(change.run_lengths)}'
         if delta != "{}" or finish or more:
@@ -215,8 +215,7 @@ class _Chat:
             choice["logprobs"] = self._logprobs(sample.token_ids, sample.logprobs)
         if self._body.return_token_ids:
             choice["token_ids"] = sample.token_ids
-        if sample.receipt is not None:
-            choice["receipt"] = sample.receipt
+        choice |= sample.extras
         return choice
 
     def _logprobs(self, token_ids: list[int], entries: list[dict[int, Logprob]]) -> dict[str, Any]:

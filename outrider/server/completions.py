@@ -14,7 +14,7 @@ from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
 from outrider.server.answer_json import Written, write_answer
 from outrider.server.embeds_file import read_embeds_file
 from outrider.server.errors import ApiError
-from outrider.server.generation import Change, ChangeReader, Usage, answer_values, finite, named
+from outrider.server.generation import Change, ChangeReader, Usage, answer_values, extra_fields, finite, named
 from outrider.server.protocol import CompletionRequest
 from outrider.server.service import Service, TokensOrEmbeds, name_request
 from outrider.server.token_log import TokenLog
@@ -162,8 +162,7 @@ class _Completion:
         ids = f',"token_ids":{compact(change.token_ids)}' if self._body.return_token_ids else ""
         if change.choice in self._prompt_ids:
             ids += f',"prompt_token_ids":{compact(self._prompt_ids.pop(change.choice))}'
-        if change.receipt is not None:
-            ids += f',"receipt":{compact(change.receipt)}'
+        ids += extra_fields(change)
         if self._body.return_run_lengths:
             ids += f',"run_lengths":{compact(change.run_lengths)}'
         usage = self._usage.field_of_chunk(self._body)
@@ -206,9 +205,7 @@ class _Completion:
                 name: prompt.log[name].extended(values) for name, values in own.items()}
         if self._body.return_token_ids:
             choice |= {"token_ids": sample.token_ids, "prompt_token_ids": prompt.token_ids}
-        if sample.receipt is not None:
-            choice["receipt"] = sample.receipt
-        return choice
+        return choice | dict(sample.extras)
 
     def _token_log(self, begin: int = 0, skip_special_tokens: bool | None = None) -> TokenLog:
         if skip_special_tokens is None:

@@ -7,7 +7,7 @@ has not been sent to the client yet, from one token to hundreds.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from math import isnan
 from typing import Any, NamedTuple, TypeAlias, cast
@@ -16,7 +16,15 @@ from outrider.async_llm import AsyncLLM
 from outrider.core.any_output import empty_output
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.hidden_params import RequestParams
-from outrider.core.outputs import Logprob, OutputIncrement, RequestMetrics, RequestOutput, SampleEnd, name_logprobs
+from outrider.core.outputs import (
+    NO_EXTRAS,
+    Logprob,
+    OutputIncrement,
+    RequestMetrics,
+    RequestOutput,
+    SampleEnd,
+    name_logprobs,
+)
 from outrider.core.params import MAX_LOGPROBS_ALL, SamplingParams
 from outrider.core.prompts import Prompt
 from outrider.core.step_messages import TokenLogprobs
@@ -37,7 +45,12 @@ class Change(NamedTuple):
     finish_reason: str | None
     stop_reason: int | str | None
     run_lengths: list[int]  # tokens of each step, if runs are kept; all but the last of a run are accepted drafts
-    receipt: dict[str, Any] | None = None
+    extras: Mapping[str, Any] = NO_EXTRAS  # what features add to a sample, with its end
+
+
+def extra_fields(change: Change) -> str:
+    """Write what features add to a sample, as further fields of its choice."""
+    return "".join(f",{compact(name)}:{compact(value)}" for name, value in change.extras.items())
 
 
 NO_END = SampleEnd(None)
@@ -69,10 +82,10 @@ class ChangeReader:
             if not text and end is None and self._has_text:
                 self._held[key.sample_index] = increment
                 continue
-            finish_reason, stop_reason, _, receipt = end or NO_END
+            finish_reason, stop_reason, _, extras = end or NO_END
             runs = self._runs.pop(key.sample_index, []) if self._keeps_runs else NO_RUNS
             changes.append(Change(self._first_index + key.sample_index, text, token_ids, logprobs, finish_reason,
-                                  stop_reason, runs, receipt))
+                                  stop_reason, runs, extras))
         return changes
 
 
@@ -254,5 +267,7 @@ def answer_values(outputs: Sequence[RequestOutput], params: SamplingParams, voca
     num_prompt = sum(len(output.prompt_token_ids or ()) * len(output.outputs) for output in outputs)
     if not repeats_prompt:
         num_prompt = 0
-    return (num_values(num_output, params.logprobs, vocab_size)
+    extended = sum(len(output.prompt_token_ids or ()) for output in outputs
+                   for sample in output.outputs if sample.extras)  # a feature may tell of the prompt
+    return (extended + num_values(num_output, params.logprobs, vocab_size)
             + num_values(num_prompt, params.prompt_logprobs, vocab_size))

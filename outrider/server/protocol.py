@@ -271,6 +271,12 @@ class SamplingFields(Generated, Prompted):
         except ValueError as error:
             raise bad_value(error, type(self).model_fields) from None
 
+    def implied_fields(self) -> dict[str, Any]:
+        """Values of empty fields that other fields ask for."""
+        if not self.receipt or self.use_beam_search or getattr(self, "logprobs", None) not in (None, False):
+            return {}
+        return {"logprobs": True if "top_logprobs" in type(self).model_fields else 0}
+
     @property
     def wants_usage(self) -> bool:
         options = self.stream_options

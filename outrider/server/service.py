@@ -141,9 +141,7 @@ class Service:
 
     def with_defaults(self, body: Sampled) -> Sampled:
         """Copy the body, with the server's settings in fields that the body leaves empty."""
-        given: dict[str, Any] = {}
-        if body.receipt and not body.use_beam_search and getattr(body, "logprobs", None) in (None, False):
-            given["logprobs"] = True if "top_logprobs" in type(body).model_fields else 0
+        given = body.implied_fields()
         if self.config.return_tokens_as_token_ids and body.return_tokens_as_token_ids is None:
             given["return_tokens_as_token_ids"] = True
         if self.config.enable_force_include_usage and body.stream:

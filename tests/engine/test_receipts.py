@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 import math
 import os
+import pickle
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import fields, replace
@@ -16,11 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from outrider import LLM, SamplingParams, StructuredOutputsParams, cli
+from outrider import LLM, AsyncLLM, SamplingParams, StructuredOutputsParams, cli
 from outrider.adapters import LoRARequest
 from outrider.config import EngineConfig
+from outrider.core import file_digests
 from outrider.core.file_digests import canonical
-from outrider.features.receipts import digests
+from outrider.features.receipts import digests, request, writer
+from outrider.features.receipts import receipt as receipt_form
 from outrider.features.receipts.receipt import leaves, read_key, sealed
 from outrider.features.receipts.writer import SETTINGS
 from outrider.kernels import cpu as native
@@ -30,6 +35,7 @@ from tests.engine.harness import byte_tokenizer, prompt_of, random_model, save_f
 from tests.engine.test_exact_mode import FAMILIES, VOCAB
 
 KEY = "a key of at least sixteen bytes"
+SEAL = "a receipt is sealed"
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "auto": False}
 ENGINE: dict[str, Any] = {"exact": True, "device": "cpu", "max_model_len": 112, "max_num_seqs": 4, "num_pages": 64}
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=24, receipt=True, ignore_eos=True)
@@ -73,7 +79,7 @@ def receipt(folder: Path, key_file: str) -> Receipt:
     prompts = [prompt_of(index, 9 + index, VOCAB) for index in range(5)]
     with LLM(str(folder), speculative_config=DRAFTS, receipt_key_file=key_file, **ENGINE) as llm:
         outputs = llm.generate(prompts, SAMPLED, use_tqdm=False)
-    made = outputs[2].outputs[0].receipt
+    made = outputs[2].outputs[0].extras.get("receipt")
     assert made is not None
     return made
 
@@ -279,8 +285,8 @@ def test_hybrids_and_windows_replay(family: str, tmp_path: Path) -> None:
     with LLM(str(path), enable_prefix_caching=False, **ENGINE) as llm:
         for output in outputs:
             for sample in output.outputs:
-                assert sample.receipt is not None and sample.receipt["sample_index"] == sample.index
-                assert replay(llm, sample.receipt, beside=sample.index).is_equal
+                made = sample.extras["receipt"]
+                assert made["sample_index"] == sample.index and replay(llm, made, beside=sample.index).is_equal
 
 
 def test_text_rules_replay(folder: Path) -> None:
@@ -293,13 +299,13 @@ def test_text_rules_replay(folder: Path) -> None:
     with LLM(str(folder), **ENGINE) as llm:
         outputs = llm.generate([prompt_of(1, 8, VOCAB)] * len(params), params, use_tqdm=False)
         assert outputs[0].outputs[0].finish_reason == "stop"
-        assert all(replay(llm, output.outputs[0].receipt, beside=2).is_equal for output in outputs)
+        assert all(replay(llm, output.outputs[0].extras.get("receipt"), beside=2).is_equal for output in outputs)
 
 
 def test_without_exact_mode_a_receipt_is_no_promise(receipt: Receipt, folder: Path) -> None:
     with LLM(str(folder), **ENGINE | {"exact": False}) as llm:
         (output,) = llm.generate([prompt_of(3, 8, VOCAB)], SAMPLED, use_tqdm=False)
-        own = output.outputs[0].receipt
+        own = output.outputs[0].extras.get("receipt")
         assert own is not None and own["exact"] is False
         logprobs = [value + 1e-6 for value in own["output"]["logprobs"]]
         near = replay(llm, resealed(own, "output.logprobs", logprobs))
@@ -314,7 +320,7 @@ def test_updated_weights_are_taken_at_the_users_word(folder: Path, tmp_path: Pat
     with LLM(str(folder), **ENGINE) as llm:
         llm.update_weights(str(other))
         (output,) = llm.generate([prompt_of(3, 8, VOCAB)], SAMPLED, use_tqdm=False)
-    own = output.outputs[0].receipt
+    own = output.outputs[0].extras.get("receipt")
     assert own is not None and own["model"]["weights"] is None and own["weights_versions"] == [[1, 0, 24]]
     with LLM(str(other), **ENGINE) as llm:
         verdict = replay(llm, own)
@@ -343,7 +349,7 @@ def test_an_update_within_the_prompt_is_told_if_its_pages_stay(in_place: bool, f
         while llm.llm_engine.has_unfinished_requests():
             for output in llm.llm_engine.step():
                 last = output
-    made = last.outputs[0].receipt
+    made = last.outputs[0].extras.get("receipt")
     assert made is not None and last.outputs[0].weight_versions == [(1, 0, 24)]
     assert made["weights_versions"] == ([[0, 0, 0]] if in_place else []) + [[1, 0, 24]]
     with LLM(str(other), **ENGINE) as llm:
@@ -369,7 +375,7 @@ def test_spans_of_a_prompt_are_told(folder: Path) -> None:
     prompt = {"prompt_token_ids": prompt_of(1, 12, VOCAB), "bidirectional_spans": [[7, 9], [2, 5]]}
     with LLM(str(folder), attention_backend="torch", **ENGINE | {"exact": False}) as llm:
         (output,) = llm.generate([prompt], replace(SAMPLED, max_tokens=3), use_tqdm=False)  # type: ignore[list-item]
-    made = output.outputs[0].receipt
+    made = output.outputs[0].extras.get("receipt")
     assert made is not None and made["bidirectional_spans"] == [[2, 5], [7, 9]]
 
 
@@ -381,14 +387,14 @@ def test_an_adapter_is_named_by_its_digest(tmp_path: Path) -> None:
     with LLM(str(path), enable_lora=True, **ENGINE) as llm:
         plain, (output,) = llm.generate([[5, 6]], SAMPLED, use_tqdm=False), llm.generate(
             [[5, 6]], replace(SAMPLED, seed=3), lora_request=asked, use_tqdm=False)
-        own = output.outputs[0].receipt
+        own = output.outputs[0].extras.get("receipt")
         assert own is not None and own["adapter"]["name"] == "own" and len(own["adapter"]["digest"]) == 64
         assert str(tmp_path) not in json.dumps(own)
-        assert plain[0].outputs[0].receipt["adapter"] is None
+        assert plain[0].outputs[0].extras.get("receipt")["adapter"] is None
         assert replay(llm, own, beside=2, lora_request=LoRARequest("copy", 1, str(one))).is_equal
         wrong = replay(llm, own, lora_request=LoRARequest("other", 1, str(other)))
         assert wrong.findings[0].startswith("adapter.digest: the receipt says") and "token 0" in wrong.findings[1]
-        for receipt, lora in ((own, None), (plain[0].outputs[0].receipt, asked)):
+        for receipt, lora in ((own, None), (plain[0].outputs[0].extras.get("receipt"), asked)):
             assert replay(llm, receipt, lora_request=lora).findings[0].startswith("adapter:")
 
 
@@ -401,7 +407,7 @@ def test_a_request_that_went_on_after_an_interrupt_says_from_where(folder: Path)
         (request,) = llm.engine.checks.check_all([prompt], [replace(SAMPLED, seed=9)], [0])
         llm.engine.resume("again", request, {0: known})
         ends = [end for _ in range(40) for increment in llm.engine.step() if (end := increment.end) is not None]
-        own, before = ends[0].receipt, whole.outputs[0].receipt
+        own, before = ends[0].extras.get("receipt"), whole.outputs[0].extras.get("receipt")
         assert own is not None and before is not None
         assert own["output"]["logprobs_start"] == 10 and own["weights_versions"] == [[0, 10, 24]]
         assert own["output"]["token_ids"] == whole.outputs[0].token_ids
@@ -418,7 +424,7 @@ def test_a_replay_says_that_it_compared_ids_alone(folder: Path, tmp_path: Path,
     """A receipt may lack log-probabilities, after an interrupt or because someone left them out."""
     with LLM(str(folder), **ENGINE) as llm:
         (output,) = llm.generate([prompt_of(4, 6, VOCAB)], SAMPLED, use_tqdm=False)
-    own, file = output.outputs[0].receipt, tmp_path / "bare.json"
+    own, file = output.outputs[0].extras.get("receipt"), tmp_path / "bare.json"
     assert own is not None
     for num, words in ((0, "(ids of 24 tokens alone)"), (4, "(ids of 24 tokens and log-probabilities of the last 4)")):
         told = own["output"] | {"logprobs": own["output"]["logprobs"][24 - num :], "logprobs_start": 24 - num}
@@ -429,6 +435,54 @@ def test_a_replay_says_that_it_compared_ids_alone(folder: Path, tmp_path: Path,
         assert f"of the first {24 - num} tokens only ids were compared" in told
 
 
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
+    """Gets each value that is written as JSON, and SEAL for each receipt, with the name of the thread."""
+    found: list[tuple[str, Any]] = []
+    seal = writer.sealed
+
+    def noted(value: Any) -> bytes:
+        found.append((threading.current_thread().name, list(value) if isinstance(value, tuple) else value))
+        return canonical(value)
+
+    def sealed_here(*args: Any) -> Receipt:
+        noted(SEAL)
+        return seal(*args)
+
+    for module in (request, receipt_form, file_digests):
+        monkeypatch.setattr(module, "canonical", noted)
+    monkeypatch.setattr(writer, "sealed", sealed_here)
+    return found
+
+
+def test_a_prompt_is_written_once_and_seals_are_made_by_the_reader(folder: Path, key_file: str,
+                                                                   written: list[tuple[str, Any]]) -> None:
+    prompt, asked = prompt_of(2, 40, VOCAB), replace(SAMPLED, n=3, max_tokens=4)
+    with LLM(str(folder), receipt_key_file=key_file, **ENGINE) as llm:
+        (output,) = llm.generate([prompt], asked, use_tqdm=False)
+        values = [value for _, value in written]
+        assert prompt not in values and SEAL not in values, "nobody has looked"
+        made = [sample.extras["receipt"] for sample in output.outputs]
+        values = [value for _, value in written]
+        assert values.count(prompt) == 1 and values.count(SEAL) == 3 and made[0] is output.outputs[0].extras["receipt"]
+        assert all(check_receipt(own, KEY.encode()) is None for own in made)
+        twin = pickle.loads(pickle.dumps(output))
+        assert [sample.extras["receipt"] for sample in twin.outputs] == made
+        assert pickle.loads(pickle.dumps(llm.engine.checks.check(prompt, asked))).parts, "a worker gets the part"
+
+
+def test_the_engines_thread_seals_nothing(folder: Path, key_file: str,
+                                          written: list[tuple[str, Any]]) -> None:
+    async def main() -> list[Receipt]:
+        async with AsyncLLM(str(folder), receipt_key_file=key_file, **ENGINE) as llm:
+            async for output in llm.generate(prompt_of(2, 40, VOCAB), replace(SAMPLED, n=3)):
+                last = output
+            return [sample.extras["receipt"] for sample in last.outputs]
+
+    assert all(check_receipt(own, KEY.encode()) is None for own in asyncio.run(main()))
+    assert SEAL in [value for _, value in written] and "outrider-engine" not in {name for name, _ in written}
+
+
 def test_weights_that_change_on_disk_are_refused(tmp_path: Path) -> None:
     path = save_folder(tmp_path / "model", FAMILIES["llama"])
     with LLM(str(path), **ENGINE) as llm:
@@ -437,7 +491,7 @@ def test_weights_that_change_on_disk_are_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"model\.safetensors has changed since the engine read it"):
             llm.generate([[1, 2]], SAMPLED, use_tqdm=False)
         (output,) = llm.generate([[1, 2]], SamplingParams(max_tokens=2), use_tqdm=False)
-        assert output.outputs[0].receipt is None
+        assert output.outputs[0].extras.get("receipt") is None
 
 
 def test_files_are_hashed_once(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -32,6 +32,10 @@ NAMED = {
     "grammars": (r"grammar|structured", 2),
     "pooling": (r"pooling", 1),
     "processors": (r"processors?\b", 3),
+    "receipts": (r"receipt", 1),
+}
+NAMING_RECEIPTS = {  # the parameter, the setting, the list of features, and what users call
+    "core/params.py", "config.py", "feature_list.py", "receipts.py", "server/protocol.py", "commands/replay.py",
 }
 
 
@@ -85,6 +89,12 @@ def test_few_files_of_the_core_name_a_feature(feature: str) -> None:
              and not re.search(pattern, path.parent.name)]  # a feature's own folder
     assert len(named) <= limit, f"{len(named)} files name {feature}: let the feature do through a contract what it " \
                                 f"needs there ({', '.join(named)})"
+
+
+def test_receipts_are_named_where_users_ask_for_them_alone() -> None:
+    files = {path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py")
+             if re.search("receipt", path.read_text(encoding="utf-8"), re.IGNORECASE)}
+    assert {path.as_posix() for path in files if path.parts[0] != "features"} == NAMING_RECEIPTS
 
 
 def test_tests_for_none_are_counted() -> None:

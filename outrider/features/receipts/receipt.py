@@ -9,9 +9,10 @@ from __future__ import annotations
 import hmac
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from outrider.core.file_digests import canonical, value_digest
+from outrider.core.file_digests import bytes_digest, canonical, canonical_object
 
 Receipt: TypeAlias = dict[str, Any]
 VERSION = 1
@@ -28,6 +29,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
 }
 ADAPTER = ("name", "digest")
 SEALS = ("checks", "signature")
+NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
 
 def read_key(path: str) -> bytes:
@@ -43,22 +45,29 @@ def read_key(path: str) -> bytes:
     return key
 
 
-def sealed(fields: Mapping[str, Any], key: bytes | None) -> Receipt:
-    """Return the receipt with checks added and, if there is a key, with a signature."""
-    receipt = {**fields, "checks": {path: check(value) for path, value in leaves(fields).items()}, "signature": None}
+def sealed(fields: Mapping[str, Any], key: bytes | None, written: Mapping[str, bytes] = NOTHING) -> Receipt:
+    """Return the receipt with checks added and, if there is a key, with a signature. written: the canonical bytes of
+    some fields, which are long and were written before."""
+    checks = {path: _digits(written[path]) if path in written else check(value)
+              for path, value in leaves(fields).items()}
+    receipt = {**fields, "checks": checks, "signature": None}
     if key is not None:
-        receipt["signature"] = {"algorithm": ALGORITHM, "value": signature(receipt, key)}
+        receipt["signature"] = {"algorithm": ALGORITHM, "value": signature(receipt, key, written)}
     return receipt
 
 
 def check(value: Any) -> str:
-    return value_digest(value)[:CHECK_DIGITS]
+    return _digits(canonical(value))
 
 
-def signature(receipt: Mapping[str, Any], key: bytes) -> str:
+def _digits(written: bytes) -> str:
+    return bytes_digest(written)[:CHECK_DIGITS]
+
+
+def signature(receipt: Mapping[str, Any], key: bytes, written: Mapping[str, bytes] = NOTHING) -> str:
     """The HMAC of all fields except the signature itself."""
     signed = {name: value for name, value in receipt.items() if name != "signature"}
-    return hmac.new(key, canonical(signed), "sha256").hexdigest()
+    return hmac.new(key, canonical_object(signed, written), "sha256").hexdigest()
 
 
 def leaves(receipt: Mapping[str, Any]) -> dict[str, Any]:

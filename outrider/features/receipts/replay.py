@@ -64,9 +64,9 @@ def replay(llm: Generates, receipt: Receipt, *, key: bytes | None = None, beside
     sample = next((own for own in outputs[0].outputs if own.index == receipt["sample_index"]), None)
     if sample is None:
         return Verdict(REFUSED, findings=[f"sample_index: the request has {len(outputs[0].outputs)} samples"])
-    if sample.receipt is None:
+    if "receipt" not in sample.extras:
         return Verdict(REFUSED, findings=[f"the tokens could not be computed again: {sample.error}"])
-    verdict = compare(receipt, sample.receipt)
+    verdict = compare(receipt, sample.extras["receipt"])
     if key is None and receipt["signature"] is not None:
         verdict.notes.append("signature: not checked, which takes the operator's key (--receipt-key-file)")
     return verdict

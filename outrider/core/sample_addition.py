@@ -1,0 +1,76 @@
+"""SampleAddition: what a feature adds to the output of a sample, with its end. Imported if a request has any. No torch.
+
+The feature's part of a request, an AddingPart, makes one for each of the request's samples. It follows the sample on
+the engine's thread, where it only notes what it needs. Its value is made when somebody first reads it, in the reader's
+thread, so that no step waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar
+
+from outrider.core.checked_request import CheckedRequest
+from outrider.core.feature_parts import RequestPart
+from outrider.core.outputs import OutputIncrement, SampleEnd, SampleKey
+from outrider.core.request_keeper import RequestKeepers
+
+
+class SampleAddition:
+    """Follows one sample. A subclass overrides what it needs; by default a method does nothing."""
+
+    name: ClassVar[str]  # of its value in `CompletionOutput.extras`, and of the field of a server's answers
+
+    def use_weights(self, version: int, *, in_place: bool) -> None:
+        """Called when the weights have changed. in_place: the request goes on with what earlier weights have computed
+        of it."""
+
+    def resume(self, token_ids: list[int]) -> None:
+        """Called first if the sample goes on after an interrupt. token_ids: what its reader has already received."""
+
+    def take(self, increment: OutputIncrement) -> None:
+        """Called with what each step adds to the sample."""
+
+    def finish(self, end: SampleEnd) -> Callable[[], Any]:
+        """Return the function that makes the value, which is one of JSON. Called after the last increment of a sample
+        that a step has ended without an error."""
+        raise NotImplementedError
+
+
+class AddingPart(RequestPart):
+    """The part of a request whose samples get something from its feature. A subclass overrides the method."""
+
+    __slots__ = ()
+    adds_to_samples = True
+
+    def make_additions(self, key: SampleKey, asked: CheckedRequest,
+                       keepers: RequestKeepers) -> Iterable[SampleAddition]:
+        """Make what the feature adds to one sample of this request, when the request is added. Raises ValueError if it
+        cannot."""
+        raise NotImplementedError
+
+
+class Extras(Mapping[str, Any]):
+    """Values that features add to a sample, by name. Each is made when it is first read. A copy has the values
+    themselves, as a dict."""
+
+    def __init__(self, makers: Mapping[str, Callable[[], Any]] | None = None) -> None:
+        self._makers, self._made = dict(makers or {}), dict[str, Any]()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._made:
+            self._made.setdefault(name, self._makers[name]())  # two threads that read at once get one value
+            self._makers[name] = lambda: self._made[name]  # the function may hold a prompt
+        return self._made[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._makers)
+
+    def __len__(self) -> int:
+        return len(self._makers)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Mapping) and dict(self) == dict(other)
+
+    def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
+        return dict, (dict(self),)

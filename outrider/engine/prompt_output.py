@@ -1,0 +1,48 @@
+"""PromptLogprobsOutput: the log-probabilities of one prompt's tokens. Imported when the first request asks for some."""
+
+from __future__ import annotations
+
+from outrider.core import TokenLogprobs
+from outrider.core.outputs import OutputIncrement, PromptRows, SampleKey
+from outrider.engine.output import with_texts
+from outrider.engine.text import Tokenizer
+
+
+class PromptLogprobsOutput:
+    """Gathers the log-probabilities of a prompt's tokens over the chunks that steps compute. The first token has
+    none."""
+
+    def __init__(self, key: SampleKey, prompt_len: int, tokenizer: Tokenizer | None) -> None:
+        self._key, self._prompt_len = key, prompt_len
+        self._tokenizer = tokenizer
+        self._epoch = 0
+        self._position = 1  # position of the next row
+        self._num_entries = 1  # so far
+        self._first_version = key.weights_version  # of the weights, for the first row
+
+    def use_weights(self, version: int) -> None:
+        """Set the version of the weights from which later rows come."""
+        self._key = self._key._replace(weights_version=version)
+
+    def take(self, epoch: int, chunk: list[TokenLogprobs]) -> OutputIncrement:
+        """Add the log-probabilities that a step computed. After a preemption they are computed again from the first one
+        on, and known ones are dropped, unless they are part of a prompt and came from older weights."""
+        if epoch != self._epoch:
+            self._begin_again(epoch)
+        start = self._num_entries
+        if start == 1:
+            self._first_version = self._key.weights_version
+        first = max(0, start - self._position)
+        stop = max(first, self._prompt_len - self._position)  # rows past the prompt's last token speak of outputs
+        rows = chunk[first:stop]
+        if self._tokenizer is not None:
+            rows = [with_texts(row, self._tokenizer.token_texts) for row in rows]
+        self._num_entries += len(rows)
+        self._position += len(chunk)
+        return OutputIncrement(self._key, [], prompt_logprobs=PromptRows(start, rows))
+
+    def _begin_again(self, epoch: int) -> None:
+        self._epoch, self._position = epoch, 1
+        is_whole, is_old = self._num_entries == self._prompt_len, self._first_version != self._key.weights_version
+        if is_old and not is_whole:
+            self._num_entries = 1

@@ -1,0 +1,96 @@
+"""ReceiptPart: the part of a request that asks for receipts. SampleNotes: what the receipt of one sample says of its
+run, noted while it runs. The thread that reads a receipt writes and seals it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+from outrider.core.checked_request import CheckedRequest
+from outrider.core.file_digests import canonical
+from outrider.core.outputs import OutputIncrement, SampleEnd, SampleKey
+from outrider.core.request_keeper import RequestKeepers
+from outrider.core.sample_addition import AddingPart, SampleAddition
+from outrider.features.receipts.receipt import Receipt
+from outrider.features.receipts.writer import ReceiptWriter
+from outrider.lora_request import AdapterLoads, LoadedAdapter
+
+
+class ReceiptPart(AddingPart):
+    """Asks for a receipt of each sample. A worker gets an empty copy, because it makes no outputs."""
+
+    def __init__(self, writer: ReceiptWriter | None = None) -> None:
+        self._writer = writer
+        self._prompt: tuple[tuple[int, ...], bytes] | None = None  # token ids, and their canonical bytes
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return ReceiptPart, ()
+
+    def make_additions(self, key: SampleKey, asked: CheckedRequest, keepers: RequestKeepers) -> list[SampleAddition]:
+        if any(part.vectors(0, len(asked.token_ids)) is not None for part in asked.input_parts):
+            raise ValueError("receipt: a receipt tells the token ids of a prompt, and not prompt_embeds beside them: "
+                             "leave these out")
+        told = {"adapter": _describe_adapter(asked, keepers), "sample_index": key.sample_index}
+        return [SampleNotes(key.weights_version, lambda run: self._write(asked, told | run))]
+
+    def _write(self, asked: CheckedRequest, told: dict[str, Any]) -> Receipt:
+        assert self._writer is not None, "a worker writes no receipts"
+        prompt = self._prompt
+        if prompt is None or prompt[0] is not asked.token_ids:
+            self._prompt = prompt = asked.token_ids, canonical(asked.token_ids)  # for all samples
+        return self._writer.write(asked, prompt[1], told)
+
+
+class SampleNotes(SampleAddition):
+    """Keeps a sample's tokens, log-probabilities and weight versions until its end."""
+
+    name = "receipt"
+
+    def __init__(self, version: int, write: Callable[[dict[str, Any]], Receipt]) -> None:
+        """version: of the weights. write: makes the receipt of what was noted."""
+        self._write = write
+        self._token_ids: list[int] = []
+        self._logprobs: list[float] = []
+        self._versions = [(version, 0)]  # with the first token of each
+
+    def use_weights(self, version: int, *, in_place: bool) -> None:
+        """See SampleAddition. A version that goes on in place is told even if it has no tokens, since later tokens
+        depend on it."""
+        if not in_place and self._versions[-1][1] == len(self._token_ids):
+            self._versions.pop()
+        self._versions.append((version, len(self._token_ids)))
+
+    def resume(self, token_ids: list[int]) -> None:
+        """See SampleAddition. The log-probabilities and weight versions of these tokens are not known any more, so the
+        receipt says from which token on it has them."""
+        self._token_ids = list(token_ids)
+        self._versions = [(self._versions[-1][0], len(token_ids))]
+
+    def take(self, increment: OutputIncrement) -> None:
+        self._token_ids += increment.token_ids
+        # + 0.0: one zero, since some writers of JSON have no second one.
+        self._logprobs += [entry.logprobs[0] + 0.0 for entry in increment.logprobs or ()]
+
+    def finish(self, end: SampleEnd) -> Callable[[], Receipt]:
+        output = {"token_ids": self._token_ids, "logprobs": self._logprobs,
+                  "logprobs_start": len(self._token_ids) - len(self._logprobs),
+                  "finish_reason": end.finish_reason, "stop_reason": end.stop_reason}
+        return partial(self._write, {"weights_versions": self._spans(), "output": output})
+
+    def _spans(self) -> list[list[int]]:
+        """The versions of the weights, each with the first token that it computed and the token after its last."""
+        num_tokens = len(self._token_ids)
+        starts = [*(own for own in self._versions if own[1] < num_tokens), (0, num_tokens)]
+        return [[version, start, end] for (version, start), (_, end) in pairwise(starts)]
+
+
+def _describe_adapter(asked: CheckedRequest, keepers: RequestKeepers) -> dict[str, str] | None:
+    part = asked.part(LoadedAdapter)
+    if part is None:
+        return None
+    loads = keepers.find(AdapterLoads)  # type: ignore[type-abstract]
+    assert loads is not None, "a request with an adapter was added without adapters"
+    name, digest = loads.identity(part.number)
+    return {"name": name, "digest": digest}
