@@ -49,7 +49,7 @@ _LLAMA3 = PreTokenizer((LLAMA3,), ignore_merges=True, adds_bos=True)
 PRE_TOKENIZERS: dict[str, PreTokenizer] = {
     **dict.fromkeys(("gpt-2", "phi-2", "mpt", "olmo"), PreTokenizer()),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), PreTokenizer(digits=True)),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0"), _LLAMA3),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), _LLAMA3),
     **dict.fromkeys(("dbrx", "smaug-bpe", "chatglm-bpe"), PreTokenizer((LLAMA3,))),
     **dict.fromkeys(("glm4", "glm5"), PreTokenizer((LLAMA3,), ignore_merges=True)),
     "qwen2": PreTokenizer((QWEN2,), composes=True),

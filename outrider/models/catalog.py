@@ -15,7 +15,8 @@ from outrider.models.registry import architectures
 from outrider.models.sources.gguf_families import FAMILIES as GGUF_FAMILIES
 
 # GGUF files whose models belong to another family than the one whose architecture runs them, by the family's name.
-GGUF_HOMES = {"qwen3next": "Qwen3-Next"}
+_VL = "Qwen2-VL, Qwen2.5-VL and Qwen3-VL"
+GGUF_HOMES = {"qwen3next": "Qwen3-Next", "qwen2vl": _VL, "qwen3vl": _VL, "qwen3vlmoe": _VL}
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ FAMILIES = (
     Family("Qwen2 and Qwen2.5", _with_head("Qwen2"), ("Qwen/Qwen2.5-7B-Instruct",)),
     Family("Qwen3", _with_head("Qwen3"), ("Qwen/Qwen3-8B",)),
     Family("Qwen3-MoE", _causal("Qwen3Moe"), ("Qwen/Qwen3-30B-A3B",)),
-    Family("Qwen2-VL, Qwen2.5-VL and Qwen3-VL", tuple(f"{name}ForConditionalGeneration" for name in (
+    Family(_VL, tuple(f"{name}ForConditionalGeneration" for name in (
                "Qwen2VL", "Qwen2_5_VL", "Qwen3VL", "Qwen3VLMoe")),
            ("Qwen/Qwen2-VL-7B-Instruct", "Qwen/Qwen2.5-VL-7B-Instruct", "Qwen/Qwen3-VL-8B-Instruct",
             "Qwen/Qwen3-VL-30B-A3B-Instruct")),

@@ -25,7 +25,8 @@ ARCH = gguf.MODEL_ARCH
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 Q8_0 = gguf.GGMLQuantizationType.Q8_0
 # Parts of the names of matrices that stay numbers.
-NUMBERS = ("mlp.gate.", "mixer.gate.", "router.", "conv1d", "shared_expert_gate.", "weights_proj", "mixer.norm.")
+NUMBERS = ("mlp.gate.", "mixer.gate.", "feed_forward.gate.", "router.", "conv1d", "shared_expert_gate.",
+           "weights_proj", "mixer.norm.")
 Config = dict[str, Any]
 Named = Iterator[tuple[str, np.ndarray]]
 
@@ -149,6 +150,39 @@ def convert_llama(name: str, value: np.ndarray, config: Config) -> Named:
 
 def convert_gemma3(name: str, value: np.ndarray, config: Config) -> Named:
     yield name, value + 1 if "norm" in name else value
+
+
+# LFM2, models that see images
+
+
+def lfm2_keys(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_head_count_kv([config["num_key_value_heads"] if kind == FULL else 0 for kind in config["layer_types"]])
+    writer.add_layer_norm_rms_eps(config["norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_shortconv_l_cache(config["conv_L_cache"])
+    if "moe_intermediate_size" in config:
+        writer.add_leading_dense_block_count(config["num_dense_layers"])
+        writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    elif config["block_auto_adjust_ff_dim"]:
+        width = int(config["block_ffn_dim_multiplier"] * int(2 * config["intermediate_size"] / 3))
+        writer.add_feed_forward_length(-(-width // config["block_multiple_of"]) * config["block_multiple_of"])
+
+
+def convert_lfm2(name: str, value: np.ndarray, config: Config) -> Named:
+    layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+    parts = {"w1": "gate", "w3": "up", "w2": "down"}
+    if ".experts." in name:
+        yield f"{layer}.ffn_{parts[name.split('.')[-2]]}_exps.weight", value
+    elif name.endswith("expert_bias"):
+        yield f"{layer}.exp_probs_b.bias", value
+    else:
+        yield name, value.squeeze(1) if name.endswith("conv.conv.weight") else value
+
+
+def sections_keys(writer: gguf.GGUFWriter, config: Config) -> None:
+    writer.add_rope_dimension_sections([8, 4, 4, 0])
+    if writer.arch != "qwen2vl":
+        writer.add_num_deepstack_layers(3)
 
 
 # Gemma 4
@@ -355,6 +389,16 @@ FAMILIES = {
     "qwen2": Written("qwen2", ARCH.QWEN2),
     "qwen3": Written("qwen3", ARCH.QWEN3),
     "qwen3moe": Written("qwen3_moe", ARCH.QWEN3MOE, {"moe_intermediate_size": 32}),
+    "qwen2vl": Written("qwen2", ARCH.QWEN2VL, {}, sections_keys),
+    "qwen3vl": Written("qwen3", ARCH.QWEN3VL, {}, sections_keys),
+    "qwen3vlmoe": Written("qwen3_moe", ARCH.QWEN3VLMOE, {"moe_intermediate_size": 32}, sections_keys),
+    "seed_oss": Written("seed_oss", ARCH.SEED_OSS),
+    "olmo2": Written("olmo2", ARCH.OLMO2),
+    "lfm2": Written("lfm2", ARCH.LFM2, {"block_multiple_of": 32}, lfm2_keys, convert_lfm2),
+    "lfm2 as it is": Written("lfm2", ARCH.LFM2, {"block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
+                             lfm2_keys, convert_lfm2),
+    "lfm2moe": Written("lfm2_moe", ARCH.LFM2MOE, {"moe_intermediate_size": 32, "tie_word_embeddings": True},
+                       lfm2_keys, convert_lfm2),
     "gemma3": Written("gemma3", ARCH.GEMMA3, _GEMMA3,
                       lambda writer, config: writer.add_sliding_window(config["sliding_window"]), convert_gemma3),
     "gemma4": Written("gemma4 dense", ARCH.GEMMA4, {}, gemma4_keys, convert_gemma4),

@@ -47,6 +47,37 @@ def _experts(meta: Metadata) -> dict[str, Any]:
             "moe_intermediate_size": meta.need_number("expert_feed_forward_length")}
 
 
+def text_config(meta: Metadata) -> dict[str, Any]:
+    """The config of the text of a model that sees images: positions of text are the same in all sections of a rope."""
+    meta.get("rope.dimension_sections"), meta.get("n_deepstack_layers")
+    return plain_config(meta)
+
+
+def text_moe_config(meta: Metadata) -> dict[str, Any]:
+    return text_config(meta) | qwen3_moe_config(meta)
+
+
+def seed_oss_config(meta: Metadata) -> dict[str, Any]:
+    return plain_config(meta) | {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False}
+
+
+def lfm2_config(meta: Metadata) -> dict[str, Any]:
+    """The config of LFM2: layers without heads of keys have a short convolution."""
+    heads, kv_heads = meta.need_number("attention.head_count"), meta.by_layer("attention.head_count_kv")
+    head_dim = meta.need("embedding_length") // heads
+    for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
+        meta.must_equal(key, head_dim, f" where the head size is {head_dim}")
+    config = read_rope(meta, head_dim) | {
+        "norm_eps": meta.need("attention.layer_norm_rms_epsilon"), "num_attention_heads": heads,
+        "num_key_value_heads": max(kv_heads), "layer_types": [FULL if count else "conv" for count in kv_heads],
+        "conv_L_cache": meta.need("shortconv.l_cache")}
+    if not meta.get("expert_count", 0):
+        return config | {"block_auto_adjust_ff_dim": False}
+    meta.must_equal("expert_gating_func", SIGMOID, ": experts of this family are chosen by a sigmoid")
+    return config | _experts(meta) | {"num_dense_layers": meta.get("leading_dense_block_count", 0),
+                                      "use_expert_bias": bool(meta.layers_with("exp_probs_b.bias"))}
+
+
 def gemma3_config(meta: Metadata) -> dict[str, Any]:
     """The config of Gemma 3: every sixth layer has full attention. The 27B model, which has 62 layers, derives the
     scale of queries from another size."""

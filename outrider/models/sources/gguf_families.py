@@ -15,11 +15,15 @@ from outrider.models.sources.gguf_configs import (
     deepseek_indexed_config,
     gemma3_config,
     gemma4_config,
+    lfm2_config,
     llama_config,
     nemotron_h_config,
     plain_config,
     qwen3_moe_config,
     qwen_hybrid_config,
+    seed_oss_config,
+    text_config,
+    text_moe_config,
 )
 from outrider.models.sources.gguf_metadata import Metadata
 from outrider.models.sources.gguf_places import (
@@ -31,11 +35,14 @@ from outrider.models.sources.gguf_places import (
     GEMMA4,
     GEMMA_NORMS,
     HEAD_NORMS,
+    LFM2,
     MLP,
     NEMOTRON_H,
     QWEN3_5,
     QWEN3_NEXT,
     REORDERED,
+    SANDWICHED,
+    SEED_NORMS,
     TWO_NORMS,
     Change,
     Places,
@@ -87,12 +94,23 @@ GEMMA4_TOP = {"per_layer_token_embd.weight": "model.embed_tokens_per_layer.weigh
               "per_layer_proj_norm.weight": "model.per_layer_projection_norm.weight"}
 _BACKBONE = TopNames("backbone.embeddings", "backbone.norm_f", "backbone.layers")
 _NEMOTRON_H = Family("NemotronHForCausalLM", "nemotron_h", NEMOTRON_H, nemotron_h_config, names=_BACKBONE)
+_QWEN2 = ATTENTION | BIASES | MLP | TWO_NORMS
+_QWEN3 = ATTENTION | HEAD_NORMS | MLP | TWO_NORMS
+_QWEN3_MOE = ATTENTION | HEAD_NORMS | EXPERTS | TWO_NORMS
+_EMBEDDING_NORM = TopNames(norm="model.embedding_norm")
+_LFM2_TOP = {"token_embd_norm.weight": "model.embedding_norm.weight"}
 FAMILIES = {
     "llama": Family("LlamaForCausalLM", "llama", ATTENTION | REORDERED | MLP | TWO_NORMS, llama_config),
-    "qwen2": Family("Qwen2ForCausalLM", "qwen2", ATTENTION | BIASES | MLP | TWO_NORMS),
-    "qwen3": Family("Qwen3ForCausalLM", "qwen3", ATTENTION | HEAD_NORMS | MLP | TWO_NORMS),
-    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", ATTENTION | HEAD_NORMS | EXPERTS | TWO_NORMS,
-                       qwen3_moe_config),
+    "qwen2": Family("Qwen2ForCausalLM", "qwen2", _QWEN2),
+    "qwen2vl": Family("Qwen2ForCausalLM", "qwen2", _QWEN2, text_config),
+    "qwen3": Family("Qwen3ForCausalLM", "qwen3", _QWEN3),
+    "qwen3vl": Family("Qwen3ForCausalLM", "qwen3", _QWEN3, text_config),
+    "qwen3moe": Family("Qwen3MoeForCausalLM", "qwen3_moe", _QWEN3_MOE, qwen3_moe_config),
+    "qwen3vlmoe": Family("Qwen3MoeForCausalLM", "qwen3_moe", _QWEN3_MOE, text_moe_config),
+    "seed_oss": Family("SeedOssForCausalLM", "seed_oss", ATTENTION | BIASES | MLP | SEED_NORMS, seed_oss_config),
+    "olmo2": Family("Olmo2ForCausalLM", "olmo2", ATTENTION | HEAD_NORMS | MLP | SANDWICHED),
+    "lfm2": Family("Lfm2ForCausalLM", "lfm2", LFM2, lfm2_config, names=_EMBEDDING_NORM, top=_LFM2_TOP),
+    "lfm2moe": Family("Lfm2MoeForCausalLM", "lfm2_moe", LFM2, lfm2_config, names=_EMBEDDING_NORM, top=_LFM2_TOP),
     # Files of Qwen3-Next have the projections of their gated delta layers apart, as checkpoints of Qwen3.5 have them.
     "qwen3next": Family("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", QWEN3_NEXT, qwen_hybrid_config, subtract_one),
     "qwen35": Family("Qwen3_5ForCausalLM", "qwen3_5_text", QWEN3_5, qwen_hybrid_config, subtract_one),

@@ -196,6 +196,18 @@ _GEMMA_NORMS = {"attn_norm": "input_layernorm", "post_attention_norm": "post_att
                 "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
 GEMMA_NORMS = weights(_GEMMA_NORMS, subtract_one)
 
+SANDWICHED = weights({"post_attention_norm": "post_attention_layernorm", "post_ffw_norm": "post_feedforward_layernorm"})
+SEED_NORMS = weights({"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"})
+LFM2 = {
+    **attention(),
+    **weights({"attn_output": "self_attn.out_proj", "attn_q_norm": "self_attn.q_layernorm",
+               "attn_k_norm": "self_attn.k_layernorm", "attn_norm": "operator_norm", "ffn_norm": "ffn_norm",
+               "shortconv.in_proj": "conv.in_proj", "shortconv.out_proj": "conv.out_proj",
+               "ffn_gate": "feed_forward.w1", "ffn_up": "feed_forward.w3", "ffn_down": "feed_forward.w2"}),
+    **experts("feed_forward.", "feed_forward.gate"),
+    **weights({"shortconv.conv": "conv.conv"}, _one_filter_each),
+    "exp_probs_b.bias": (TensorPlace("feed_forward.expert_bias"),),
+}
 GEMMA4 = {
     **ATTENTION, **MLP, **weights(_GEMMA_NORMS), **experts("", "router.proj"),
     **weights({"post_ffw_norm_1": "post_feedforward_layernorm_1", "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
