@@ -20,28 +20,26 @@ from outrider.engine.engine import Engine
 from outrider.engine.progress import RequestBar
 from outrider.engine.request_loop import Caller, RequestLoop
 from outrider.front import Front
-from outrider.pooling_outputs import (
-    ClassificationRequestOutput,
-    EmbeddingRequestOutput,
-    PoolingRequestOutput,
-    ScoringOutput,
-    ScoringRequestOutput,
-    as_tensors,
-    cosine,
-    raise_failed,
-)
-from outrider.pooling_params import TASKS, PoolingParams
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
 
 if TYPE_CHECKING:
     from outrider import adapter_loading, llm_engine, token_scores
     from outrider import beam_search as beams
+    from outrider import pooling_outputs as pooled
+    from outrider import pooling_params as pooling
     from outrider.beam_search import BeamRound, BeamSearchOutput, BeamSearchParams
     from outrider.compat import Metric
     from outrider.engine import named_weights
     from outrider.engine.named_weights import Weights
     from outrider.llm_engine import LLMEngine
     from outrider.lora_request import AdapterChoice, LoRARequest
+    from outrider.pooling_outputs import (
+        ClassificationRequestOutput,
+        EmbeddingRequestOutput,
+        PoolingRequestOutput,
+        ScoringRequestOutput,
+    )
+    from outrider.pooling_params import PoolingParams
     from outrider.runner.commands import WeightsChecksum
     from outrider.token_scores import TokenScores
 else:
@@ -49,6 +47,8 @@ else:
     beams = LateModule("outrider.beam_search")
     llm_engine = LateModule("outrider.llm_engine")
     named_weights = LateModule("outrider.engine.named_weights")
+    pooled = LateModule("outrider.pooling_outputs")
+    pooling = LateModule("outrider.pooling_params")
     token_scores = LateModule("outrider.token_scores")
 
 T = TypeVar("T")
@@ -89,16 +89,16 @@ class LLM(Front):
         """Return the hidden states of the prompts, pooled as `pooling_params` say, as tensors in `output.outputs.data`.
         `pooling_task`: the task if there are no parameters. "embed" gives one vector for each prompt, "token_embed" one
         for each token; "classify" and "token_classify" need a model with a classification head."""
-        check_value("pooling_task", Annotated[str, OneOf(TASKS)], pooling_task)
-        params = PoolingParams(task=pooling_task) if pooling_params is None else pooling_params
+        check_value("pooling_task", Annotated[str, OneOf(pooling.TASKS)], pooling_task)
+        params = pooling.PoolingParams(task=pooling_task) if pooling_params is None else pooling_params
         outputs = self._pool(prompts, params, use_tqdm, lora_request)
-        as_tensors(outputs)
+        pooled.as_tensors(outputs)
         return outputs
 
     def _pool(self, prompts: Prompt | Sequence[Prompt], params: PoolingParams | Sequence[PoolingParams],
               use_tqdm: bool | Callable[..., Any], lora_request: AdapterChoice) -> list[PoolingRequestOutput]:
-        outputs = cast(list[PoolingRequestOutput], self._run(prompts, params, 0, use_tqdm, lora_request))
-        raise_failed(outputs)
+        outputs = cast("list[PoolingRequestOutput]", self._run(prompts, params, 0, use_tqdm, lora_request))
+        pooled.raise_failed(outputs)
         return outputs
 
     def embed(self, prompts: Prompt | Sequence[Prompt],
@@ -107,18 +107,18 @@ class LLM(Front):
               lora_request: AdapterChoice = None) -> list[EmbeddingRequestOutput]:
         """One vector for each prompt, in `output.outputs.embedding`."""
         given = pooling_params if isinstance(pooling_params, (list, tuple)) else [pooling_params]
-        if any(isinstance(params, PoolingParams) and params.pooling == "all" for params in given):
+        if any(isinstance(params, pooling.PoolingParams) and params.pooling == "all" for params in given):
             raise ValueError("LLM.embed gives one vector for each prompt: use LLM.encode for pooling='all'")
-        params = PoolingParams() if pooling_params is None else pooling_params
+        params = pooling.PoolingParams() if pooling_params is None else pooling_params
         outputs = self._pool(prompts, params, use_tqdm, lora_request)
-        return [EmbeddingRequestOutput.from_pooled(output) for output in outputs]
+        return [pooled.EmbeddingRequestOutput.from_pooled(output) for output in outputs]
 
     def classify(self, prompts: Prompt | Sequence[Prompt], *, pooling_params: PoolingParams | None = None,
                  use_tqdm: bool | Callable[..., Any] = True,
                  lora_request: AdapterChoice = None) -> list[ClassificationRequestOutput]:
         """The probability of each class, in `output.outputs.probs`. The model must have a classification head."""
-        params = PoolingParams(task="classify") if pooling_params is None else replace(pooling_params, task="classify")
-        return [ClassificationRequestOutput.from_pooled(output)
+        params = replace(pooling_params or pooling.PoolingParams(), task="classify")
+        return [pooled.ClassificationRequestOutput.from_pooled(output)
                 for output in self._pool(prompts, params, use_tqdm, lora_request)]
 
     def score(self, data_1: Prompt | Sequence[Prompt], data_2: Prompt | Sequence[Prompt], *,
@@ -135,17 +135,17 @@ class LLM(Front):
         if checks.model.classes is not None:
             pairs = checks.join_pairs(first, second, chat_template)
             outputs = self.classify(pairs, pooling_params=pooling_params, use_tqdm=use_tqdm, lora_request=lora_request)
-            return [ScoringRequestOutput(output.request_id, ScoringOutput(output.outputs.probs[0]),
-                                         output.prompt_token_ids) for output in outputs]
-        params = PoolingParams() if pooling_params is None else pooling_params
+            return [pooled.ScoringRequestOutput(output.request_id, pooled.ScoringOutput(output.outputs.probs[0]),
+                                                output.prompt_token_ids) for output in outputs]
+        params = pooling.PoolingParams() if pooling_params is None else pooling_params
         if not params.normalize or params.pooling == "all":
             raise ValueError("scores are angles between single vectors: use normalize=True, and pooling last or mean")
-        pooled = self._pool([*first, *second], params, use_tqdm, lora_request)
-        ones, others = pooled[: len(first)], pooled[len(first) :]
+        vectors = self._pool([*first, *second], params, use_tqdm, lora_request)
+        ones, others = vectors[: len(first)], vectors[len(first) :]
         if len(ones) == 1:
             ones *= len(others)
-        return [ScoringRequestOutput(other.request_id, ScoringOutput(cosine(one, other)),
-                                     one.prompt_token_ids + other.prompt_token_ids)
+        return [pooled.ScoringRequestOutput(other.request_id, pooled.ScoringOutput(pooled.cosine(one, other)),
+                                            one.prompt_token_ids + other.prompt_token_ids)
                 for one, other in zip(ones, others, strict=True)]
 
     def score_tokens(self, token_ids: Prompt | Sequence[Prompt], top_k: int = 0,

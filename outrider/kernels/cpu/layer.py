@@ -9,16 +9,19 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from outrider.kernels.cpu.adapters import LayerDeltas
 from outrider.kernels.cpu.attention import Requests, check_attention, check_rows, pack_cache
 from outrider.kernels.cpu.build import library
 from outrider.kernels.cpu.checks import is_angles, is_cache, is_index, is_matrix, is_vector, takes_heads
 from outrider.kernels.cpu.matrix import Matrix
 from outrider.kernels.cpu.structures import BOUND_LAYER, LAYER, LAYER_STEP, LAYER_TARGETS
+
+if TYPE_CHECKING:
+    from outrider.kernels.cpu.adapters import LayerDeltas
 
 
 class LayerWeights:
