@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from outrider.kernels.cpu import BoundLayer, LayerDeltas, LayerWeights, pack_layer_targets
+from outrider.kernels import cpu
+from outrider.kernels.cpu import BoundLayer, LayerWeights
 from outrider.kernels.delta_tables import TargetRange
 from outrider.kernels.vendor_products import MANY_ROWS
 from outrider.layers.base import DecoderLayer, FormatModule, LayeredModule, Module, find_modules
@@ -108,17 +109,17 @@ class NativeDecoderLayer(FusedLayer):
                 return run.joined.count, added, residual
         return 1, *self.plain(delta, residual, angles, context)
 
-    def _deltas(self, run: NativeRun, deltas: RowDeltas) -> LayerDeltas | None:
+    def _deltas(self, run: NativeRun, deltas: RowDeltas) -> cpu.LayerDeltas | None:
         """The tables of a step's row deltas for the layers of a run. None if the deltas need plain layers."""
         factors = deltas.factors()
         if factors is None or run.joined is None:
             return None
         if self._targets is None or self._targets[0] is not factors.targets:
             layers = (self, *run.following[: run.joined.count - 1])
-            packed = [pack_layer_targets([factors.targets.get(id(linear)) for linear in layer.linears])
+            packed = [cpu.pack_layer_targets([factors.targets.get(id(linear)) for linear in layer.linears])
                       for layer in layers if isinstance(layer, NativeDecoderLayer)]
             self._targets = factors.targets, b"".join(packed)
-        return LayerDeltas.build(factors.rows, factors.tables, self._targets[1])
+        return cpu.LayerDeltas.build(factors.rows, factors.tables, self._targets[1])
 
     def _join(self, following: Sequence[DecoderLayer], context: StepContext) -> BoundLayer | None:
         """Join this layer with the following layers that one native call can compute together with it. None if this

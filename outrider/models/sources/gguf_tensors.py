@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from outrider.core.fields import shown
-from outrider.models.sources.file_reads import FileReader
+from outrider.core.lazy_exports import LateModule
 from outrider.models.sources.gguf_header import Header, TensorEntry
 from outrider.models.sources.model_source import SourceError
+
+if TYPE_CHECKING:
+    from outrider.models.sources import file_reads
+else:
+    file_reads = LateModule("outrider.models.sources.file_reads")
 
 FLOAT_KINDS = ("F32", "F16", "BF16")
 # Kinds that a layer can keep in the file's own bits, and those of which only the gguf library knows what the bits mean.
@@ -21,7 +28,7 @@ def raw_bytes(header: Header, entry: TensorEntry) -> np.ndarray:
     """Return a tensor's bytes. If the file is mapped, the system reads them at first use, and keeps one copy for all
     processes. Writing into the array does not change the file."""
     if not header.maps_file:
-        return FileReader(header.path).read(entry.offset, entry.num_bytes, f"tensor {shown(entry.name)}")
+        return file_reads.FileReader(header.path).read(entry.offset, entry.num_bytes, f"tensor {shown(entry.name)}")
     if header.path.stat().st_size < entry.offset + entry.num_bytes:  # the file was cut after its header was read
         raise SourceError(f"{header.path} is cut off: tensor {shown(entry.name)} is not complete. Fetch it again.")
     return np.asarray(np.memmap(header.path, np.uint8, "c", entry.offset, entry.num_bytes))
