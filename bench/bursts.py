@@ -215,10 +215,10 @@ class Simulation:
         return self.figures
 
     def _settle(self, batch: ScheduledBatch, now: float) -> None:
-        for update in self.scheduler.update(StepResult(batch.step, list(self._answers(batch)))):
-            if not update.result.run:
+        for request, part in self.scheduler.update(StepResult(batch.step, list(self._answers(batch)))):
+            if not part.run:
                 continue
-            request_id, seen = update.request.id, now + self.front.token_seconds
+            request_id, seen = request.id, now + self.front.token_seconds
             own = self.asked[request_id]
             self.num_out[request_id] = self.num_out.get(request_id, 0) + 1
             if seen >= self.counted_from:
@@ -228,7 +228,7 @@ class Simulation:
                 else:
                     self.figures.first.append(seen - self.sent[request_id])
             self.last[request_id] = seen
-            if update.result.finish and self.left[own.index]:
+            if part.finish and self.left[own.index]:
                 self.left[own.index] -= 1
                 self._send(own, seen)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from outrider.cache.checkpoints import Checkpoints, StateProgress
 from outrider.cache.groups import CacheLayout, Group
-from outrider.cache.kinds import Capacity, pages_for
+from outrider.cache.kinds import Capacity
 from outrider.cache.known_states import KnownStates
 from outrider.cache.lookup import NO_PROMISES, Horizon, PrefixLookup
 from outrider.cache.pages import PagePool
@@ -157,13 +157,13 @@ class CacheManager:
         allocated, if there are too few free pages."""
         pages = self._requests[request_id]
         tokens = min(bound.at_most + self.lookahead, self.limits.max_len)
-        missing = [pages_for(tokens, g.page_tokens) - len(pages.columns[g.index]) for g in self.groups]
-        needed = sum([count for count in missing if count > 0])
+        missing = [(group.index, count) for group in self.groups
+                   if (count := -(-tokens // group.page_tokens) - len(pages.columns[group.index])) > 0]
+        needed = sum([count for _, count in missing])
         if needed > self.pool.num_free and not self.checkpoints.make_room(needed):
             return False
-        for group, count in zip(self.groups, missing, strict=True):
-            if count > 0:
-                self._extend(pages, group, count)
+        for group, count in missing:
+            self._extend(pages, group, count)
         return True
 
     def covered(self, request_id: int) -> int:
@@ -222,18 +222,24 @@ class CacheManager:
     def settle(self, request_id: int, settled: Settled, token_ids: Sequence[int]) -> int:
         """Publish pages that are full by the settled length and drop pages that no query can see. Returns the settled
         length at which the next call has something to do."""
-        pages = self._requests[request_id]
+        pages, length = self._requests[request_id], settled.at_least
         if self.enable_prefix_caching and not pages.is_mixed:
             for group in self.groups:
-                self._publish(request_id, pages, group, settled.at_least, token_ids)
+                if (full := length // group.page_tokens) > pages.published[group.index]:
+                    self._publish(request_id, pages, group, full, token_ids)
         for group in self._dropping:
-            self._drop(pages, group, settled.at_least)
+            if group.kind.first_needed(length) > pages.first[group.index]:
+                self._drop(pages, group, length)
         return self.next_event(settled)
 
     def next_event(self, settled: Settled) -> int:
         """The next settled length at which a page becomes full or leaves an attention window."""
-        fills = (settled.at_least // self._smallest_page + 1) * self._smallest_page
-        return min([fills, *(group.kind.next_drop(settled.at_least) for group in self._dropping)])
+        following = (settled.at_least // self._smallest_page + 1) * self._smallest_page
+        for group in self._dropping:
+            drop = group.kind.next_drop(settled.at_least)
+            if drop < following:
+                following = drop
+        return following
 
     def settle_checkpoints(self, step: int, written: Sequence[int], tokens_of: Callable[[int], Sequence[int]],
                            failed: Collection[int] = ()) -> None:
@@ -375,33 +381,30 @@ class CacheManager:
         if columns:
             self._table_writes.append(PageWrite(group.index, pages.row, 0, list(columns)))
 
-    def _extend(self, pages: RequestPages, group: Group, count: int) -> None:
-        columns = pages.columns[group.index]
-        fresh = [self.pool.allocate(group.index) for _ in range(count)]
-        self._table_writes.append(PageWrite(group.index, pages.row, len(columns), fresh))
-        columns.extend(fresh)
+    def _extend(self, pages: RequestPages, group: int, count: int) -> None:
+        columns = pages.columns[group]
+        fresh = [self.pool.allocate(group) for _ in range(count)]
+        self._table_writes.append(PageWrite(group, pages.row, len(columns), fresh))
+        columns += fresh
 
-    def _publish(self, request_id: int, pages: RequestPages, group: Group, settled: int,
-                 token_ids: Sequence[int]) -> None:
-        full = settled // group.page_tokens
-        done = pages.published[group.index]
-        if full <= done:
-            return
-        digests = self.lookup.digests(request_id, group.page_tokens, token_ids, full)
-        columns = pages.columns[group.index]
-        for column in range(max(done, pages.first[group.index]), full):
+    def _publish(self, request_id: int, pages: RequestPages, group: Group, full: int, token_ids: Sequence[int]) -> None:
+        """Publish the first `full` pages of a group, except those that were published before or have been dropped."""
+        index = group.index
+        digests, columns = self.lookup.digests(request_id, group.page_tokens, token_ids, full), pages.columns[index]
+        for column in range(max(pages.published[index], pages.first[index]), full):
             content = self.lookup.content(request_id, group, column, token_ids)
-            self.pool.publish(columns[column], (group.index, digests[column]), content)
-        pages.published[group.index] = full
+            self.pool.publish(columns[column], (index, digests[column]), content)
+        pages.published[index] = full
 
     def _drop(self, pages: RequestPages, group: Group, settled: int) -> None:
-        columns = pages.columns[group.index]
-        first = pages.first[group.index]
+        columns, first = pages.columns[group.index], pages.first[group.index]
         needed = min(group.kind.first_needed(settled), len(columns))
-        if needed <= first:
+        num_dropped = needed - first
+        if num_dropped <= 0:
             return
-        for column in reversed(range(first, needed)):  # the pool gives them out again in their order
-            self.pool.free(columns[column])
-            columns[column] = NULL_PAGE
-        self._table_writes.append(PageWrite(group.index, pages.row, first, [NULL_PAGE] * (needed - first)))
+        for page in reversed(columns[first:needed]):  # the pool gives them out again in their order
+            self.pool.free(page)
+        nothing = [NULL_PAGE] * num_dropped
+        columns[first:needed] = nothing
+        self._table_writes.append(PageWrite(group.index, pages.row, first, nothing))
         pages.first[group.index] = needed

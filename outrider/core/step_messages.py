@@ -68,9 +68,9 @@ class Admission:
         return [*self.request.token_ids, *self.output_ids]
 
 
-@dataclass(frozen=True, slots=True)
-class PageWrite:
-    """New values for columns [start, start + len(pages)) of a row's page table in one group."""
+class PageWrite(NamedTuple):
+    """New values for columns [start, start + len(pages)) of a row's page table in one group. A tuple, because dozens
+    are made every step."""
 
     group: int
     row: int

@@ -21,11 +21,12 @@ class BatchBuilder:
         self.step, self._generation = step, generation
         # A column of each of its requests' fields: hundreds of requests are added in every step.
         self.requests: list[Request] = []
-        self._num_known: list[int] = []
         self.num_drafts: list[int] = []
-        self._samples: list[bool] = []
         self.num_pending: list[int] = []  # accepted drafts of each request that wait to be folded, at most
         self._before: list[int] = []  # bounds before the step
+        # Of prompts only, which come after the requests that decode.
+        self._num_known_of_prompts: list[int] = []
+        self._samples_of_prompts: list[bool] = []
 
     @property
     def is_empty(self) -> bool:
@@ -35,23 +36,42 @@ class BatchBuilder:
     def request_ids(self) -> set[int]:
         return {request.id for request in self.requests}
 
-    def add(self, request: Request, num_known: int, num_drafts: int, samples: bool, bound: int) -> None:
+    def add_decoding(self, request: Request, num_drafts: int, bound: int) -> None:
+        """Add one known token and drafts of a request that samples after each of them. Called before `add_prompt`."""
         own = request.bound
         self.requests.append(request)
-        self._num_known.append(num_known)
         self.num_drafts.append(num_drafts)
-        self._samples.append(samples)
         self.num_pending.append(request.num_pending)
         self._before.append(own.at_most)
         request.num_pending = num_drafts
         own.at_most = bound
-        request.unsettled += num_known + num_drafts
-        request.in_flight_samples += samples
+        request.unsettled += 1 + num_drafts
+        request.in_flight_samples += 1
+
+    def add_prompt(self, request: Request, num_known: int, samples: bool, bound: int) -> None:
+        """Add known tokens of a request. samples: whether a token is sampled after the last of them."""
+        self._num_known_of_prompts.append(num_known)
+        self._samples_of_prompts.append(samples)
+        self.add_decoding(request, 0, bound)
+        request.unsettled += num_known - 1
+        request.in_flight_samples -= not samples
 
     @property
     def only_decodes(self) -> bool:
         """Whether every request of the batch computes one known token and samples the next one."""
-        return all(self._samples) and max(self._num_known, default=1) == 1
+        return all(self._samples_of_prompts) and max(self._num_known_of_prompts, default=1) == 1
+
+    @property
+    def _num_decoding(self) -> int:
+        return len(self.requests) - len(self._num_known_of_prompts)
+
+    @property
+    def _num_known(self) -> list[int]:
+        return [1] * self._num_decoding + self._num_known_of_prompts
+
+    @property
+    def _samples(self) -> list[bool]:
+        return [True] * self._num_decoding + self._samples_of_prompts
 
     @property
     def form(self) -> StepForm:

@@ -44,7 +44,7 @@ class DecodeRun:
         running, is_pure = scheduler._running, self._is_possible and not (cache.has_folds or cache.promises)
         if not (is_pure and running) or scheduler._waiting or scheduler._suspects:
             return 0
-        num = min([request.end_len - len(request.token_ids) - request.in_flight_samples for request in running])
+        num = min([request.num_left for request in running])
         if num <= 0 or not self._only_decodes() or not self._has_pages(num):
             return 0
         return num

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from outrider.core import NULL_ROW, Admission, Bound, Finish, RequestResult, Settled
+from outrider.core import NULL_ROW, Admission, Bound, Finish, Settled
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import SamplerLoad
 
@@ -36,8 +36,8 @@ class Request:
     __slots__ = (
         "id", "input", "end_len", "eos_ids", "sample_index", "stats", "token_ids", "prompt_len", "max_drafts",
         "sampler_load", "state", "epoch", "row", "settled", "bound", "admitted_len", "in_flight_samples", "unsettled",
-        "covered", "next_event", "num_proposed", "levels", "checked_levels", "folded", "num_pending", "arrived_at",
-        "prompt_done_at", "shares_promises", "finish", "error",
+        "covered", "free_bound", "next_event", "num_proposed", "levels", "checked_levels", "folded", "num_pending",
+        "arrived_at", "prompt_done_at", "shares_promises", "finish", "error",
     )
 
     def __init__(self, request_id: int, asked: CheckedRequest, end_len: int, eos_ids: tuple[int, ...] = (),
@@ -62,6 +62,7 @@ class Request:
         self.in_flight_samples = 0  # steps in flight that each yield at least one token
         self.unsettled = 0  # tokens scheduled in steps in flight
         self.covered = 0  # tokens its pages have room for
+        self.free_bound = 0  # up to this bound a decode step needs no page and cannot end the request; 0: ask
         self.next_event = 0  # settled length at which the cache manager has something to do
         self.arrived_at = 0  # number of steps that had settled when it arrived
         self.prompt_done_at = 0  # number of the step that computes the last token of its prompt
@@ -78,7 +79,7 @@ class Request:
         self.settled.at_least = self.bound.at_most = self.covered = self.folded = hit
         self.stats.num_hit_tokens = hit
         self.in_flight_samples = self.unsettled = self.num_proposed = self.num_pending = 0
-        self.levels = self.checked_levels = 0
+        self.levels = self.checked_levels = self.free_bound = 0
 
     def admission(self, checkpoint: list[int]) -> Admission:
         """Everything that the device must learn of the request before its first step in this row. checkpoint: pages of
@@ -86,31 +87,16 @@ class Request:
         return Admission(self.row, self.input, self.settled.at_least, self.end_len, self.eos_ids, self.sample_index,
                          self.token_ids[self.prompt_len :], checkpoint)
 
-    def settle(self, part: RequestResult, num_scheduled: int, sampled: bool) -> None:
-        """Apply the result of a step with `num_scheduled` tokens of the request. sampled: whether the request sampled
-        in the step."""
-        settled = self.settled
-        settled.at_least += part.num_computed
-        self.num_proposed = part.num_proposed
-        self.checked_levels, self.levels = self.levels, part.levels
-        self.unsettled -= num_scheduled
-        self.in_flight_samples -= sampled
-        self.folded = settled.at_least - part.num_accepted
-        bound = settled.at_least + self.unsettled
-        self.bound.at_most = bound if bound < self.end_len else self.end_len
-        if part.run:
-            self.token_ids += part.run
-            stats = self.stats
-            stats.num_steps += 1
-            if part.num_drafted:
-                stats.num_drafted += part.num_drafted
-                stats.num_accepted += part.num_accepted
-
     def leave_row(self) -> None:
         """Give up the row. The epoch rises, so results of steps in flight no longer count for the request."""
-        self.row, self.epoch, self.settled = NULL_ROW, self.epoch + 1, Settled()
+        self.row, self.epoch, self.settled, self.free_bound = NULL_ROW, self.epoch + 1, Settled(), 0
 
     @property
     def yields_tokens(self) -> bool:
         """Whether all tokens known at its admission are computed, or will be by the steps in flight."""
         return self.state is State.RUNNING and self.admitted_len <= self.bound.at_most
+
+    @property
+    def num_left(self) -> int:
+        """Tokens until the request ends, if every step in flight yields one."""
+        return self.end_len - len(self.token_ids) - self.in_flight_samples

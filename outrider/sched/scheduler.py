@@ -30,7 +30,7 @@ from outrider.sched.giving_way import Tenure, held_tokens, least_important
 from outrider.sched.request import Request, State
 from outrider.sched.row_resources import MAX_WITHOUT_ROOM, Overdue, Room, RowResource, RowResources
 from outrider.sched.shares import NO_TENANT, Tenant, TenantShares
-from outrider.sched.updates import SchedulerStats, Update
+from outrider.sched.updates import SchedulerStats, Update, apply_results
 from outrider.sched.waiting import WaitingRequests
 
 
@@ -133,26 +133,17 @@ class Scheduler:
         """Apply a step's result. Returns the results of requests that were not ended or preempted since the step was
         scheduled. seconds: time since the end of the step before; None if there were no requests in between."""
         batch = self._in_flight.pop(result.step)
-        updates: list[Update] = []
         requests = self._requests
         failed = [part.request_id for part in result.requests if part.finish is Finish.ERROR]
         for request_id in self.cache.settle_promises(result.step, failed, result.checkpoints):
             self._start_again(requests[request_id])  # its epoch rises, so its results from this step on are dropped
         # Checkpoints before requests: they cover tokens that were known when the step ran, and a request may end below.
         self.cache.settle_checkpoints(result.step, result.checkpoints, lambda owner: requests[owner].token_ids, failed)
-        for part, known, drafts, sampled in zip(
-            result.requests, batch.num_known, batch.num_drafts, batch.samples, strict=True
-        ):
-            request = requests.get(part.request_id)
-            if request is None or request.epoch != part.epoch:
-                self.stats.num_dropped_results += 1  # preempted, aborted or ended while the step was in flight
-                continue
-            request.settle(part, known + drafts, sampled)
-            updates.append(Update(request, part))
+        updates, due, num_dropped = apply_results(requests, batch, result)
+        self.stats.num_dropped_results += num_dropped
         self.speculation.observe(batch, result, updates, seconds)
-        for request, part in updates:
-            if part.finish or request.settled.at_least >= request.next_event:
-                self._settle(request, part)
+        for request, part in due:
+            self._settle(request, part)
         return updates
 
     def recover(self, error: str) -> None:
@@ -200,39 +191,31 @@ class Scheduler:
         """Schedule one token and drafts for every request that yields tokens. plan: the most drafts of each request.
         Returns the requests that still compute their prompts, the tokens that are left for these, and whether pages
         were missing. If pages were missing, no request may be admitted."""
-        running = list(self._running)
-        budget = self.limits.max_batched_tokens
+        running, budget = list(self._running), self.limits.max_batched_tokens
+        is_tight = len(running) + sum(plan) > budget
         prefills: list[Request] = []
         is_short = False
-        lookahead, is_running = self.cache.lookahead, State.RUNNING
-        others = len(running)  # still to be looked at
         # The hot loop: a thousand requests, every step.
-        for request, num_drafts in zip(running, plan, strict=True):
-            others -= 1
-            if request.state is not is_running:
-                continue  # preempted by an earlier one in this loop
-            bound = request.bound.at_most
-            if request.admitted_len > bound:
-                prefills.append(request)
-                continue
-            end_len = request.end_len
-            left = end_len - len(request.token_ids) - request.in_flight_samples
-            if left <= 0:
-                continue  # the steps in flight end it
-            if num_drafts:  # one token for everyone goes before anyone's drafts
-                most = budget - 1 - others - len(prefills)
-                if num_drafts >= left:
-                    num_drafts = left - 1
-                if num_drafts > most:
-                    num_drafts = most
-            bound += 1 + num_drafts
-            if bound > end_len:
-                bound = end_len
-            if bound + lookahead > request.covered and not self._make_room(request, bound, batch):
-                is_short = True
-                continue
+        for index, (request, num_drafts) in enumerate(zip(running, plan, strict=True), start=1):
+            bound = request.bound.at_most + 1 + num_drafts
+            if bound > request.free_bound or is_tight:
+                if request.state is not State.RUNNING:
+                    continue  # preempted by an earlier one in this loop
+                if not request.yields_tokens:
+                    prefills.append(request)
+                    continue
+                left = request.num_left
+                if left <= 0:
+                    continue  # the steps in flight end it
+                # One token for everyone goes before anyone's drafts.
+                num_drafts = min(num_drafts, left - 1, budget - 1 - (len(running) - index) - len(prefills))
+                bound = min(request.bound.at_most + 1 + num_drafts, request.end_len)
+                if not self._has_room(request, bound, batch):
+                    is_short = True
+                    continue
+                request.free_bound = min(request.covered - self.cache.lookahead, request.end_len - 1)
             budget -= 1 + num_drafts
-            batch.add(request, 1, num_drafts, True, bound)
+            batch.add_decoding(request, num_drafts, bound)
         return prefills, budget, is_short
 
     def _tenants_in_line(self, prefills: Sequence[Request]) -> list[Tenant]:
@@ -256,10 +239,9 @@ class Scheduler:
         if inputs:
             chunk = inputs.chunk(context, chunk, step.tokens_left)
         bound = context + chunk
-        if not chunk or (bound + self.cache.lookahead > request.covered
-                         and not self._make_room(request, bound, batch)):
+        if not (chunk and self._has_room(request, bound, batch)):
             return 0
-        batch.add(request, chunk, 0, chunk == left and request.input.generates, bound)
+        batch.add_prompt(request, chunk, chunk == left and request.input.generates, bound)
         request.prompt_done_at = self.stats.num_steps
         self._shares.compute(request.input.tenant, chunk)
         step.add(chunk, context)
@@ -379,6 +361,10 @@ class Scheduler:
         if len(self._shares.rows) > 1 or any(tenant != request.input.tenant for tenant in self._waiting.tenants):
             self._tenure.give_way(request)
         self._preempt(request)
+
+    def _has_room(self, request: Request, bound: int, batch: BatchBuilder) -> bool:
+        """Whether the request has pages up to the length `bound`, or gets them now."""
+        return bound + self.cache.lookahead <= request.covered or self._make_room(request, bound, batch)
 
     def _make_room(self, request: Request, bound: int, batch: BatchBuilder) -> bool:
         """Get pages for the request up to the length `bound`. Returns False if it must wait. If pages are short, the

@@ -12,12 +12,11 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from outrider.core import SamplingParams, ScheduledBatch
+from outrider.core import RequestResult, SamplingParams, ScheduledBatch
 from outrider.core.checked_request import CheckedRequest
 from outrider.engine.make_scheduler import make_scheduler
 from outrider.sched.decode_run import DecodeRun
 from outrider.sched.request import Request
-from outrider.sched.updates import Update
 from outrider.simulation.cost_table import CostTable, visible
 from outrider.simulation.device import SimulatedDevice, tokens_of
 from outrider.simulation.outcome import GAP_UNIT, Outcome
@@ -145,11 +144,11 @@ class SimulatedReplica:
         result = self._device.run(batch)
         if any(part.finish for part in result.requests):
             self._outcome.page_use.append(self.scheduler.cache.usage())
-        return [ask for update in self.scheduler.update(result) if (ask := self._observe(update, now)) is not None]
+        return [ask for _, part in self.scheduler.update(result) if (ask := self._observe(part, now)) is not None]
 
-    def _observe(self, update: Update, now: float) -> TracedRequest | None:
+    def _observe(self, result: RequestResult, now: float) -> TracedRequest | None:
         """Count a request's part of a step. Returns the traced request if it has ended, otherwise None."""
-        result, outcome = update.result, self._outcome
+        outcome = self._outcome
         if not result.run:
             return None
         progress = self._live[result.request_id]

@@ -16,9 +16,10 @@ drafting as long as this is no slower than decoding without drafts. That is judg
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from outrider.core.costs import StepCosts
+from outrider.core.drafted_request import DraftedRequest
 from outrider.speculation.observed_times import READING, ObservedTimes
 
 PROBE_ALL_AFTER = 64  # steps without drafts until all requests try one, if the drafter misses nothing while it rests
@@ -77,8 +78,10 @@ class DrafterSight:
         awake = self._awake_since
         self.sees_all = not self._misses_rests or awake is not None and self._step - awake > READ_STEPS
 
-    def knows(self, request_id: int) -> bool:
-        return request_id in self._began
+    def new_of(self, requests: Sequence[DraftedRequest]) -> list[DraftedRequest]:
+        """Those of the requests that have not begun."""
+        began = self._began
+        return [request for request in requests if request.id not in began]
 
     def begin(self, request_id: int) -> None:
         """Note that the first tokens of the request are computed in this step, perhaps again after a preemption."""

@@ -77,7 +77,7 @@ class LearnedDrafts(DraftCounts):
         """Begin to plan a step. Returns the requests that were not known before: they start in this step."""
         self._sight.next_step(self._depth.proposed)
         self._requests = requests
-        new = [request for request in requests if not self._sight.knows(request.id)]
+        new = self._sight.new_of(requests)
         for request in new:
             self._sight.begin(request.id)
         return new

@@ -14,7 +14,7 @@ requests try one every 64 steps.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice, zip_longest
 from operator import itemgetter
 from typing import NamedTuple, TypeAlias
@@ -90,6 +90,13 @@ class Foresight:
         self._expected = self._expected * kept + expected
         self._accepted = self._accepted * kept + num_accepted
 
+    def observe_each(self, drafts: Iterable[tuple[float, int]]) -> None:
+        """Count the drafts of several requests one after the other: for each, how many were expected to be accepted,
+        and how many were."""
+        for expected, num_accepted in drafts:
+            self._expected = self._expected * FORESIGHT_DECAY + expected
+            self._accepted = self._accepted * FORESIGHT_DECAY + num_accepted
+
     def fade(self, num_steps: int) -> None:
         """Reduce the weight of past observations. Called in steps with equal counts of drafts, so that unequal counts
         are tried again later."""
@@ -146,12 +153,20 @@ class SizedDrafts(LearnedDrafts):
             counts = [min(depth, int(own in trying)) for own in request_ids]
         elif depth > most:  # for a try: requests that have the most get one more
             counts = [count + (count == most) for count in counts]
-        wanted = [clamp_drafts(request, count, is_exact)
-                  if count and request.yields_tokens and self._sees(request) else 0
-                  for request, count in zip(requests, counts, strict=True)]
+        wanted = self._clamped(requests, counts, is_exact)
         if sharing is not None:
             sharing = sharing._replace(fixed_drafts=list(map(min, wanted, sharing.fixed_drafts)))
         return DraftPlan(wanted, self._depth.proposed, sharing)
+
+    def _clamped(self, requests: Sequence[DraftedRequest], counts: Sequence[int], is_exact: bool) -> list[int]:
+        """Reduce the number of drafts of each request to what it can have."""
+        if is_exact or not self._sight.sees_all:
+            return [clamp_drafts(request, count, is_exact)
+                    if count and request.yields_tokens and self._sees(request) else 0
+                    for request, count in zip(requests, counts, strict=True)]
+        return [0 if not (count and request.yields_tokens) else
+                count if (most := request.max_drafts) is None or count <= most else most
+                for request, count in zip(requests, counts, strict=True)]
 
     def beside_prompts(self, plan: DraftPlan) -> DraftPlan:
         """Change the plan for a step with prompts. It proposes no more drafts than the next step, which probably has
@@ -186,8 +201,9 @@ class SizedDrafts(LearnedDrafts):
         return False
 
     def observe(self, settled: Sequence[SettledDrafts], *, is_shared: bool = False) -> None:
+        sees_all = self._sight.sees_all
         self._chains.extend([(request.id, request.levels, request.num_proposed) for request, _, _ in settled
-                             if request.levels and self._sees(request)])
+                             if request.levels and (sees_all or self._sees(request))])
         self._note_tries(settled)
         self._has_checked = self._has_checked or any([result.num_drafted for _, result, _ in settled])
         if is_shared:
@@ -199,10 +215,11 @@ class SizedDrafts(LearnedDrafts):
             self._expect_waiting(settled)  # what was accepted of drafts that the device chose says too much of others
             return
         self._learn_chances(settled)
-        for request, result, num_scheduled in settled if self._expected else ():
-            count, accepted = self._expected.get(request.id, (0, 0.0))
-            if count and count == num_scheduled:
-                self._foresight.observe(accepted, result.num_accepted)
+        if self._expected:
+            planned = [(*self._expected.get(request.id, (0, 0.0)), result.num_accepted, num_scheduled)
+                       for request, result, num_scheduled in settled]
+            self._foresight.observe_each([(expected, num_accepted) for count, expected, num_accepted, num_scheduled
+                                          in planned if count and count == num_scheduled])
         self.acceptance.observe([(request.id, num_scheduled, result.num_accepted)
                                  for request, result, num_scheduled in settled if num_scheduled])
 

@@ -325,8 +325,7 @@ class Driver:
         dropped = self.scheduler.stats.num_dropped_results
         updates = self.scheduler.update(result)
         assert len(updates) + self.scheduler.stats.num_dropped_results - dropped == len(result.requests)
-        for update in updates:
-            request = update.request
+        for request, _ in updates:
             if request.state is State.RUNNING and (self.scenario.is_lazy or not self._steps):
                 computed = self.device.rows[request.row].computed
                 assert request.settled.at_least == computed, "the settled length is not the truth"

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from outrider.core import Finish, RequestResult
+from outrider.core import Finish, RequestResult, ScheduledBatch, StepResult
 from outrider.core.costs import StepCosts
 from outrider.core.decode_sizes import unequal_sizes
 from outrider.core.draft_confidence import LEVEL_BITS, NUM_LEVELS, TOP_LEVEL, levels_of
 from outrider.core.structured import StructuredOutputsParams
 from outrider.sched.request import Request
+from outrider.sched.updates import apply_results
 from outrider.speculation.draft_chances import DraftChances
 from outrider.speculation.individual_drafts import IndividualDrafts
 from outrider.speculation.sized_drafts import CHAINS_EACH, WEIGH_LEVELS_EVERY, SizedDrafts, extended
@@ -82,7 +83,8 @@ def settled(chooser: IndividualDrafts | SizedDrafts, request: Request, accepted:
             proposed: int, *, is_shared: bool = False) -> None:
     """One step of the request, whose result says how sure the drafter is of its next drafts."""
     part = RequestResult(request.id, 0, [1] * (accepted + 1), 1 + accepted, drafted, accepted, proposed, levels=levels)
-    request.settle(part, 0, False)
+    step = ScheduledBatch(0, [request.id], [0], [1], [0], [0], [False], [0])
+    apply_results({request.id: request}, step, StepResult(0, [part]))
     chooser.observe([(request, part, drafted)], is_shared=is_shared)
 
 

@@ -129,9 +129,9 @@ def test_one_token_for_everyone_goes_before_drafts() -> None:
 
 def test_a_prompts_part_of_one_token_is_no_decoding() -> None:
     builder = BatchBuilder(0)
-    builder.add(request(0, 2), 1, 0, True, 2)
+    builder.add_decoding(request(0, 2), 0, 2)
     assert builder.only_decodes
-    builder.add(request(1, 9), 1, 0, False, 1)
+    builder.add_prompt(request(1, 9), 1, False, 1)
     assert not builder.only_decodes
 
 
@@ -398,7 +398,7 @@ def test_a_row_may_be_taken_again_while_its_former_owner_is_in_flight() -> None:
     batch = scheduled(sched)
     assert former.rows == batch.rows == [1] and len(batch.admissions) == 1
     assert sched.update(result_of(former)) == []
-    assert [update.request.id for update in sched.update(result_of(batch))] == [1]
+    assert [request.id for request, _ in sched.update(result_of(batch))] == [1]
 
 
 def test_bounds_are_exact_without_drafts_and_never_the_longest_length() -> None:
