@@ -55,7 +55,8 @@ class OlmoHybrid(HybridDecoder):
         """The rope, or one that rotates by zero for a config whose theta is null."""
         config = self.config
         rope = config.section_or_empty("rope_parameters")
-        owner = rope if rope.has("rope_type") or rope.has("rope_theta") else config
+        rope.passes_over("rope_type")  # without a rope its type says nothing
+        owner = rope if "rope_theta" in rope.values else config
         if "rope_theta" in owner.values and not owner.has("rope_theta"):
             return StillRotary(self.sizes.head_dim, max_len=max_len or self.max_positions, dtype=self.dtype,
                                device=self.device)

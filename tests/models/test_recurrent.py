@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.cache.kinds import FullSpec, RecurrentSpec
-from outrider.layers import StepContext
+from outrider.layers import StepContext, StillRotary
 from outrider.models import nemotron_h
 from outrider.models.config import ConfigError, ConfigReader
 from outrider.models.hybrid import HybridDecoder, read_limits
@@ -153,6 +153,20 @@ def test_configs_that_cannot_be_served(folder_of: Folders, family: str, changes:
     config = read_config(folder_of(family)) | changes
     with pytest.raises(ConfigError, match=re.escape(message)):
         build_model(config, dtype=torch.float32, device="cpu")
+
+
+@pytest.mark.parametrize("values", [
+    {"rope_parameters": {"rope_theta": None}}, {"rope_parameters": {"rope_theta": None, "rope_type": "default"}},
+    {"rope_parameters": {"rope_type": "default"}, "rope_theta": None}, {"rope_theta": None},
+    {"rope_parameters": {"rope_type": "default"}}, {}])
+def test_olmo_hybrid_has_a_rope_unless_its_theta_is_null(folder_of: Folders, values: dict[str, Any]) -> None:
+    import transformers
+
+    theta = transformers.OlmoHybridConfig(**values).rope_parameters["rope_theta"]
+    config = {key: value for key, value in read_config(folder_of("olmo_hybrid")).items() if "rope" not in key}
+    model = build_model(config | values, dtype=torch.float64, device="cpu")
+    assert isinstance(model, HybridDecoder)
+    assert isinstance(model.rotaries[0], StillRotary) == (theta is None)
 
 
 def test_limits_in_every_way_files_write_infinity() -> None:
