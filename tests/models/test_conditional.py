@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigError
 from outrider.models.registry import build_model
+from outrider.models.sources import resolve
 from outrider.models.sources.folder import read_config
 from tests.models.oracle import BASE, HYBRID_FAMILIES, LATENT_FAMILIES, load, mean_of, tokens_of
 from tests.models.test_classics import assert_engine_says
@@ -24,6 +25,7 @@ EYES = {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, 
         "patch_size": 14}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 TEXT = BASE | {"head_dim": 16, "sliding_window": 16}
+EMBEDDING = "language_model.model.embed_tokens.weight"
 CASES: dict[str, dict[str, Any]] = {
     "Gemma3": {"text_config": TEXT | {"query_pre_attn_scalar": 24, "sliding_window_pattern": 2},
                "vision_config": VISION | {"vision_use_head": False}, "mm_tokens_per_image": 4},
@@ -90,6 +92,28 @@ def test_logits_of_a_text_equal_transformers(tmp_path: Path, name: str) -> None:
         expected = model(input_ids=tokens[None]).logits[0]
     assert (logits_of(load(tmp_path), tokens) - expected).abs().max() < 1e-4
     assert expected.argmax(-1).unique().numel() > 4
+
+
+@pytest.mark.parametrize("name", ["InternVL around qwen2", "Mistral3"])
+def test_an_own_output_wins_over_the_whole_config_s_default(tmp_path: Path, name: str) -> None:
+    """transformers saves `tie_word_embeddings: true` at the top of these, whatever the text section says."""
+    import transformers
+
+    make_checkpoint(name, tmp_path)
+    path, tensors = tmp_path / "config.json", load_file(tmp_path / "model.safetensors")
+    config = read_config(tmp_path)
+    own = config["text_config"] | {"tie_word_embeddings": False}
+    path.write_text(json.dumps(config | {"tie_word_embeddings": True, "text_config": own}))
+    tensors["language_model.lm_head.weight"] = 0.2 * torch.randn(tensors[EMBEDDING].shape)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    tokens = tokens_of(seed=1, count=40)
+    theirs = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path).eval()
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens[None]).logits[0]
+    assert (logits_of(load(tmp_path), tokens) - expected).abs().max() < 1e-4
+    assert resolve(tmp_path).config["tie_word_embeddings"] is False
+    (tmp_path / "model.safetensors").unlink()
+    assert resolve(tmp_path).config["tie_word_embeddings"] is True
 
 
 @pytest.mark.parametrize("name", ["Qwen3VLMoe", *(pytest.param(name, marks=pytest.mark.long) for name in (

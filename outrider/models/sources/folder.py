@@ -67,7 +67,23 @@ class FolderSource(ModelSource):
 
 
 def folder_source(path: Path, name: str | None = None) -> ModelSource:
-    return FolderSource(name or path.resolve().name, path, read_config(path), eos_token_ids(path))
+    config = _with_own_output(path, read_config(path))
+    return FolderSource(name or path.resolve().name, path, config, eos_token_ids(path))
+
+
+def _with_own_output(path: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """Resolve a config whose text section is untied while the whole is tied, which is the default of some of
+    transformers' config classes: the head is tied only if the files hold no output."""
+    text, key = config.get("text_config"), "tie_word_embeddings"
+    if config.get(key) is not True or not isinstance(text, dict) or text.get(key) is not False:
+        return config
+    from outrider.models.sources.safetensors_files import safetensors_names
+
+    try:
+        names = safetensors_names(path)
+    except FileNotFoundError:  # a folder without weights
+        return config
+    return config | {key: not any("lm_head" in name.split(".") for name in names)}
 
 
 def read_config(folder: str | Path) -> dict[str, Any]:
