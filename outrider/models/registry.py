@@ -122,8 +122,10 @@ def _class_at(place: str) -> type[Model]:
 
 
 def register(architecture: str, model_class: type[Model]) -> None:
-    """Serve `architecture` (a name in a config's `architectures`) with `model_class` from now on."""
+    """Serve `architecture` (a name in a config's `architectures`) with `model_class` from now on, whatever
+    language model its config names."""
     _ARCHITECTURES[architecture] = model_class
+    _BY_TEXT.pop(architecture, None)
 
 
 def build_model(

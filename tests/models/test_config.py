@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from outrider.layers.rotary import FREQUENCIES, RopeParams, Rotary, rotate
+from outrider.models.conditional import LlamaPart
 from outrider.models.config import ConfigError, ConfigReader, rope_params
 from outrider.models.gemma4 import proportional_frequencies
 from outrider.models.llama import Llama
-from outrider.models.registry import _ARCHITECTURES, build_model, register
+from outrider.models.registry import _ARCHITECTURES, _BY_TEXT, build_model, register
 from outrider.models.sources.folder import eos_token_ids, read_config
 from tests.drafters.latent_rig import FAMILIES as LATENT
 from tests.engine.harness import CONFIGS
@@ -138,6 +139,20 @@ def test_an_architecture_can_be_registered(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(_ARCHITECTURES, "MineForCausalLM", Llama)
     register("MineForCausalLM", Mine)
     assert isinstance(build(config_of("llama", architectures=["MineForCausalLM"])), Mine)
+
+
+def test_a_registered_class_wins_over_those_chosen_by_the_text_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Mine(LlamaPart):
+        pass
+
+    name = "InternVLForConditionalGeneration"
+    monkeypatch.setitem(_ARCHITECTURES, name, _ARCHITECTURES[name])
+    monkeypatch.setitem(_BY_TEXT, name, _BY_TEXT[name])
+    register(name, Mine)
+    for kind in ("qwen2", "one of mine"):
+        text = {"model_type": kind}
+        made = build_model({"architectures": [name], "text_config": text}, dtype=torch.float32, device="meta")
+        assert isinstance(made, Mine)
 
 
 def test_reader_types() -> None:
