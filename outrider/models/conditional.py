@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from outrider.kernels.moe import RouteRule
 from outrider.models.base import Decoder, DecoderNames
 from outrider.models.config import ConfigReader
 from outrider.models.gemma3 import Gemma3
 from outrider.models.lfm2 import Lfm2
 from outrider.models.llama import Llama, Qwen2, Qwen3
-from outrider.models.ministral3 import TemperedMistral
+from outrider.models.ministral3 import Ministral3, TemperedMistral
 from outrider.models.mistral4 import Mistral4
 from outrider.models.qwen3_moe import Qwen3Moe
 from outrider.models.sources.quantization import KEY
@@ -36,7 +37,10 @@ IMAGE_KEYS = (
 # Sizes of the language model that transformers' config classes have where a section leaves them out.
 LLAMA = {"vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32,
          "num_attention_heads": 32, "max_position_embeddings": 2048}
-MISTRAL = LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072}
+MISTRAL = LLAMA | {"intermediate_size": 14336, "num_key_value_heads": 8, "max_position_embeddings": 131072,
+                   "sliding_window": 4096}
+MINISTRAL = MISTRAL | {"vocab_size": 131072, "num_hidden_layers": 34, "max_position_embeddings": 262144,
+                       "sliding_window": None}
 QWEN = LLAMA | {"vocab_size": 151936, "intermediate_size": 22016, "num_key_value_heads": 32,
                 "max_position_embeddings": 32768}
 GEMMA3 = {"vocab_size": 262208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26,
@@ -101,6 +105,12 @@ class Mistral3Conditional(LanguagePart, TemperedMistral):
     text_defaults = MISTRAL
 
 
+class Ministral3Conditional(LanguagePart, Ministral3):
+    """Model class for Mistral3ForConditionalGeneration around Ministral 3."""
+
+    text_defaults = MINISTRAL
+
+
 class Mistral4Conditional(LanguagePart, Mistral4):
     """Model class for Mistral3ForConditionalGeneration around Mistral 4."""
 
@@ -109,16 +119,26 @@ class Qwen2VL(LanguagePart, Qwen2):
     """Model class for Qwen2VLForConditionalGeneration and Qwen2_5_VLForConditionalGeneration."""
 
     names = DecoderNames()
+    default_theta = 1_000_000.0
+    default_eps = 1e-5
 
 
 class Qwen3VL(InnerPart, Qwen3):
     """Model class for Qwen3VLForConditionalGeneration."""
+
+    default_theta = 500_000.0
 
 
 class Qwen3VLMoe(InnerPart, Qwen3Moe):
     """Model class for Qwen3VLMoeForConditionalGeneration."""
 
     has_turned_experts = True
+    default_theta = 500_000.0
+
+    def read_rule(self, config: ConfigReader) -> RouteRule:
+        """The weights of a token's experts always sum to one: transformers' config class has no key for it."""
+        config.must_equal("norm_topk_prob", True, default=True)
+        return super().read_rule(config.with_values({"norm_topk_prob": True}))
 
 
 class LlamaPart(LanguagePart, Llama):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from outrider.kernels.moe import RouteRule
-from outrider.layers import Experts, FeedForward, HeadNorm, MoE, PreNormLayer, Router, SelfAttention
+from outrider.layers import Experts, FeedForward, HeadNorm, MoE, PreNormLayer, RopeParams, Router, SelfAttention
 from outrider.mixers import AttentionLayer
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigReader, Sizes, read_rope, refuse_unsupported
@@ -18,6 +18,7 @@ class Qwen3Moe(Decoder):
     """Model class for Qwen3MoeForCausalLM."""
 
     has_turned_experts = False  # the files have one tensor of all experts for each projection, inputs before outputs
+    default_theta = 10000.0  # for configs without a theta
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
@@ -25,7 +26,7 @@ class Qwen3Moe(Decoder):
         refuse_unsupported(config)
         sizes = Sizes.read(config)
         super().__init__(config, sizes, dtype=dtype, device=device)
-        self.rotaries = [self.make_rotary(read_rope(config, sizes.head_dim), max_len)]
+        self.rotaries = [self.make_rotary(self.read_rope(config), max_len)]
         window = read_window(config)
         self.attention_layers = [self.attention_layer(index, window) for index in range(sizes.num_layers)]
         bias = config.get("attention_bias", bool, False)
@@ -45,7 +46,7 @@ class Qwen3Moe(Decoder):
         hidden_size, dtype, device = self.sizes.hidden_size, self.dtype, self.device
         if not is_sparse(self.config, index):
             return self.make_mlp(self.sizes.intermediate_size)
-        rule = read_rule(self.config)
+        rule = self.read_rule(self.config)
         width = self.config.required("moe_intermediate_size", int)
         return MoE(
             Router(index, hidden_size, rule, dtype=dtype, device=device),
@@ -53,6 +54,12 @@ class Qwen3Moe(Decoder):
                     is_fused=self.has_turned_experts, is_transposed=self.has_turned_experts, dtype=dtype,
                     device=device),
         )
+
+    def read_rope(self, config: ConfigReader) -> RopeParams:
+        return read_rope(config, self.sizes.head_dim, self.default_theta)
+
+    def read_rule(self, config: ConfigReader) -> RouteRule:
+        return read_rule(config)
 
 
 def read_rule(config: ConfigReader) -> RouteRule:

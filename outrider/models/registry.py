@@ -93,7 +93,7 @@ _LLAVA = {"llama": "conditional:LlamaPart", "mistral": "conditional:Mistral3Cond
           "qwen2": "conditional:Qwen2Part"}
 _BY_TEXT: dict[str, dict[str, str]] = {
     "Mistral3ForConditionalGeneration": {
-        "mistral": "conditional:Mistral3Conditional", "ministral3": "conditional:Mistral3Conditional",
+        "mistral": "conditional:Mistral3Conditional", "ministral3": "conditional:Ministral3Conditional",
         "mistral4": "conditional:Mistral4Conditional"},
     "LlavaForConditionalGeneration": _LLAVA,
     "LlavaNextForConditionalGeneration": _LLAVA,

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outrider.layers import RopeParams, Rotary
 from outrider.models.base import Decoder
 from outrider.models.config import ConfigError
 from outrider.models.registry import build_model
@@ -25,6 +26,7 @@ EYES = {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, 
         "patch_size": 14}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 TEXT = BASE | {"head_dim": 16, "sliding_window": 16}
+ROPES = {"ministral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}}  # asked for
 EMBEDDING = "language_model.model.embed_tokens.weight"
 CASES: dict[str, dict[str, Any]] = {
     "Gemma3": {"text_config": TEXT | {"query_pre_attn_scalar": 24, "sliding_window_pattern": 2},
@@ -116,6 +118,55 @@ def test_an_own_output_wins_over_the_whole_config_s_default(tmp_path: Path, name
     assert resolve(tmp_path).config["tie_word_embeddings"] is True
 
 
+def test_experts_of_a_section_without_the_key_are_normalised(tmp_path: Path) -> None:
+    """transformers' config class has no `norm_topk_prob`: its router always divides by the sum."""
+    model, tokens = make_checkpoint("Qwen3VLMoe", tmp_path), tokens_of(seed=1, count=40)
+    config = read_config(tmp_path)
+    for change in ({"norm_topk_prob": None}, {"norm_topk_prob": True}):
+        text = config["text_config"] | change
+        (tmp_path / "config.json").write_text(json.dumps(config | {"text_config": text}))
+        with torch.no_grad():
+            expected = model(input_ids=tokens[None]).logits[0]
+        assert (logits_of(load(tmp_path), tokens) - expected).abs().max() < 1e-4
+    other = {"text_config": config["text_config"] | {"norm_topk_prob": False}}
+    with pytest.raises(ConfigError, match="text_config: norm_topk_prob=False is not supported"):
+        build_model(config | other, dtype=torch.float32, device="meta")
+
+
+@pytest.mark.parametrize(("name", "config_class"), [
+    ("Qwen2VL", "Qwen2VLText"), ("Qwen2_5_VL", "Qwen2_5_VLText"), ("Qwen3VL", "Qwen3VLText"),
+    ("Qwen3VLMoe", "Qwen3VLMoeText"), ("Mistral3 around Ministral3", "Ministral3")])
+def test_a_rope_and_eps_that_a_section_leaves_out_are_those_of_transformers(name: str, config_class: str) -> None:
+    import transformers
+
+    theirs = getattr(transformers, f"{config_class}Config")()
+    text = BASE | (EXPERTS if "Moe" in name else {}) | {"model_type": theirs.model_type, "head_dim": 16}
+    gone = {"rms_norm_eps", "rope_theta", "rope_parameters"}
+    rope = {"rope_parameters": {"rope_type": "default"}} if "Ministral" in name else {}
+    config = {"architectures": [f"{name.partition(' ')[0]}ForConditionalGeneration"],
+              "text_config": {key: value for key, value in text.items() if key not in gone} | rope}
+    model = build_model(config, dtype=torch.float32, device="cpu")
+    assert isinstance(model, Decoder) and model.sizes.eps == theirs.rms_norm_eps
+    params = RopeParams(kind="default", theta=theirs.rope_parameters["rope_theta"], rotary_dim=16, original_len=8)
+    wanted = Rotary(params, max_len=8, dtype=torch.float32, device=torch.device("cpu"))
+    assert torch.equal(model.rotaries[0].table[:8], wanted.table)
+
+
+@pytest.mark.parametrize(("kind", "given", "window"), [
+    ("mistral", {}, 4096), ("mistral", {"sliding_window": None}, None), ("mistral", {"sliding_window": 8}, 8),
+    ("ministral3", {}, None)])
+def test_a_window_that_a_section_leaves_out_is_that_of_transformers(kind: str, given: dict[str, Any],
+                                                                    window: int | None) -> None:
+    import transformers
+
+    theirs = {"mistral": transformers.MistralConfig, "ministral3": transformers.Ministral3Config}[kind](**given)
+    text = {"model_type": kind, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}, **given}
+    model = build_model({"architectures": ["Mistral3ForConditionalGeneration"], "text_config": text},
+                        dtype=torch.float32, device="meta")
+    assert isinstance(model, Decoder)
+    assert {layer.window for layer in model.attention_layers} == {window} == {theirs.sliding_window}
+
+
 @pytest.mark.parametrize("name", ["Qwen3VLMoe", *(pytest.param(name, marks=pytest.mark.long) for name in (
     "Qwen2_5_VL", "Qwen3VL", "SmolVLM", "Lfm2Vl", "InternVL around qwen3", "LlavaNext around mistral"))])
 @torch.inference_mode()
@@ -154,7 +205,8 @@ def test_another_language_model_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "kind", "config_class"), [
-    ("Gemma3", None, "Gemma3Text"), ("Mistral3", "mistral", "Mistral"), ("LlavaNext", "mistral", "Mistral"),
+    ("Gemma3", None, "Gemma3Text"), ("Mistral3", "mistral", "Mistral"),
+    ("Mistral3", "ministral3", "Ministral3"), ("LlavaNext", "mistral", "Mistral"),
     ("Llava", "llama", "Llama"), ("InternVL", "qwen2", "Qwen2"), ("InternVL", "qwen3", "Qwen3"),
     ("SmolVLM", "llama", "Llama")])
 def test_sizes_that_a_section_leaves_out_are_those_of_transformers(name: str, kind: str | None,
@@ -162,7 +214,8 @@ def test_sizes_that_a_section_leaves_out_are_those_of_transformers(name: str, ki
     """Published files of these say only what differs."""
     import transformers
 
-    config = {"architectures": [f"{name}ForConditionalGeneration"], "text_config": {"model_type": kind}}
+    config = {"architectures": [f"{name}ForConditionalGeneration"],
+              "text_config": {"model_type": kind} | ROPES.get(kind or "", {})}
     model = build_model(config, dtype=torch.float32, device="meta")
     theirs = getattr(transformers, f"{config_class}Config")()
     assert isinstance(model, Decoder)
