@@ -7,16 +7,21 @@ requests, so that a request that has stopped drafting tries again now and then. 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
+
+import numpy as np
+
+from outrider.speculation.request_table import Floats, Ints, RequestTable
 
 FIRST_RATE = 0.7  # of drafts before any was checked
 SHARED_DECAY = 0.999  # factor on the counts over all requests, per observation
 USUAL_DEVIATION = 2.0  # squared deviations of a request from what is usual, in variances, that are nothing unusual
 LEAST_VARIANCE = 0.01  # of one observation
 FORGETTING = 0.95  # factor on a request's counts, per step without drafts
+TRIED, HIT, GAINS = range(3)  # of a request and a place: drafts reached, those accepted, and the chance of both
+MANY = 16  # requests from which numpy counts them faster than loops
 PROBE_AFTER = 32  # steps without drafts until a request tries one, whatever the rates say
 
 
@@ -35,52 +40,44 @@ QUICK = Memory(0.9, 2.0, 2.0)
 PATIENT = Memory(0.98, 16.0, 8.0)
 
 
-@dataclass(slots=True)
-class Rates:
-    """Acceptance counts by position: how many drafts were reached (all before them were accepted), and how many of
-    these were accepted."""
+def outcomes(k: int) -> list[tuple[int, int]]:
+    """Everything that a step can do with drafts of one request: how many it checked and how many it accepted."""
+    return [(num_drafted, num_accepted) for num_drafted in range(k + 1) for num_accepted in range(k + 1)]
 
-    tried: list[float]
-    hit: list[float]
-    gains: list[float] = field(default_factory=list)  # chance that draft j is reached and accepted
-    idle: int = 0  # steps without drafts
 
-    def observe(self, drafted: int, accepted: int, decay: float) -> None:
-        """Count the drafts of one step. Counts of positions without a draft fade, so that a few early rejections do not
-        keep a request from trying these positions again."""
-        tried, hit = self.tried, self.hit  # runs for every request in every step: plain statements are fastest
-        for j in range(min(accepted + 1, drafted, len(tried))):
-            tried[j] = tried[j] * decay + 1
-            hit[j] = hit[j] * decay + (j < accepted)
-        for j in range(drafted, len(tried)):
-            tried[j] *= FORGETTING
-            hit[j] *= FORGETTING
+def outcome_codes(k: int, num_drafted: Sequence[int], num_accepted: Sequence[int]) -> Ints:
+    """The index of each request's outcome in `outcomes`. Drafts beyond k, as a host may make, do not count."""
+    drafted, accepted = np.array(num_drafted), np.array(num_accepted)
+    codes: Ints = np.minimum(drafted, k) * (k + 1) + np.minimum(accepted, k)
+    return codes
 
-    def expect(self, gains: Sequence[float], decay: float) -> None:
-        """Count drafts that were not checked, by their chances of being reached and accepted (`gains`)."""
-        tried, hit, reached = self.tried, self.hit, 1.0
-        for j, gain in enumerate(gains):
-            tried[j] = tried[j] * decay + reached
-            hit[j] = hit[j] * decay + gain
-            reached = gain
+
+class SharedRates:
+    """Acceptance counts over all requests, by position: how many drafts were reached (all before them were accepted),
+    and how many of these were accepted."""
+
+    def __init__(self, k: int, weight: float) -> None:
+        """weight: observations that the first rate is worth."""
+        self._tried, self._hit = [weight] * k, [weight * FIRST_RATE] * k
+
+    @property
+    def rates(self) -> list[float]:
+        """The rate at which drafts that were reached are accepted."""
+        return [hit / tried for hit, tried in zip(self._hit, self._tried, strict=True)]
 
     def add(self, num: Sequence[int], tried: Sequence[float], hit: Sequence[float]) -> None:
-        """Add the drafts of all requests of a step to the rates over all requests. By position: `num`, the number of
-        drafts; `tried` and `hit`, what they add to the counts."""
+        """Add the drafts of a step. By position: `num`, the number of drafts; `tried` and `hit`, what they add to the
+        counts."""
         for j, own in enumerate(num):
             if own:
-                self.tried[j] = add_decayed(self.tried[j], SHARED_DECAY, own, tried[j])
-                self.hit[j] = add_decayed(self.hit[j], SHARED_DECAY, own, hit[j])
-
-    def fade(self, factor: float) -> None:
-        self.tried = [t * factor for t in self.tried]
-        self.hit = [h * factor for h in self.hit]
+                self._tried[j] = add_decayed(self._tried[j], SHARED_DECAY, own, tried[j])
+                self._hit[j] = add_decayed(self._hit[j], SHARED_DECAY, own, hit[j])
 
 
-def add_decayed(total: float, decay: float, num: int, added: float) -> float:
+def add_decayed(total: float, decay: float, num: float, added: float) -> float:
     """The value of a decaying sum after `num` more observations that add up to `added`. The observations have no order,
     so each counts as their mean."""
-    kept = decay**num
+    kept: float = decay**num
     return total * kept + added * (1 - kept) / ((1 - decay) * num)
 
 
@@ -94,100 +91,167 @@ class Acceptance:
     """Acceptance rates of every request that has drafted, and the rates of all requests together."""
 
     probe_after = PROBE_AFTER
+    idle_decay = FORGETTING  # factor on a request's counts after a step without drafts
 
     def __init__(self, k: int, memory: Memory = QUICK) -> None:
         self._k, self._memory = k, memory
-        self._shared = Rates([memory.first_weight] * k, [memory.first_weight * FIRST_RATE] * k)
-        self._rates: dict[int, Rates] = {}
+        self._shared = SharedRates(k, memory.first_weight)
+        # [request, TRIED to GAINS, place]. Gains are 0 where they must be computed anew; those of requests without
+        # counts are the usual ones, and always are.
+        self._counts = RequestTable(3, k)
+        self._idle: dict[int, int] = {}  # steps without drafts, by request
+        self._places = np.arange(k)
+        self._no_gains = [0.0] * k
+        # [outcome, TRIED to GAINS, place] What `_count` does to counts: it scales them, then adds.
+        self._added = np.array([self._counted(0.0, *outcome) for outcome in outcomes(k)])
+        self._scales = np.array([self._counted(1.0, *outcome) for outcome in outcomes(k)]) - self._added
+        drafted, accepted = np.array(outcomes(k)).T[:, :, None]
+        self._hits = (self._places < accepted).astype(np.int64)  # [outcome, place], as `_reached`
+        self._reached = self._hits | (self._places == accepted) & (self._places < drafted)
 
     def observe(self, drafts: Sequence[tuple[int, int, int]]) -> None:
         """Count the drafts of a step. `drafts` has, for each request: its id, how many were checked, and how many
         accepted."""
-        decay, k = self._memory.decay, self._k
-        by_accepted, num_rejected = [0] * (k + 1), [0] * k  # requests with so many accepted; rejected at each place
-        for request_id, num_drafted, num_accepted in drafts:
-            rates = self._rates.get(request_id) or self._rates_of(request_id, idle=0)
-            rates.observe(num_drafted, num_accepted, decay)
-            rates.gains = []
-            by_accepted[num_accepted if num_accepted < k else k] += 1  # a host's guess may be longer
-            if num_accepted < num_drafted and num_accepted < k:
-                num_rejected[num_accepted] += 1
-        num_hit = [sum(by_accepted[place + 1 :]) for place in range(k)]
-        num_reached = [rejected + hits for rejected, hits in zip(num_rejected, num_hit, strict=True)]
+        if not drafts:
+            return
+        num_reached, num_hit = self._observe_few(drafts) if len(drafts) < MANY else self._observe_many(drafts)
         self._shared.add(num_reached, num_reached, num_hit)
 
-    def expect(self, proposed: Sequence[tuple[int, list[float]]]) -> None:
-        """Count proposed drafts of requests, by their chances of being reached and accepted. Counting checked drafts
-        alone would be biased, because drafts with good chances are the ones that are checked."""
-        decay, num, tried, hit = self._memory.decay, [0] * self._k, [0.0] * self._k, [0.0] * self._k
-        for request_id, gains in proposed:
-            rates = self._rates.get(request_id) or self._rates_of(request_id, idle=0)
-            rates.expect(gains, decay)
-            rates.gains = []
-            reached = 1.0
-            for place, gain in enumerate(gains):
-                num[place] += 1
-                tried[place] += reached
-                hit[place] += gain
-                reached = gain
-        self._shared.add(num, tried, hit)
+    def _observe_few(self, drafts: Sequence[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
+        """`_observe_many` request by request."""
+        k, counts = self._k, self._counts
+        num_reached, num_hit = [0] * k, [0] * k
+        for request_id, num_drafted, num_accepted in drafts:
+            row = counts.add(request_id)
+            tried, hit, _ = counts.values[row].tolist()
+            self._count(tried, hit, num_drafted, num_accepted)
+            counts.values[row] = tried, hit, self._no_gains
+            for place in range(min(max(num_accepted, min(num_accepted + 1, num_drafted)), k)):
+                num_reached[place] += 1
+                num_hit[place] += place < num_accepted
+        return num_reached, num_hit
+
+    def _observe_many(self, drafts: Sequence[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
+        """Count the drafts for each request. Returns how many were reached and accepted at each place."""
+        request_ids, num_drafted, num_accepted = zip(*drafts, strict=True)
+        rows, codes = self._counts.add_all(request_ids), outcome_codes(self._k, num_drafted, num_accepted)
+        self._counts.values[rows] = self._counts.values[rows] * self._scales[codes] + self._added[codes]
+        num_each = np.bincount(codes, minlength=len(self._added))
+        return (num_each @ self._reached).tolist(), (num_each @ self._hits).tolist()
+
+    def _count(self, tried: list[float], hit: list[float], num_drafted: int, num_accepted: int) -> None:
+        """Count the drafts of one request in one step. Counts of positions without a draft fade, so that a few early
+        rejections do not keep a request from trying these positions again."""
+        decay = self._memory.decay
+        for j in range(min(num_accepted + 1, num_drafted, self._k)):
+            tried[j] = tried[j] * decay + 1
+            hit[j] = hit[j] * decay + (j < num_accepted)
+        for j in range(num_drafted, self._k):
+            tried[j] *= FORGETTING
+            hit[j] *= FORGETTING
+
+    def _counted(self, before: float, num_drafted: int, num_accepted: int) -> list[list[float]]:
+        """[TRIED to GAINS, place] The counts after `_count` of counts that were all `before`."""
+        tried, hit = [before] * self._k, [before] * self._k
+        self._count(tried, hit, num_drafted, num_accepted)
+        return [tried, hit, self._no_gains]
+
+    def expect(self, request_ids: Sequence[int], gains: Floats, num_drafts: Ints) -> None:
+        """Count proposed drafts of requests, by their chances of being reached and accepted, `gains` [request, place].
+        Counting checked drafts alone would be biased, because drafts with good chances are the ones that are
+        checked."""
+        if not request_ids:
+            return
+        is_draft = self._places < num_drafts[:, None]
+        reached = np.ones_like(gains)
+        reached[:, 1:] = gains[:, :-1]
+        added = np.where(is_draft[:, None], np.stack([reached, gains], axis=1), 0.0)
+        rows = self._counts.add_all(request_ids)
+        counts = self._counts.values[rows]
+        counts[:, :GAINS] = counts[:, :GAINS] * np.where(is_draft, self._memory.decay, 1.0)[:, None] + added
+        counts[:, GAINS] = 0.0
+        self._counts.values[rows] = counts
+        tried, hit = added.sum(0).tolist()
+        self._shared.add(is_draft.sum(0).tolist(), tried, hit)
 
     @property
     def usual_rate(self) -> float:
         """The rate at which first drafts are accepted, over all requests."""
-        return self._shared.hit[0] / self._shared.tried[0]
+        return self._shared.rates[0]
 
     @property
     def usual_gains(self) -> list[float]:
         """The chance that draft j is reached and accepted, over all requests."""
-        rates = [hit / tried for hit, tried in zip(self._shared.hit, self._shared.tried, strict=True)]
-        return list(accumulate(rates, mul))
+        return list(accumulate(self._shared.rates, mul))
 
     def forget(self, request_id: int) -> None:
-        self._rates.pop(request_id, None)
+        self._counts.forget(request_id)
+        self._idle.pop(request_id, None)
+
+    def gains_of(self, request_ids: Sequence[int]) -> list[list[float]]:
+        """For each request: the chance that its draft j is reached and accepted, for every j."""
+        if len(request_ids) < MANY:
+            return list(map(self.gains, request_ids))
+        gains: list[list[float]] = self.gain_table(request_ids).tolist()
+        return gains
+
+    def gain_table(self, request_ids: Sequence[int]) -> Floats:
+        """`gains_of` many requests: [request, place]."""
+        rows = self._counts.find_all(request_ids)
+        counts = self._counts.values[rows]
+        prior = np.array(self._prior_rates)
+        weights = self._own_weights(counts)[:, None]
+        rates = (counts[:, HIT] + weights * prior) / (counts[:, TRIED] + weights)
+        gains = np.where(counts[:, GAINS, :1] > 0, counts[:, GAINS], np.multiply.accumulate(rates, axis=1))
+        self._counts.values[rows, GAINS] = np.where(counts[:, TRIED, :1] > 0, gains, 0.0)
+        return gains
 
     def gains(self, request_id: int) -> list[float]:
         """The chance that draft j of the request is reached and accepted, for every j."""
-        rates = self._rates.get(request_id)
-        if rates is not None and rates.gains:
-            return rates.gains
-        if rates is None:
-            return self.usual_gains
-        shared, gains, reached = self._shared, [], 1.0
-        weight = self._own_weight(rates)
-        for shared_hit, shared_tried, hit, tried in zip(shared.hit, shared.tried, rates.hit, rates.tried, strict=True):
-            reached *= (hit + weight * (shared_hit / shared_tried)) / (tried + weight)
+        row = self._counts.find(request_id)
+        tried, hit, known = self._counts.values[row].tolist()
+        if known[0]:
+            return list(known)
+        gains: list[float] = []
+        reached, weight = 1.0, self._own_weight(tried[0], hit[0])
+        for rate, own_hit, own_tried in zip(self._prior_rates, hit, tried, strict=True):
+            reached *= (own_hit + weight * rate) / (own_tried + weight)
             gains.append(reached)
-        rates.gains = gains
+        if tried[0]:
+            self._counts.values[row, GAINS] = gains
         return gains
 
-    def _own_weight(self, rates: Rates) -> float:
-        """The weight of the shared rate, as a number of observations, for a request with these rates."""
-        weight, tried = self._memory.prior_weight, rates.tried[0]
+    @property
+    def _prior_rates(self) -> list[float]:
+        """The rates that are expected of a request before it has drafted."""
+        return self._shared.rates
+
+    def _own_weight(self, tried: float, hit: float) -> float:
+        """The weight of the prior rates, as a number of observations, for a request whose first drafts were tried and
+        accepted so often."""
+        weight = self._memory.prior_weight
         if not tried:
             return weight
         shared = self.usual_rate
         chance = max(shared * (1 - shared), LEAST_VARIANCE) * (1 / tried + 1 / weight)
-        return believed_weight(weight, rates.hit[0] / tried - shared, chance)
+        return believed_weight(weight, hit / tried - shared, chance)
+
+    def _own_weights(self, counts: Floats) -> Floats:
+        """`_own_weight` of many requests. counts: [request, TRIED to GAINS, place]."""
+        weight, shared = self._memory.prior_weight, self.usual_rate
+        tried, hit = np.where(counts[:, TRIED, 0] > 0, counts[:, TRIED, 0], np.inf), counts[:, HIT, 0]
+        deviations = np.where(tried < np.inf, hit / tried - shared, 0.0)
+        chance = max(shared * (1 - shared), LEAST_VARIANCE) * (1 / tried + 1 / weight)
+        return weight / np.maximum(1.0, deviations * deviations / chance / USUAL_DEVIATION)
 
     def is_probe_due(self, request_id: int) -> bool:
         """Count a step of the request without drafts. Returns True if the request should try a draft: a text may begin
         to repeat itself at any time, which is only noticed with drafts."""
-        rates = self._rates_of(request_id, idle=self.probe_after * 3 // 4)  # a new request is tried soon
-        self._fade(rates)
-        rates.gains = []
-        rates.idle += 1
-        if rates.idle < self.probe_after:
-            return False
-        rates.idle = 0
-        return True
-
-    def _fade(self, rates: Rates) -> None:
-        """Let the counts of a request fade after a step without drafts."""
-        rates.fade(FORGETTING)
-
-    def _rates_of(self, request_id: int, *, idle: int) -> Rates:
-        """The rates of a request. A new request begins as if after `idle` steps without drafts."""
-        if request_id not in self._rates:
-            self._rates[request_id] = Rates([0.0] * self._k, [0.0] * self._k, idle=idle)
-        return self._rates[request_id]
+        row = self._counts.add(request_id)
+        own = self._counts.values[row]
+        is_new = own[TRIED, 0] == 0  # and tried soon
+        own[:GAINS] *= self.idle_decay
+        own[GAINS] = 0.0
+        idle = self._idle.get(request_id, self.probe_after * 3 // 4 if is_new else 0) + 1
+        self._idle[request_id] = 0 if idle >= self.probe_after else idle
+        return idle >= self.probe_after

@@ -26,21 +26,29 @@ either one at the request's temperature, says less.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.core.draft_confidence import LEVEL_BITS, MOST_CHANCE, MOST_PLACES, NUM_LEVELS, TOP_LEVEL
-from outrider.speculation.acceptance import FIRST_RATE, SHARED_DECAY, add_decayed, believed_weight
-
-Ints: TypeAlias = NDArray[np.int64]
+from outrider.speculation.acceptance import (
+    FIRST_RATE,
+    SHARED_DECAY,
+    USUAL_DEVIATION,
+    add_decayed,
+    believed_weight,
+    outcome_codes,
+    outcomes,
+)
+from outrider.speculation.request_table import Floats, Ints, RequestTable
 
 MEAN_WEIGHT = 4.0  # observations that the mean rate is worth to a level
 PLACE_WEIGHT = 32.0  # accepted drafts that a factor of 1 is worth to a place
 OWN_WEIGHT = 20.0  # checked drafts that a factor of 1 is worth to a request
+MANY = 96  # requests from which numpy counts them faster than loops
+SMALLEST = 1e-300  # in the place of a variance of 0, which is that of no drafts
 OWN_DECAY = 0.98  # factor on what was counted of one request, per draft
 
 
@@ -55,10 +63,25 @@ class _Ratio:
     def factor(self) -> float:
         return self.accepted / self.expected
 
-    def add(self, num: int, num_accepted: int, expected: float) -> None:
+    def add(self, num: float, num_accepted: float, expected: float) -> None:
         """Count `num` drafts of a step, over all requests."""
         self.accepted = add_decayed(self.accepted, SHARED_DECAY, num, num_accepted)
         self.expected = add_decayed(self.expected, SHARED_DECAY, num, expected)
+
+
+# A request's id, the confidence levels of its drafts, how many were checked, and how many accepted. Drafts after the
+# first rejected one do not count.
+CheckedDrafts: TypeAlias = tuple[int, int, int, int]
+
+
+class _Counted(NamedTuple):
+    """Checked drafts over all requests of a step."""
+
+    num_tried: list[float]  # by level
+    num_hit: list[float]
+    num_reached: list[float]  # by place
+    num_accepted: list[float]
+    expected: list[float]  # how many would be accepted by their levels alone
 
 
 class DraftChances:
@@ -70,33 +93,22 @@ class DraftChances:
         self._hit = [0.0] * NUM_LEVELS
         self._all = _Ratio(MEAN_WEIGHT * FIRST_RATE, MEAN_WEIGHT)
         self._places = [_Ratio(PLACE_WEIGHT, PLACE_WEIGHT) for _ in range(k)]
-        self._own: dict[int, _Ratio] = {}
+        self._own = RequestTable(2)  # [request, (accepted, expected)]
+        # By outcome: which places were checked and accepted, what a draft there is worth after the decay by later ones,
+        # the worth of the accepted ones, and the factor on what was counted before.
+        drafted, accepted = np.array(outcomes(k)).T[:, :, None]
+        places, num_checked = np.arange(k), np.minimum(accepted + 1, drafted)
+        self._checked = (places < num_checked).astype(np.float64)
+        self._hit_at = self._checked * (places < accepted)
+        self._weights = self._checked * OWN_DECAY ** (num_checked - 1 - places)
+        self._hits = (self._weights * self._hit_at).sum(1)
+        self._fading = OWN_DECAY**num_checked
         self._table: list[list[float]] = []  # see `table`; empty if it must be computed anew
 
-    def observe(self, drafts: Iterable[tuple[int, int, int, int]]) -> None:
-        """Count the checked drafts of a step. `drafts` has, for each request: its id, the confidence levels of its
-        drafts, how many were checked, and how many accepted. Drafts after the first rejected one do not count."""
-        rates, factors, k = self.rates, [place.factor for place in self._places], self._k
-        num_tried, num_hit = [0] * NUM_LEVELS, [0] * NUM_LEVELS
-        num_reached, num_accepted_at, expected_at = [0] * k, [0] * k, [0.0] * k
-        for request_id, packed, num_drafted, num_accepted in drafts:  # all requests, in every step
-            own = self._own.get(request_id)
-            if own is None:
-                own = self._own[request_id] = _Ratio(0.0, 0.0)
-            accepted, expected = own.accepted, own.expected
-            for place in range(min(num_accepted + 1, num_drafted, k)):
-                level = packed >> LEVEL_BITS * place & TOP_LEVEL
-                rate = rates[level]
-                accepted *= OWN_DECAY
-                expected = expected * OWN_DECAY + rate * factors[place]
-                num_tried[level] += 1
-                num_reached[place] += 1
-                expected_at[place] += rate
-                if place < num_accepted:
-                    accepted += 1
-                    num_hit[level] += 1
-                    num_accepted_at[place] += 1
-            own.accepted, own.expected = accepted, expected
+    def observe(self, drafts: Sequence[CheckedDrafts]) -> None:
+        """Count the checked drafts of a step."""
+        counted = self._observe_many(drafts) if len(drafts) >= MANY else self._observe_few(drafts)
+        num_tried, num_hit, num_reached, num_accepted_at, expected_at = counted
         for at_place, num, hits, rate in zip(self._places, num_reached, num_accepted_at, expected_at, strict=True):
             if num:
                 at_place.add(num, hits, rate)
@@ -109,8 +121,53 @@ class DraftChances:
             self._all.add(num, sum(num_hit), num)
         self._table = []
 
+    def _observe_few(self, drafts: Sequence[CheckedDrafts]) -> _Counted:
+        """`_observe_many` without numpy, which takes longer than a few requests."""
+        rates, factors, k = self.rates, [place.factor for place in self._places], self._k
+        num_tried, num_hit = [0.0] * NUM_LEVELS, [0.0] * NUM_LEVELS
+        num_reached, num_accepted_at, expected_at = [0.0] * k, [0.0] * k, [0.0] * k
+        for request_id, packed, num_drafted, num_accepted in drafts:
+            row = self._own.add(request_id)
+            accepted, expected = self._own.values[row].tolist()
+            for place in range(min(num_accepted + 1, num_drafted, k)):
+                level = packed >> LEVEL_BITS * place & TOP_LEVEL
+                rate = rates[level]
+                accepted *= OWN_DECAY
+                expected = expected * OWN_DECAY + rate * factors[place]
+                num_tried[level] += 1
+                num_reached[place] += 1
+                expected_at[place] += rate
+                if place < num_accepted:
+                    accepted += 1
+                    num_hit[level] += 1
+                    num_accepted_at[place] += 1
+            self._own.values[row] = accepted, expected
+        return _Counted(num_tried, num_hit, num_reached, num_accepted_at, expected_at)
+
+    def _observe_many(self, drafts: Sequence[CheckedDrafts]) -> _Counted:
+        """Count the drafts for each request, and return their counts over all requests."""
+        request_ids, packed, num_drafted, num_accepted = zip(*drafts, strict=True)
+        codes, levels = outcome_codes(self._k, num_drafted, num_accepted), self._levels(np.array(packed)[:, None])
+        is_checked, is_hit = self._checked[codes], self._hit_at[codes]
+        rates = np.array(self.rates)[levels] * is_checked
+        expected = (rates * (self._weights * [place.factor for place in self._places])[codes]).sum(1)
+        rows = self._own.add_all(request_ids)
+        own = self._own.values[rows] * self._fading[codes]
+        own[:, 0] += self._hits[codes]
+        own[:, 1] += expected
+        self._own.values[rows] = own
+        flat = levels.ravel()
+        return _Counted(np.bincount(flat, is_checked.ravel(), NUM_LEVELS).tolist(),
+                        np.bincount(flat, is_hit.ravel(), NUM_LEVELS).tolist(),
+                        is_checked.sum(0).tolist(), is_hit.sum(0).tolist(), rates.sum(0).tolist())
+
+    def _levels(self, packed: Ints) -> Ints:
+        """[request, place] Unpack confidence levels, [request, 1]."""
+        levels: Ints = packed >> LEVEL_BITS * np.minimum(np.arange(self._k), MOST_PLACES) & TOP_LEVEL
+        return levels
+
     def forget(self, request_id: int) -> None:
-        self._own.pop(request_id, None)
+        self._own.forget(request_id)
 
     @property
     def rates(self) -> list[float]:
@@ -129,12 +186,21 @@ class DraftChances:
 
     def factor(self, request_id: int) -> float:
         """The factor of a request on the chances of its drafts. The fewer were checked, the nearer it is to 1."""
-        own = self._own.get(request_id)
-        if own is None:
+        accepted, expected = map(float, self._own.values[self._own.find(request_id)])
+        if not expected:
             return 1.0
         weight = OWN_WEIGHT * self._all.factor
-        weight = believed_weight(weight, own.accepted - own.expected, own.expected * (1 + own.expected / weight))
-        return (own.accepted + weight) / (own.expected + weight)
+        weight = believed_weight(weight, accepted - expected, expected * (1 + expected / weight))
+        return (accepted + weight) / (expected + weight)
+
+    def factors(self, request_ids: Sequence[int]) -> Floats:
+        """`factor` of many requests."""
+        accepted, expected = self._own.values[self._own.find_all(request_ids)].T
+        weight = OWN_WEIGHT * self._all.factor
+        variance = np.maximum(expected * (1 + expected / weight), SMALLEST)
+        weights = weight / np.maximum(1.0, (accepted - expected) ** 2 / variance / USUAL_DEVIATION)
+        factors: Floats = (accepted + weights) / (expected + weights)
+        return factors
 
     def gains(self, request_id: int, packed: int, count: int) -> list[float]:
         """For each of `count` drafts of the request: the chance that it is reached and accepted. packed: their
@@ -146,12 +212,10 @@ class DraftChances:
             gains.append(reached)
         return gains
 
-    def gains_of_chains(self, request_ids: list[int], owner: Ints, packed: Ints, counts: Ints) -> NDArray[np.float64]:
+    def gains_of_chains(self, factors: Floats, packed: Ints, counts: Ints) -> Floats:
         """[chain, place] Like `gains`, for many chains of drafts at once; 0 for places after the last draft of a chain.
-        owner: the index of each chain's request in `request_ids`."""
+        factors: those of each chain's request."""
         places = np.arange(self._k)
-        levels = packed[:, None] >> LEVEL_BITS * np.minimum(places, MOST_PLACES) & TOP_LEVEL
-        factors = np.array([self.factor(request_id) for request_id in request_ids])
-        chances = np.array(self.table())[places, levels] * factors[owner, None]
+        chances = np.array(self.table())[places, self._levels(packed[:, None])] * factors[:, None]
         chances = np.where(places < counts[:, None], np.minimum(chances, MOST_CHANCE), 0.0)
         return np.multiply.accumulate(chances, axis=1)

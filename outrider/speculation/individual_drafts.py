@@ -95,8 +95,8 @@ class IndividualDrafts(LearnedDrafts):
         plain, one = (self._step_seconds(count, len(running)) for count in (0, 1)) if running else (0.0, 0.0)
         if one - plain >= HOPELESS * plain / max(1, len(running)):  # an accepted draft would hardly pay
             return wanted
-        for index in running:
-            if not wanted[index] and self._gains(requests[index], is_exact):
+        for index, gains in self._gains_of(requests, running, is_exact):
+            if not wanted[index] and gains:
                 wanted[index] = int(self.acceptance.is_probe_due(requests[index].id))
         return wanted
 
@@ -107,7 +107,7 @@ class IndividualDrafts(LearnedDrafts):
         counts, num_running = [0] * len(requests), len(running)
         if not running:
             return counts
-        gains = [(index, self._gains(requests[index], is_exact)) for index in running]
+        gains = self._gains_of(requests, running, is_exact)
         steps = [self._step_seconds(count, num_running) for count in range(1 + sum(len(own) for _, own in gains))]
         best: list[tuple[float, int]] = []
         best_rate = num_running / steps[0] * self._least_gain
@@ -128,11 +128,10 @@ class IndividualDrafts(LearnedDrafts):
         """The number of proposed drafts of each request to check, by the drafter's confidence in each. A draft is
         checked if the tokens that it is expected to add would take longer in steps with usual drafts."""
         depth = self._depth.proposed
-        usual = sorted((gain for index in running for gain in self._gains(requests[index], False)[:depth]),
+        usual = sorted((gain for _, own in self._gains_of(requests, running, False) for gain in own[:depth]),
                        reverse=True)
-        found = [(gain, index) for index in running if self._sees(requests[index])
-                 for gain in (self._waiting_gains(requests[index]) if requests[index].levels
-                              else self._gains(requests[index], True))]
+        found = [(gain, index) for index, own in self._gains_of(requests, running, True) if self._sees(requests[index])
+                 for gain in (self._waiting_gains(requests[index]) if requests[index].levels else own)]
         found.sort(key=lambda pair: -pair[0])
         count, most = len(running), max(len(usual), len(found))
         step = [self._step_seconds(n, count) for n in range(1 + most)]
@@ -145,6 +144,11 @@ class IndividualDrafts(LearnedDrafts):
         for _, index in found[: values.index(max(values))]:
             counts[index] += 1
         return counts
+
+    def _gains_of(self, requests: Sequence[DraftedRequest], running: list[int],
+                  is_exact: bool) -> list[tuple[int, list[float]]]:
+        """The indexes in `running`, each with the gains of its request."""
+        return list(zip(running, self._gains([requests[index] for index in running], is_exact), strict=True))
 
     def _step_seconds(self, num_drafts: int, num_running: int) -> float:
         """Expected seconds of a step of `num_running` requests with `num_drafts` drafts in all. The slowness factor

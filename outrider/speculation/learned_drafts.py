@@ -11,6 +11,8 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 
+import numpy as np
+
 from outrider.core.costs import StepCosts
 from outrider.core.drafted_request import DraftedRequest
 from outrider.speculation.acceptance import Acceptance
@@ -64,8 +66,14 @@ class LearnedDrafts(DraftCounts):
 
     def _expect_waiting(self, settled: Sequence[SettledDrafts]) -> None:
         """Learn acceptance from the drafts that wait on the device, by their drafter's confidence in them."""
-        self.acceptance.expect([(request.id, self._waiting_gains(request)) for request, result, _ in settled
-                                if request.levels and not result.finish and self._sees(request)])
+        waiting = [(request.id, request.levels, clamp_drafts(request, self._k, is_exact=True))
+                   for request, result, _ in settled
+                   if request.levels and not result.finish and self._sees(request)]
+        if waiting:
+            request_ids, levels, counts = zip(*waiting, strict=True)
+            num_drafts = np.array(counts)
+            gains = self.chances.gains_of_chains(self.chances.factors(request_ids), np.array(levels), num_drafts)
+            self.acceptance.expect(request_ids, gains, num_drafts)
 
     def forget(self, request: DraftedRequest) -> None:
         self.acceptance.forget(request.id)
@@ -122,13 +130,17 @@ class LearnedDrafts(DraftCounts):
         drafter's confidence."""
         return self.chances.gains(request.id, request.levels, clamp_drafts(request, self._k, is_exact=True))
 
-    def _gains(self, request: DraftedRequest, is_exact: bool) -> list[float]:
-        """For each draft j of the request: the chance that all drafts up to j are accepted. Empty if the drafter has
-        seen too little of the request and either rests or cannot catch up before the request ends."""
+    def _gains(self, requests: Sequence[DraftedRequest], is_exact: bool) -> list[list[float]]:
+        """For each request and draft j: the chance that all drafts up to j are accepted. Empty if the drafter has seen
+        too little of the request and either rests or cannot catch up before the request ends."""
+        all_gains = self.acceptance.gains_of([request.id for request in requests])
+        return [self._cut_gains(request, gains, is_exact) for request, gains in zip(requests, all_gains, strict=True)]
+
+    def _cut_gains(self, request: DraftedRequest, gains: list[float], is_exact: bool) -> list[float]:
+        """Leave out the drafts that the request cannot have."""
         if not self._sees(request) and (not self._depth.proposed
                                         or request.end_len - request.bound.at_most < LEAST_LEFT):
             return []
-        gains = self.acceptance.gains(request.id)
         if request.max_drafts is None and not is_exact:
             return gains
         return gains[: clamp_drafts(request, self._k, is_exact)]

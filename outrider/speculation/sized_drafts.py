@@ -20,7 +20,6 @@ from operator import itemgetter
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from outrider.core import ScheduledBatch
 from outrider.core.costs import StepCosts
@@ -31,6 +30,7 @@ from outrider.speculation.acceptance import PATIENT
 from outrider.speculation.draft_counts import DraftPlan, SettledDrafts, SharingPlan, clamp_drafts
 from outrider.speculation.learned_drafts import LearnedDrafts
 from outrider.speculation.observed_times import READING
+from outrider.speculation.request_table import Floats, Ints
 from outrider.speculation.spread_acceptance import STEADY, SpreadAcceptance
 from outrider.speculation.time_looks import HOPE, LOOK_STEPS, TimeLooks
 
@@ -47,7 +47,6 @@ FIRST_GAIN = 0.85  # least gain before the first drafts are checked: a drafter t
 WEIGH_LEVELS_EVERY = 8  # steps: the levels of hundreds of drafts are weighed, which takes as long as a plan
 
 
-Floats: TypeAlias = NDArray[np.float64]
 RateOf: TypeAlias = Callable[[float, int, int], float]
 
 
@@ -207,10 +206,8 @@ class SizedDrafts(LearnedDrafts):
         self._note_tries(settled)
         self._has_checked = self._has_checked or any([result.num_drafted for _, result, _ in settled])
         if is_shared:
-            expected = [sum(self.chances.gains(request.id, request.checked_levels, result.num_drafted))
-                        for request, result, _ in settled]
-            self._level_foresight.observe(sum(expected), sum([result.num_accepted for _, result, _ in settled]),
-                                          len(settled))
+            self._level_foresight.observe(self._expected_of(settled),
+                                          sum([result.num_accepted for _, result, _ in settled]), len(settled))
             self._learn_chances(settled)
             self._expect_waiting(settled)  # what was accepted of drafts that the device chose says too much of others
             return
@@ -222,6 +219,15 @@ class SizedDrafts(LearnedDrafts):
                                           in planned if count and count == num_scheduled])
         self.acceptance.observe([(request.id, num_scheduled, result.num_accepted)
                                  for request, result, num_scheduled in settled if num_scheduled])
+
+    def _expected_of(self, settled: Sequence[SettledDrafts]) -> float:
+        """The number of checked drafts that were expected to be accepted, by their drafter's confidence."""
+        if not settled:
+            return 0.0
+        request_ids, levels, counts = zip(*[(request.id, request.checked_levels, result.num_drafted)
+                                            for request, result, _ in settled], strict=True)
+        factors = self.chances.factors(request_ids)
+        return float(self.chances.gains_of_chains(factors, np.array(levels), np.array(counts)).sum())
 
     def observe_step(self, batch: ScheduledBatch, seconds: float) -> None:
         count, depth, wanted = batch.num_requests, max(batch.num_drafts, default=0), batch.drafting.num_wanted
@@ -271,7 +277,7 @@ class SizedDrafts(LearnedDrafts):
         if not self._depth.proposed or not count or not self._looks.are_left:
             return None
         num_wanted = depth or 1
-        if depth and self._looks.may_rest(count, self._rate_of(requests)(count, 0, count) / rate):
+        if depth and self._looks.may_rest(count, lambda: self._rate_of(requests)(count, 0, count) / rate):
             depth = num_wanted = 0
         elif depth and not _all_decode(requests) or not self._looks.is_due(count, depth):
             return None
@@ -287,11 +293,11 @@ class SizedDrafts(LearnedDrafts):
         if learns:
             self._next_learning = self._step + LEARN_SPREAD_EVERY
             self.acceptance.learn_spread(request_ids)
-        gains = [self._gains(request, is_exact=False) for request in requests]
+        gains = self._gains(requests, is_exact=False)
         return *self._best(requests, gains, most), gains
 
     def _best_depth(self, requests: Sequence[DraftedRequest]) -> int:
-        return self._best(requests, [self._gains(request, is_exact=False) for request in requests], self._k)[0].depth
+        return self._best(requests, self._gains(requests, is_exact=False), self._k)[0].depth
 
     def _rate_of(self, requests: Sequence[DraftedRequest]) -> RateOf:
         """Return a function that gives the tokens per second of a step of these requests. Its arguments: expected
@@ -367,12 +373,10 @@ class SizedDrafts(LearnedDrafts):
             return None
         if 2 * len(self._chains) < min(count, MAX_CHAINS):
             return None
-        columns = zip(*list(self._chains)[-CHAINS_EACH * count :], strict=True)
-        request_ids, levels, num_drafts = (np.array(column, dtype=np.int64) for column in columns)
-        request_ids, owner = np.unique(request_ids, return_inverse=True)
-        ids = request_ids.tolist()
-        usual = np.array([self.acceptance.gains(request_id) for request_id in ids])
-        sample = extended(self.chances.gains_of_chains(ids, owner, levels, num_drafts), num_drafts, usual[owner])
+        request_ids, *columns = zip(*list(self._chains)[-CHAINS_EACH * count :], strict=True)
+        levels, num_drafts = (np.array(column, dtype=np.int64) for column in columns)
+        waiting = self.chances.gains_of_chains(self.chances.factors(request_ids), levels, num_drafts)
+        sample = extended(waiting, num_drafts, self.acceptance.gain_table(request_ids))
         shared = self._best_shared(self._rate_of(requests), sample, self._level_foresight.share, most, count, best_rate,
                                    LEVEL_GAIN)
         if shared is None:
@@ -382,7 +386,9 @@ class SizedDrafts(LearnedDrafts):
 
     def _sharing(self, request_ids: list[int], total: int, fixed_drafts: list[int]) -> SharingPlan:
         chances, most = self.chances, (1 << WEIGHT_BITS + 3)
-        weights = {one: min(round(chances.factor(one) * (1 << WEIGHT_BITS)), most) for one in request_ids}
+        factors = chances.factors(request_ids).tolist()
+        weights = {one: min(round(own * (1 << WEIGHT_BITS)), most)
+                   for one, own in zip(request_ids, factors, strict=True)}
         table = [min(round(chance * (1 << CHANCE_BITS)), 1 << CHANCE_BITS) for own in chances.table() for chance in own]
         return SharingPlan(total, weights, table, fixed_drafts)
 
@@ -408,7 +414,7 @@ def _all_decode(requests: Sequence[DraftedRequest]) -> bool:
     return all([request.yields_tokens for request in requests])
 
 
-def extended(waiting: Floats, num_waiting: NDArray[np.int64], usual: Floats) -> Floats:
+def extended(waiting: Floats, num_waiting: Ints, usual: Floats) -> Floats:
     """Extend the gains (chances of being reached and accepted) of proposed drafts by gains of further drafts that could
     be proposed after them. A further draft that is reached has the usual chance of acceptance at its place. Arrays are
     indexed by chain and place."""

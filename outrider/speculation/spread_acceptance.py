@@ -7,9 +7,12 @@ many observations the mean of all requests is worth (empirical Bayes).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
-from outrider.speculation.acceptance import Acceptance, Memory, Rates
+import numpy as np
+
+from outrider.speculation.acceptance import GAINS, Acceptance, Memory
+from outrider.speculation.request_table import Floats
 
 # Of a drafter that misses nothing while it rests. Counts are believed a little longer than elsewhere, because plans for
 # many requests hold for some steps.
@@ -29,6 +32,7 @@ class SpreadAcceptance(Acceptance):
     the mean."""
 
     probe_after = PROBE_PLANS
+    idle_decay = IDLE_DECAY
 
     def __init__(self, k: int, memory: Memory = STEADY) -> None:
         super().__init__(k, memory)
@@ -38,16 +42,15 @@ class SpreadAcceptance(Acceptance):
 
     def observe(self, drafts: Sequence[tuple[int, int, int]]) -> None:
         super().observe(drafts)
-        for request_id, _, num_accepted in drafts:
-            if num_accepted:  # a request that only tries one now and then is to try the next at once
-                self._rates[request_id].idle = PROBE_PLANS
+        # A request that only tries one now and then is to try the next at once.
+        self._idle |= {request_id: PROBE_PLANS for request_id, _, num_accepted in drafts if num_accepted}
 
-    def learn_spread(self, request_ids: Iterable[int]) -> None:
+    def learn_spread(self, request_ids: Sequence[int]) -> None:
         """Estimate again how much these requests differ, from the acceptance rates of their first drafts."""
-        found = [own for request_id in request_ids if (own := self._rates.get(request_id)) is not None]
-        for own in found:
-            own.gains = []
-        tried = [(own.hit[0] / own.tried[0], own.tried[0]) for own in found if own.tried[0] >= LEAST_TRIED]
+        rows = self._counts.find_all(request_ids)
+        self._counts.values[rows, GAINS] = 0.0
+        firsts = self._counts.values[rows, :GAINS, 0].tolist()
+        tried = [(own_hit / own_tried, own_tried) for own_tried, own_hit in firsts if own_tried >= LEAST_TRIED]
         self.are_alike, self._weight = True, self._memory.prior_weight
         if len(tried) < FEWEST:
             return
@@ -60,25 +63,16 @@ class SpreadAcceptance(Acceptance):
             self.are_alike, self._mean = False, mean
             self._weight = max(LEAST_WEIGHT, of_one / between - 1)
 
-    def gains(self, request_id: int) -> list[float]:
-        if self.are_alike:
-            return super().gains(request_id)
-        rates = self._rates.get(request_id)
-        if rates is not None and rates.gains:
-            return rates.gains
-        weight, gains, reached = self._weight, [], 1.0
-        for place, (hit, tried) in enumerate(zip(self._shared.hit, self._shared.tried, strict=True)):
-            rate = hit / tried if place else self._mean
-            if rates is not None:
-                rate = (rates.hit[place] + weight * rate) / (rates.tried[place] + weight)
-            reached *= rate
-            gains.append(reached)
-        if rates is not None:
-            rates.gains = gains
-        return gains
+    @property
+    def _prior_rates(self) -> list[float]:
+        rates = super()._prior_rates
+        return rates if self.are_alike else [self._mean, *rates[1:]]
 
-    def _fade(self, rates: Rates) -> None:
-        rates.fade(IDLE_DECAY)
+    def _own_weight(self, tried: float, hit: float) -> float:
+        return super()._own_weight(tried, hit) if self.are_alike else self._weight
+
+    def _own_weights(self, counts: Floats) -> Floats:
+        return super()._own_weights(counts) if self.are_alike else np.full(len(counts), self._weight)
 
 
 def effective_observations(count: float, decay: float) -> float:

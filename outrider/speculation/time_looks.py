@@ -8,6 +8,8 @@ not stopped because of a guess: first, a look measures steps in which it runs an
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from outrider.speculation.observed_times import ObservedTimes
 
 LOOK_STEPS = 4  # that a look takes: the first may still propose what the others check
@@ -64,7 +66,7 @@ class TimeLooks:
             hopes[0] = max(HOPE, self._times.ratio(count, 0) / self._times.slowness)
         return hopes
 
-    def may_rest(self, count: int, gain: float) -> bool:
+    def may_rest(self, count: int, gain: Callable[[], float]) -> bool:
         """Whether to stop the drafter for a few steps to measure their time, because steps without it would be best if
         they took as long as predicted: a host may be slower with a drafter, even if no drafts are checked. gain: tokens
         per second without drafts, divided by the best known rate."""
@@ -72,7 +74,7 @@ class TimeLooks:
         if not self._misses_rests or self._num_awake < REST_AFTER or times.is_known(count, 0):
             return False
         slowness = times.ratio(count, 0) / times.slowness
-        if slowness < MUCH_SLOWER or slowness * gain < 1:
+        if slowness < MUCH_SLOWER or slowness * gain() < 1:
             return False
         self._num_awake = 0
         return True

@@ -15,7 +15,7 @@ from outrider.core.draft_confidence import LEVEL_BITS, NUM_LEVELS, TOP_LEVEL, le
 from outrider.core.structured import StructuredOutputsParams
 from outrider.sched.request import Request
 from outrider.sched.updates import apply_results
-from outrider.speculation.draft_chances import DraftChances
+from outrider.speculation.draft_chances import MANY, DraftChances
 from outrider.speculation.individual_drafts import IndividualDrafts
 from outrider.speculation.sized_drafts import CHAINS_EACH, WEIGH_LEVELS_EVERY, SizedDrafts, extended
 from tests.unit.test_draft_counts import running
@@ -74,9 +74,25 @@ def test_further_drafts_are_as_likely_as_usual() -> None:
 def test_chains_have_the_gains_of_their_requests_drafts() -> None:
     chances = learned([level / NUM_LEVELS for level in range(NUM_LEVELS)], own=0.7)
     levels, counts = [packed(3, 9, 15), packed(15, 15, 15), packed(8, 1, 2), -1], [3, 2, 0, 3]
-    gains = chances.gains_of_chains([1, 2], np.array([0, 0, 1, 1]), np.array(levels), np.array(counts))
+    gains = chances.gains_of_chains(chances.factors([1, 1, 2, 2]), np.array(levels), np.array(counts))
     for request, own, count, found in zip([1, 1, 2, 2], levels, counts, gains.tolist(), strict=True):
         assert found == chances.gains(request, own, count) + [0.0] * (3 - count)
+
+
+def test_many_requests_are_counted_as_few_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With numpy for all at once, or request by request."""
+    source, many, few = random.Random(1), DraftChances(3), DraftChances(3)
+    ids = list(range(2 * MANY))
+    for _ in range(30):
+        drafts = [(own, source.getrandbits(20), drafted := source.randrange(6), source.randint(0, drafted))
+                  for own in ids]
+        many.observe(drafts)
+        with monkeypatch.context() as patch:
+            patch.setattr("outrider.speculation.draft_chances.MANY", len(drafts) + 1)
+            few.observe(drafts)
+    assert many.rates == pytest.approx(few.rates) and np.array(many.table()) == pytest.approx(np.array(few.table()))
+    assert many.factors(ids).tolist() == pytest.approx([few.factor(own) for own in ids])
+    assert len({round(factor, 3) for factor in many.factors(ids)}) > len(ids) // 2, "they differ"
 
 
 def settled(chooser: IndividualDrafts | SizedDrafts, request: Request, accepted: int, drafted: int, levels: int,
@@ -200,12 +216,12 @@ def test_the_device_shares_rows_out_where_the_drafter_knows_what_holds() -> None
 
 def test_levels_are_weighed_now_and_then_while_that_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes longer than the step of a small model on a GPU."""
-    chooser, weighed = SizedDrafts(K, COSTS), []  # requests whose chains are weighed
+    chooser, weighed = SizedDrafts(K, COSTS), []  # factors of the chains that are weighed
     of_chains = chooser.chances.gains_of_chains
 
-    def gains_of_chains(request_ids: list[int], owner: Any, packed: Any, counts: Any) -> Any:
-        weighed.extend(owner.tolist())
-        return of_chains(request_ids, owner, packed, counts)
+    def gains_of_chains(factors: Any, packed: Any, counts: Any) -> Any:
+        weighed.extend(factors.tolist())
+        return of_chains(factors, packed, counts)
 
     monkeypatch.setattr(chooser, "_best_shared", lambda *args: None)
     monkeypatch.setattr(chooser.chances, "gains_of_chains", gains_of_chains)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 from outrider.core import RequestResult
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.decode_sizes import size_for, unequal_sizes
 from outrider.sched.request import Request
+from outrider.speculation.acceptance import HIT, TRIED
 from outrider.speculation.learned_drafts import MIN_GAIN
 from outrider.speculation.sized_drafts import HELD_STEPS, SHARE_GAIN, Foresight, SizedDrafts
 from outrider.speculation.spread_acceptance import PROBE_PLANS, SpreadAcceptance
@@ -138,7 +140,8 @@ def fixed_gains(gains: list[list[float]], seconds: tuple[float, float, float], *
     chooser, requests = SizedDrafts(len(gains[0]), costs), [running(i) for i in range(len(gains))]
     chooser.acceptance.are_alike = False
     chooser.acceptance.learn_spread = lambda request_ids: None  # type: ignore[method-assign]
-    chooser.acceptance.gains = lambda request_id: gains[request_id]  # type: ignore[method-assign]
+    chooser.acceptance.gains_of = lambda request_ids: [  # type: ignore[method-assign]
+        gains[own] for own in request_ids]
     return chooser, requests
 
 
@@ -197,10 +200,39 @@ def test_rates_are_told_apart_only_where_they_differ_by_more_than_chance() -> No
         assert different.gains(1000)[0] == pytest.approx(0.55, abs=0.05), "a new request: the mean of all"
 
 
+def estimated(spread: float) -> tuple[np.ndarray[Any, Any], list[bool], bool]:
+    """Estimates, due tries and whether requests seem alike, after random steps. Some requests rest, and some are
+    new."""
+    source, acceptance, ids = random.Random(2), SpreadAcceptance(3), list(range(48))
+    gains, due = [], []
+    for step in range(40):
+        drafts = []
+        for own in ids[:43]:
+            rate, drafted = 0.5 + spread * (own % 2 - 0.5), source.randrange(1, 6)
+            drafts.append((own, drafted, sum(source.random() < rate for _ in range(drafted))))
+        acceptance.observe(drafts)
+        due += [acceptance.is_probe_due(own) for own in source.sample(ids, 3)]
+        if step % 8 == 0:
+            acceptance.learn_spread(ids)
+        gains.append(acceptance.gains_of(ids))
+    return np.array(gains), due, acceptance.are_alike
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.8])
+def test_many_requests_are_counted_as_few_are(spread: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With numpy for all at once, or request by request."""
+    gains, due, are_alike = estimated(spread)
+    monkeypatch.setattr("outrider.speculation.acceptance.MANY", 100)
+    other_gains, other_due, other_alike = estimated(spread)
+    assert gains == pytest.approx(other_gains) and due == other_due and are_alike == other_alike == (spread == 0)
+    assert 0 < sum(due) < len(due)
+
+
 def test_rates_that_differ_little_are_drawn_to_their_mean() -> None:
     near = SpreadAcceptance(1)
     estimates = observed(near, [0.5 + 0.4 * (i / 63 - 0.5) * 2 for i in range(64)], 30, 1)
-    raw = [near._rates[i].hit[0] / near._rates[i].tried[0] for i in range(64)]
+    counts = near._counts.values[near._counts.find_all(range(64))]
+    raw = (counts[:, HIT, 0] / counts[:, TRIED, 0]).tolist()
     assert not near.are_alike
     assert max(estimates) - min(estimates) < max(raw) - min(raw)
 
