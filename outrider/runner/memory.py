@@ -26,6 +26,7 @@ from outrider.runner.worker_ranks import ONE_RANK, WorkerRanks
 
 log = logging.getLogger("outrider")
 MIB = 1 << 20
+LEAST_PAGES = 2  # the null page and another
 
 
 @dataclass(frozen=True)
@@ -36,10 +37,11 @@ class StepMemory:
     activation_bytes: int = 0  # memory of the largest step
     state_bytes: int = 0  # memory of rows, without that of recurrent layers
     graph_bytes: int = 0  # estimated memory of captured steps
+    later_bytes: int = 0  # memory of rows that the first request with a penalty or a mask allocates
 
     @property
     def total(self) -> int:
-        return self.activation_bytes + self.state_bytes + self.graph_bytes
+        return self.activation_bytes + self.state_bytes + self.graph_bytes + self.later_bytes
 
 
 UNMEASURED = StepMemory()
@@ -91,6 +93,15 @@ class MemoryPlan:
     stored_as: str = ""  # words for the types of the layers' caches
     feature_bytes: Mapping[str, FeatureBytes] = field(default_factory=dict)  # by the names of features
 
+    @classmethod
+    def from_pages(cls, num_pages: int, layout: CacheLayout, limits: Limits, *, weight_bytes: int,
+                   packed_bytes: int = 0, step: StepMemory = UNMEASURED,
+                   feature_bytes: Mapping[str, FeatureBytes] = MappingProxyType({})) -> MemoryPlan:
+        tokens = (num_pages - 1) * limits.max_len // max(1, _pages_of_request(layout, limits))
+        return cls(num_pages, layout.page_bytes, weight_bytes, packed_bytes, layout.padding, tokens,
+                   layout.recurrent.capacity(limits), limits.extent(Axis.ROWS), limits.max_drafts, step,
+                   _stored_as(layout), feature_bytes)
+
     def report(self) -> str:
         pool = self.num_pages * self.page_bytes
         lines = [
@@ -107,8 +118,9 @@ class MemoryPlan:
             )
         if self.step.total:
             step = self.step
+            rows = step.state_bytes + step.later_bytes
             lines.append(f"steps {step.activation_bytes / MIB:.0f} MiB, their graphs about "
-                         f"{step.graph_bytes / MIB:.0f} MiB, rows {step.state_bytes / MIB:.0f} MiB")
+                         f"{step.graph_bytes / MIB:.0f} MiB, rows {rows / MIB:.0f} MiB")
         lines += [f"{name} {sum(room) / MIB:.0f} MiB" for name, room in self.feature_bytes.items() if any(room)]
         if self.padding > MAX_PADDING:
             lines.append(f"page padding of {self.padding:.1%} is above {MAX_PADDING:.0%}: please report this model")
@@ -120,29 +132,40 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
                 feature_bytes: Mapping[str, FeatureBytes] = MappingProxyType({})) -> MemoryPlan:
     """Plan how a device's memory is divided between weights, steps, features and pages. All ranks get the number of
     pages that the rank with the least memory has room for."""
-    per_request = sum(group.kind.capacity(limits).max_pages for group in layout.groups)
-    rows, num_rows = layout.recurrent.capacity(limits), limits.extent(Axis.ROWS)
-    # Every row at its longest, with all the checkpoints it can hold. More would hold beginnings of prompts that ended:
-    # it is taken if somebody gave the memory for it.
-    most = (per_request + rows.max_checkpoints * rows.checkpoint_pages) * limits.max_requests + 1
-    if config.num_pages is not None:
-        num_pages = config.num_pages
-    else:
-        other_bytes = step.total + num_rows * rows.row_bytes + sum(room.later for room in feature_bytes.values())
-        if device.type != "cuda":  # there they are measured with the rows
-            other_bytes += sum(room.buffers for room in feature_bytes.values())
+    other_bytes = taken_beside_pages(layout, limits, step, feature_bytes, on_gpu=device.type == "cuda")
+    num_pages = config.num_pages
+    if num_pages is None:
         budget = config.kv_cache_memory_bytes or _free_bytes(config, device, ranks) - other_bytes
-        least = 2  # the null page and another
-        num_pages = budget // layout.page_bytes
-        if config.kv_cache_memory_bytes is None or not config.enable_prefix_caching:
-            num_pages = min(most, num_pages)
-        if num_pages < least and device.type == "cuda":
-            raise ValueError(_no_room(config, device, budget, weight_bytes + packed_bytes, other_bytes))
-        num_pages = max(least, num_pages)
-    num_pages = min(ranks.link.gather(num_pages))
-    tokens = (num_pages - 1) * limits.max_len // max(1, per_request)
-    return MemoryPlan(num_pages, layout.page_bytes, weight_bytes, packed_bytes, layout.padding, tokens, rows, num_rows,
-                      limits.max_drafts, step, _stored_as(layout), feature_bytes)
+        num_pages = pages_within(config, layout, limits, budget)
+        if num_pages < LEAST_PAGES and device.type == "cuda":
+            raise NoDeviceMemory(_no_room(config, device, budget, weight_bytes + packed_bytes, other_bytes))
+        num_pages = max(LEAST_PAGES, num_pages)
+    return MemoryPlan.from_pages(min(ranks.link.gather(num_pages)), layout, limits, weight_bytes=weight_bytes,
+                                 packed_bytes=packed_bytes, step=step, feature_bytes=feature_bytes)
+
+
+def taken_beside_pages(layout: CacheLayout, limits: Limits, step: StepMemory,
+                       feature_bytes: Mapping[str, FeatureBytes] = MappingProxyType({}), *, on_gpu: bool) -> int:
+    """Return the bytes that steps, rows and features take of the memory that weights leave."""
+    rows = limits.extent(Axis.ROWS) * layout.recurrent.capacity(limits).row_bytes
+    buffers = 0 if on_gpu else sum(room.buffers for room in feature_bytes.values())  # measured with the rows on a GPU
+    return step.total + rows + buffers + sum(room.later for room in feature_bytes.values())
+
+
+def pages_within(config: EngineConfig, layout: CacheLayout, limits: Limits, budget: int) -> int:
+    """Return the number of pages that the pool gets of `budget` bytes. By default it has no more than every row needs
+    at its longest, with all the checkpoints that the row can hold. More would hold beginnings of prompts that ended: it
+    is taken if the settings give the memory for it."""
+    rows, num_pages = layout.recurrent.capacity(limits), budget // layout.page_bytes
+    if config.kv_cache_memory_bytes is not None and config.enable_prefix_caching:
+        return num_pages
+    most = (_pages_of_request(layout, limits) + rows.max_checkpoints * rows.checkpoint_pages) * limits.max_requests + 1
+    return min(most, num_pages)
+
+
+def _pages_of_request(layout: CacheLayout, limits: Limits) -> int:
+    """Return the most pages that a request of the greatest length holds."""
+    return sum(group.kind.capacity(limits).max_pages for group in layout.groups)
 
 
 def _stored_as(layout: CacheLayout) -> str:
@@ -160,22 +183,14 @@ def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan:
     """Make sure that a request of max_len fits the pool, since it could otherwise wait for ever. If it does not fit, an
     automatic max_len is lowered, and one that the user gave is refused."""
     usable = plan.num_pages - 1
-
-    def fits(length: int) -> bool:
-        return sum(group.kind.pages_to_start(length, limits) for group in layout.groups) <= usable
-
-    if fits(limits.max_len):
+    low = longest_request(layout, limits, plan.num_pages)
+    if low == limits.max_len:
         return limits
-    low = 0
-    high = limits.max_len
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
     if low < 1:
-        raise ValueError(f"the cache holds {usable} pages besides one that stays empty, too few for one token: give it "
-                         "more memory (num_pages, kv_cache_memory_bytes, gpu_memory_utilization)")
+        raise NoDeviceMemory(f"the cache holds {usable} pages besides one that stays empty, too few for one token: "
+                             "give it more memory (num_pages, kv_cache_memory_bytes, gpu_memory_utilization)")
     if config.max_model_len is not None:
-        raise ValueError(
+        raise NoDeviceMemory(
             f"the cache holds {usable} pages, enough for one request of {low} tokens, and max_model_len is "
             f"{limits.max_len}: "
             f"lower max_model_len to {low}, or give the cache more memory (num_pages, kv_cache_memory_bytes, "
@@ -185,6 +200,21 @@ def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan:
                 "longer answers end there (give the cache more memory: kv_cache_memory_bytes, num_pages)",
                 low, limits.max_len)
     return replace(limits, max_len=low)
+
+
+def longest_request(layout: CacheLayout, limits: Limits, num_pages: int) -> int:
+    """Return the most tokens, up to max_len, that one request can have in a pool of so many pages. 0 if it cannot have
+    one."""
+    def fits(length: int) -> bool:
+        return sum(group.kind.pages_to_start(length, limits) for group in layout.groups) < num_pages
+
+    if fits(limits.max_len):
+        return limits.max_len
+    low, high = 0, limits.max_len
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
 
 
 def release_dropped() -> None:

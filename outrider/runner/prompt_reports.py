@@ -13,7 +13,7 @@ from itertools import groupby
 
 import torch
 
-from outrider.core import Finish, HiddenReport, RequestResult, SamplingParams, ScheduledBatch
+from outrider.core import Axis, Finish, HiddenReport, RequestResult, SamplingParams, ScheduledBatch
 from outrider.core.checked_request import NOTHING_SAMPLED
 from outrider.kernels.buffers import to_device
 from outrider.mixers import WantedRows
@@ -25,7 +25,9 @@ from outrider.sample.logprobs import LogprobRows, logprob_rows
 from outrider.sample.sampler import Asked, process_logits
 from outrider.sample.sampling_batch import LogitRows
 
-CHUNK_ROWS = 256  # logit rows at a time: a long prompt times a large vocabulary would not fit
+# Logit rows at a time: a long prompt times a large vocabulary would not fit. No more than the largest step samples,
+# whose memory is planned for, unless that is very few.
+CHUNK_ROWS, LEAST_CHUNK_ROWS = 256, 16
 NOT_FINITE = "the model's hidden states are not finite: check the weights"
 
 
@@ -58,7 +60,8 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
                      torch.zeros_like(token_rows), next_position)
     processing = PromptProcessing.from_params(params, counts, rows, state, view.max_length.tokens)
     widths = [p.prompt_logprobs or 0 for p, count in zip(params, counts, strict=True) for _ in range(count)]
-    height = 1 if row_by_row else CHUNK_ROWS
+    most = max(LEAST_CHUNK_ROWS, state.limits.extent(Axis.LOGIT_ROWS))
+    height = 1 if row_by_row else min(CHUNK_ROWS, most)
     cuts = [(first, min(first + height, len(starts))) for first in range(0, len(starts), height)]
     parts: dict[int, list[LogprobRows]] = {}
     for start, stop in cuts:

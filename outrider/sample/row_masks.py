@@ -30,6 +30,11 @@ class RowMasks:
         """The number of 32-bit words in one mask."""
         return self._limits.extent(Axis.MASK_WORDS)
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the masks, whether or not they are allocated yet."""
+        return 4 * self._limits.extent(Axis.ROWS) * self._limits.extent(Axis.RUN) * self.num_words
+
     def admit(self, admissions: list[Admission]) -> None:
         if self.words is None and any(a.request.is_masked for a in admissions):
             axes = Axis.ROWS, Axis.RUN, Axis.MASK_WORDS

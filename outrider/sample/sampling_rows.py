@@ -88,6 +88,11 @@ class SamplingRows:
         return [self._floats, self._ints, self.stop_ids]
 
     @property
+    def later_bytes(self) -> int:
+        """Bytes that the first request with a penalty or with masks allocates for all rows."""
+        return self.counts.num_bytes + self.masks.num_bytes
+
+    @property
     def keys(self) -> SamplingKeys:
         return SamplingKeys(self.temperature, self.seed, self.sample_index)
 

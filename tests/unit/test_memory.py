@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,9 @@ import torch
 
 from outrider.cache.groups import plan_groups
 from outrider.config import EngineConfig
-from outrider.core import Limits, ScheduledBatch, StepResult
+from outrider.core import Admission, Limits, SamplingParams, ScheduledBatch, StepResult
+from outrider.core.checked_request import CheckedRequest
+from outrider.core.feature_parts import RequestPart
 from outrider.runner.graphs.cuda_runner import CudaRunner
 from outrider.runner.graphs.warm_up import graph_bytes, largest_step, run_dead, run_kinds
 from outrider.runner.memory import StepMemory, enough_memory, plan_memory
@@ -76,6 +79,38 @@ def test_steps_and_graphs_are_set_aside(monkeypatch: pytest.MonkeyPatch) -> None
     assert (bare.num_pages - made.num_pages) * made.page_bytes == pytest.approx(step.total, abs=2 * made.page_bytes)
     assert bare.num_pages * bare.page_bytes == pytest.approx(7 * GIB, rel=1e-3)
     assert "steps 1024 MiB, their graphs about 200 MiB, rows 300 MiB" in made.report()
+
+
+@dataclass(frozen=True)
+class _Masks(RequestPart):
+    masks_tokens = True
+
+
+def test_what_later_requests_allocate_is_set_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counts for penalties and masks of grammars are allocated when the first request asks for them."""
+    bare = plan(monkeypatch, 8 * GIB, StepMemory())
+    made = plan(monkeypatch, 8 * GIB, StepMemory(later_bytes=600 * MIB))
+    assert (bare.num_pages - made.num_pages) * made.page_bytes == pytest.approx(600 * MIB, abs=2 * made.page_bytes)
+    with Rig(tiny_model("llama"), poison=False) as rig:
+        sampling = rig.step.state.sampling
+        assert sampling.counts.packed is None and sampling.masks.words is None
+        planned = sampling.later_bytes
+        asked = CheckedRequest((3,), SamplingParams(presence_penalty=0.5, seed=1), parts=(_Masks(),))
+        rig.step.state.admit([Admission(1, asked, computed=0, max_len=4)])
+        assert sampling.counts.packed is not None and sampling.masks.words is not None
+        assert planned == sampling.counts.packed.nbytes + sampling.masks.words.nbytes > 0
+        rig.step.reset()
+
+
+def test_a_report_on_a_prompt_makes_no_more_logits_at_once_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Rig(tiny_model("llama"), max_num_seqs=20, poison=False) as rig:
+        heights: list[int] = []
+        logits = rig.step.model.logits
+        monkeypatch.setattr(rig.step.model, "logits", lambda hidden, context: (
+            heights.append(len(hidden)), logits(hidden, context))[1])
+        (output,) = rig.run([Ask(prompt_of(1, 50), SamplingParams(max_tokens=1, prompt_logprobs=1))])
+        assert output.prompt_logprobs is not None and len(output.prompt_logprobs) == 50
+        assert max(heights) == 20 and sum(heights) >= 50
 
 
 def test_beginnings_of_ended_prompts_get_memory_that_was_given_for_them(monkeypatch: pytest.MonkeyPatch) -> None:

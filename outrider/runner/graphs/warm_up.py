@@ -76,9 +76,10 @@ def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, dev
     activations = most - before - state
     kept = step.pool.num_bytes + step.recurrent.num_bytes  # counted elsewhere
     graphs = graph_bytes(limits, activations, has_prompts=step.recurrent.needs_no_counts) if use_graphs else 0
+    later = step.state.sampling.later_bytes
     del step
     torch.cuda.empty_cache()
-    return StepMemory(activations, max(0, state - kept), graphs)
+    return StepMemory(activations, max(0, state - kept), graphs, later)
 
 
 @torch.inference_mode()
