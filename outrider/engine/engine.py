@@ -23,7 +23,7 @@ from outrider.engine.stats import EngineStats
 from outrider.engine.step_watcher import StepWatcher, UntracedSteps
 from outrider.engine.worker_line import EngineError, WorkerLine
 from outrider.runner.commands import Answer, Command
-from outrider.runner.interface import Runner, WorkerDied
+from outrider.runner.interface import Runner, StepOutOfMemory, WorkerDied
 from outrider.sched.scheduler import Scheduler
 from outrider.sched.updates import Update
 
@@ -249,7 +249,7 @@ class Engine:
         again."""
         log.error("a step failed", exc_info=error)
         self.worker.drain()
-        self.scheduler.recover(f"a step failed: {error!r}")
+        self.scheduler.recover(f"a step failed: {error!r}", lacked_memory=isinstance(error, StepOutOfMemory))
 
     def _end_early(self, increments: list[OutputIncrement]) -> None:
         self._requests.end(self.scheduler.take_ended_early(), increments)

@@ -41,6 +41,10 @@ class NoDeviceMemory(ValueError):
     """The device has too little memory for what the settings ask for."""
 
 
+class StepOutOfMemory(RuntimeError):
+    """The device had no memory left for a step."""
+
+
 class StepCancelled(RuntimeError):
     """The step did not run, because one before it had failed."""
 

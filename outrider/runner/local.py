@@ -18,6 +18,7 @@ from outrider.core import ScheduledBatch, StepResult, Uncaptured
 from outrider.runner.batch import PackedBatch, PaddedSize
 from outrider.runner.clock import NO_CLOCK, StepClock
 from outrider.runner.generations import Generations
+from outrider.runner.memory import naming_lack_of_memory
 from outrider.runner.results import read_result
 from outrider.runner.step import DeviceStep
 
@@ -75,7 +76,7 @@ class LocalRunner:
     def _run(self, batch: ScheduledBatch, packed: PackedBatch) -> StepResult:
         start = time.perf_counter()
         clock = self.device_step.clock = StepClock() if batch.mode.is_traced else NO_CLOCK
-        with self._generations.running(batch):
+        with naming_lack_of_memory(), self._generations.running(batch):
             if self._before_step is not None:
                 self._before_step(batch)
             self.device_step.apply_host_writes(batch)

@@ -20,12 +20,13 @@ from outrider.cache.kinds import MODEL_CACHE, RowCapacity
 from outrider.config import CPU_CACHE_BYTES, CPU_CACHE_SHARE, EngineConfig
 from outrider.core import Axis, Limits
 from outrider.core.host_memory import available_bytes
-from outrider.runner.interface import NoDeviceMemory
+from outrider.runner.interface import NoDeviceMemory, StepOutOfMemory
 from outrider.runner.storages import collect_replaced
 from outrider.runner.worker_ranks import ONE_RANK, WorkerRanks
 
 log = logging.getLogger("outrider")
 MIB = 1 << 20
+HOST_LACK = "DefaultCPUAllocator: can't allocate memory"  # what torch says of the host's memory
 LEAST_PAGES = 2  # the null page and another
 
 
@@ -47,14 +48,25 @@ class StepMemory:
 UNMEASURED = StepMemory()
 
 
-class StepOutOfMemory(RuntimeError):
-    """The device had no memory left for a step."""
+def step_out_of_memory(error: Exception) -> StepOutOfMemory:
+    """Return the error of a step for which there was no memory, with advice about the settings."""
+    return StepOutOfMemory(
+        "the device ran out of memory: lower max_num_batched_tokens or max_num_seqs (smaller steps), or "
+        f"gpu_memory_utilization (a smaller cache) ({_first_line(error)})"
+    )
 
-    def __init__(self, error: Exception) -> None:
-        super().__init__(
-            "the device ran out of memory: lower max_num_batched_tokens or max_num_seqs (smaller steps), or "
-            f"gpu_memory_utilization (a smaller cache) ({_first_line(error)})"
-        )
+
+@contextmanager
+def naming_lack_of_memory() -> Iterator[None]:
+    """A context of a step in which an allocation that fails, on the host too, raises StepOutOfMemory."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        raise step_out_of_memory(error) from error
+    except RuntimeError as error:
+        if HOST_LACK not in str(error):
+            raise
+        raise step_out_of_memory(error) from error
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from outrider.sched.giving_way import Tenure, held_tokens, least_important
 from outrider.sched.request import Request, State
 from outrider.sched.row_resources import MAX_WITHOUT_ROOM, Overdue, Room, RowResource, RowResources
 from outrider.sched.shares import NO_TENANT, Tenant, TenantShares
+from outrider.sched.step_size import StepSize
 from outrider.sched.updates import SchedulerStats, Update, apply_results
 from outrider.sched.waiting import WaitingRequests
 
@@ -56,6 +57,7 @@ class Scheduler:
         self._num_masked = 0  # running requests whose tokens a feature masks
         self._requests: dict[int, Request] = {}
         self._suspects = Suspects()
+        self._size = StepSize(limits)
         self._generation = generation
         self._free_rows = list(range(limits.max_requests, 0, -1))
         self._in_flight: OrderedDict[int, ScheduledBatch] = OrderedDict()
@@ -133,6 +135,7 @@ class Scheduler:
         """Apply a step's result. Returns the results of requests that were not ended or preempted since the step was
         scheduled. seconds: time since the end of the step before; None if there were no requests in between."""
         batch = self._in_flight.pop(result.step)
+        self._size.pass_step()
         requests = self._requests
         failed = [part.request_id for part in result.requests if part.finish is Finish.ERROR]
         for request_id in self.cache.settle_promises(result.step, failed, result.checkpoints):
@@ -146,11 +149,11 @@ class Scheduler:
             self._settle(request, part)
         return updates
 
-    def recover(self, error: str) -> None:
+    def recover(self, error: str, *, lacked_memory: bool = False) -> None:
         """Recover after the oldest step in flight has failed and no step runs any more. The content of all rows and of
         all pages that these steps wrote is unknown. So every running request is preempted and computed again from the
         tokens that results have confirmed, in a new generation of steps. A request that causes failures is ended once
-        it is found."""
+        it is found. lacked_memory: the device had none left for the step, so that smaller ones are scheduled."""
         batches = list(self._in_flight.values())
         self._in_flight.clear()
         self._generation += 1
@@ -161,8 +164,10 @@ class Scheduler:
         self.preempt_all()
         self._resources.forget_all()
         self.cache.forget_unsettled([batch.cache.pages for batch in batches])
-        for request_id in self._suspects.fail(points):
-            self.end(request_id, Finish.ERROR, error)
+        num_tokens = sum(batches[0].num_known) + sum(batches[0].num_drafts)
+        if not (lacked_memory and self._size.shrink(batches[0].num_requests, num_tokens)):
+            for request_id in self._suspects.fail(points):
+                self.end(request_id, Finish.ERROR, error)
         self._try_suspects(is_new=True)
 
     def preempt_all(self) -> None:
@@ -191,7 +196,7 @@ class Scheduler:
         """Schedule one token and drafts for every request that yields tokens. plan: the most drafts of each request.
         Returns the requests that still compute their prompts, the tokens that are left for these, and whether pages
         were missing. If pages were missing, no request may be admitted."""
-        running, budget = list(self._running), self.limits.max_batched_tokens
+        running, budget = list(self._running), self._size.tokens
         is_tight = len(running) + sum(plan) > budget
         prefills: list[Request] = []
         is_short = False
@@ -229,7 +234,7 @@ class Scheduler:
         line = PromptLine(prefills, self._waiting, min(self._waiting.num_ready, len(self._free_rows)))
         if batch.is_empty or not (prefills or self._waiting.has_next):
             return FullStep(budget, line)
-        num_tokens = self.limits.max_batched_tokens - budget
+        num_tokens = self._size.tokens - budget
         return self._prompt_time.begin(batch.requests, num_tokens, budget, line, self.stats.num_steps)
 
     def _schedule_known(self, request: Request, step: FullStep, batch: BatchBuilder) -> int:
@@ -308,7 +313,8 @@ class Scheduler:
         return self._overdue.holds_up(request) and request is not self._tenure.holder
 
     def _num_free_rows(self, tenant: Tenant) -> int:
-        return len(self._free_rows) - self._shares.num_reserved(tenant, self._waiting.tenants)
+        own = len(self._free_rows) - self._shares.num_reserved(tenant, self._waiting.tenants)
+        return own if self._size.is_whole else min(own, self._size.requests - len(self._running))
 
     def _find_start(self, request: Request, step: int) -> Start:
         asked = request.input
@@ -422,6 +428,8 @@ class Scheduler:
 
     def _finish_batch(self, batch: BatchBuilder, started: Sequence[Request]) -> ScheduledBatch | None:
         if batch.is_empty and not self.cache.has_folds:
+            if not (self._in_flight or self._size.is_whole):  # what waits may need a larger step
+                self._size.grow()
             return None
         # After everyone has pages to run, and before those that are read in this step are let go.
         step = self.stats.num_steps

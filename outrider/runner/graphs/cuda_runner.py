@@ -30,7 +30,7 @@ from outrider.runner.graphs.keys import GraphKey
 from outrider.runner.graphs.warm_up import compile_steps
 from outrider.runner.interface import StepCancelled, WorkerDied
 from outrider.runner.local import Padding
-from outrider.runner.memory import StepOutOfMemory
+from outrider.runner.memory import step_out_of_memory
 from outrider.runner.results import read_result, with_asked_logprobs
 from outrider.runner.step import DeviceResult, DeviceStep
 from outrider.sample.logprobs import KERNEL_MAX_LOGPROBS
@@ -207,7 +207,7 @@ class CudaRunner:
                 return self._queue(batch)
         except torch.OutOfMemoryError as error:
             torch.cuda.empty_cache()  # the step's memory may lie in pieces too small for anybody
-            return _failed(self._on_ranks(StepOutOfMemory(error)))
+            return _failed(self._on_ranks(step_out_of_memory(error)))
         except StepCancelled as error:
             return _failed(error)
         except Exception as error:
