@@ -80,6 +80,14 @@ BATCH_EXAMPLES = """example:
 
 A line of the input is one request: {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": {...}}
 """
+FIT_EXAMPLES = """examples:
+  outrider fit Qwen/Qwen3-8B --gpu 24GiB
+  outrider fit path/to/folder --gpu 16GiB --max-model-len 32768 --requests 4
+  outrider fit model.gguf --json
+
+A folder with a config.json alone will do. Flags that are given are kept. `--fit` of serve, chat and generate makes the
+same choice when they start.
+"""
 BENCH_SERVE_EXAMPLES = """examples:
   outrider bench serve --max-concurrency 16
   outrider bench serve --base-url http://127.0.0.1:8000 --num-prompts 500 --request-rate 10 --goodput ttft:500 tpot:50
@@ -127,10 +135,11 @@ def build_parser() -> Parser:
                             SIMULATE_EXAMPLES, usage="COSTS [flags]"))
     add_training_flags(_add(commands, "train-drafter", "train a draft head for a model, on the model's own answers",
                             TRAIN_EXAMPLES, module="commands.train_drafter", usage="MODEL --out DIR [flags]"))
+    _add_fit(commands)
     env = _add(commands, "env", "versions, devices and memory: the text for a bug report",
                "examples:\n  outrider env\n  outrider env smollm2\n")
     add_model(env, default=None)
-    add_engine_flags(env)
+    add_engine_flags(env, skip=("fit",))
     models = _add(commands, "models", "the models that are served, with their drafters, files and hub ids",
                   "examples:\n  outrider models\n  outrider models --json\n", usage="[flags]")
     form = models.add_mutually_exclusive_group()
@@ -140,6 +149,19 @@ def build_parser() -> Parser:
                 "example:\n  outrider demo\n", usage="[flags]")
     demo.add_argument("--max-tokens", type=count_flag, default=64, metavar="N", help="longest answer (default: 64)")
     return parser
+
+
+def _add_fit(commands: argparse._SubParsersAction[Parser]) -> None:
+    parser = _add(commands, "fit", "settings with which a model fits a device's memory; loads no weights", FIT_EXAMPLES)
+    add_model(parser)
+    parser.add_argument("--gpu", metavar="SIZE", help="memory of a GPU to plan for, as 24GiB (default: this machine's "
+                                                      "device and its free memory)")
+    parser.add_argument("--capability", default="9.0", metavar="X.Y",
+                        help="compute capability of that GPU; fp8 needs 8.9 (default: %(default)s)")
+    parser.add_argument("--requests", type=count_flag, default=1, metavar="N",
+                        help="requests of --max-model-len tokens that the cache must hold at once (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print the plan as one JSON object")
+    add_engine_flags(parser, skip=("fit",))
 
 
 def _add(commands: argparse._SubParsersAction[Parser], name: str, help_text: str, epilog: str,
@@ -253,7 +275,7 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
                  module="benchmarks.costs", usage="[MODEL] -o FILE [flags]")
     add_model(costs)
     costs.add_argument("--output", "-o", required=True, metavar="FILE", help="the cost table, as JSON")
-    add_engine_flags(costs)
+    add_engine_flags(costs, skip=("fit",))
 
 
 def _add_bench_shapes(kinds: argparse._SubParsersAction[Parser], name: str, help_text: str) -> Parser:
@@ -273,7 +295,7 @@ def _add_bench_shapes(kinds: argparse._SubParsersAction[Parser], name: str, help
                         help="the sampling flags go for so many requests of each batch, the others are greedy "
                              "(default: all)")
     add_sampling_flags(parser, skip=BENCH_DECIDES, temperature=0.0, ignore_eos=True, detokenize=False)
-    add_engine_flags(parser)
+    add_engine_flags(parser, skip=("fit",))
     return parser
 
 
@@ -295,7 +317,7 @@ def _add_bench_spec(kinds: argparse._SubParsersAction[Parser]) -> None:
     spec.add_argument("--temperature", type=number_flag(0, 100), default=0.0, metavar="X",
                       help="of all requests, with seeds of their own (default: %(default)s)")
     spec.add_argument("--plot", metavar="NAME", help="write NAME.png and NAME.svg")
-    add_engine_flags(spec)
+    add_engine_flags(spec, skip=("fit",))
 
 
 def _add_bench_exact(kinds: argparse._SubParsersAction[Parser]) -> None:
@@ -310,7 +332,7 @@ def _add_bench_exact(kinds: argparse._SubParsersAction[Parser]) -> None:
                        help="answer tokens (default: %(default)s)")
     exact.add_argument("--rounds", type=count_flag, default=3, metavar="N",
                        help="runs of each; the best counts (default: %(default)s)")
-    add_engine_flags(exact, skip=("exact",))
+    add_engine_flags(exact, skip=("exact", "fit"))
 
 
 def _add_bench_quality(kinds: argparse._SubParsersAction[Parser]) -> None:
@@ -327,7 +349,7 @@ def _add_bench_quality(kinds: argparse._SubParsersAction[Parser]) -> None:
     for flag, value, text in (("--text-tokens", 100_000, "tokens of the text for perplexity; 0: none"),
                               ("--draft-tokens", 64, "answer tokens for the acceptance of drafts; 0: none")):
         quality.add_argument(flag, type=int, default=value, metavar="N", help=f"{text} (default: %(default)s)")
-    add_engine_flags(quality, skip=("max_model_len",))
+    add_engine_flags(quality, skip=("max_model_len", "fit"))
 
 
 def _add_bench_serve(kinds: argparse._SubParsersAction[Parser]) -> None:
@@ -359,7 +381,7 @@ def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--json", action="store_true", help="print the table as one JSON object")
     add_engine_flags(parser, skip=("max_model_len", "num_pages", "kv_cache_memory_bytes", "max_num_batched_tokens",
                                    "max_num_seqs", "pad_requests", "pad_tokens", "enable_prefix_caching", "overlap",
-                                   "max_logprobs"))
+                                   "max_logprobs", "fit"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

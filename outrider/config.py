@@ -93,6 +93,9 @@ class EngineConfig:
     adapt_memory_bytes: Annotated[int, Range(1, INT64)] = ADAPT_MEMORY_BYTES  # of served texts that it learns from
     adapt_share: Annotated[float, Range(0.001, 1)] = 0.03  # share of the time that its trainer works while requests run
     exact: bool = False  # a request's logits have the same bits alone and in any batch, with drafts and without
+    # Settings of memory that were not given are chosen when the engine starts, by the memory there is. max_model_len,
+    # if it is one of them, may be lowered again when steps were measured.
+    fit: bool = False
     packed_weights: bool = True  # CPU: a second copy of the weights, laid out for a few token rows
     keep_quantized: bool = True  # weights stay in the bits of their files where a product reads these; same results
     quantization: Quantization | None = None  # fp8, int4: codes products at load; awq, gptq ...: the form of the files

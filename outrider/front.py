@@ -34,6 +34,7 @@ class Front:
         config = config_for(type(self).__name__, model, settings)
         self._config = config.for_streams() if self._streams else config
         self._start(start_engine(self._config))
+        self._config = self.engine.model.config  # with what `fit` chose
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> Self:

@@ -13,7 +13,7 @@ from contextlib import suppress
 from outrider.commands.conversation import Conversation
 from outrider.commands.flag_names import with_flags
 from outrider.commands.line_input import LineInput
-from outrider.commands.loading import load_or_find
+from outrider.commands.loading import fitted, load_or_find
 from outrider.commands.parser import engine_config, named_adapter, sampling_params
 from outrider.commands.remote_chat import connect
 from outrider.commands.run_prompts import Interrupted, interruptible, raise_failed
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if args.url is not None:
         return _talk(connect(args, DEFAULT_MODEL), args)
     adapter = named_adapter(args)
-    config, template = engine_config(args), chat_template(args.chat_template)
+    config, template = fitted(engine_config(args)), chat_template(args.chat_template)
     loaded = load_or_find(config)
     check_template_name(template, loaded.need_tokenizer())
     loaded.need_tokenizer().encode_chat([{"role": "user", "content": "?"}], chat_template=template)  # refused now

@@ -13,7 +13,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from outrider.commands.loading import load_or_find
+from outrider.commands.loading import fitted, load_or_find
 from outrider.commands.parser import UsageError, engine_config, named_adapter, sampling_params
 from outrider.commands.run_prompts import Ask, PromptResults, chat_ids, raise_failed, run_prompts
 from outrider.commands.serve_files import chat_template, check_template_name
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     params = sampling_params(args)
     prompts = read_prompts(args)
     adapter = named_adapter(args)
-    config, template = engine_config(args), chat_template(args.chat_template)
+    config, template = fitted(engine_config(args)), chat_template(args.chat_template)
     loaded = load_or_find(config)
     tokenizer = loaded.need_tokenizer()
     check_template_name(template, tokenizer)

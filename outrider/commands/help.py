@@ -13,7 +13,7 @@ SHORT, ALL = "", "all"
 # Flags of the groups engine, sampling and server that short help shows.
 COMMON = frozenset({
     "dtype", "device", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization",
-    "speculative_config", "exact",
+    "speculative_config", "exact", "fit",
     "temperature", "top_p", "top_k", "max_tokens", "stop", "seed", "n",
     "host", "port", "api_key", "served_model_name", "tool_call_parser", "reasoning_parser",
 })

@@ -17,6 +17,7 @@ from outrider.config import EngineConfig
 from outrider.core.status_line import status_line
 from outrider.engine.assembly import engine_around
 from outrider.engine.collector import collections_paused, freeze_heap
+from outrider.engine.fit import fit_to_memory
 from outrider.engine.load import find_model, load_tokenizer, read_tokenizer
 from outrider.engine.progress import loading_bar
 from outrider.engine.start import start_engine
@@ -144,6 +145,13 @@ def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
         from outrider.runner.target import load_target
     gc.freeze()  # what was imported stays until the process ends: `freeze_heap` need not look at it
     return Loaded(source.name, load_target(config, source, loading_bar(source.name)), tokenizer, source.eos_token_ids)
+
+
+def fitted(config: EngineConfig) -> EngineConfig:
+    """Return the config with the settings that fit the device's memory, if it asks for them."""
+    if not config.fit:
+        return config
+    return fit_to_memory(config, find_model(config), apart=config.tensor_parallel_size > 1)
 
 
 

@@ -70,6 +70,7 @@ ENGINE_HELP = flag_help() | {
     "adapt_memory_bytes": "memory for served texts that the drafter learns from",
     "adapt_share": "share of the time that the drafter's trainer may work while requests run",
     "exact": "the same logits, bit for bit, alone and in any batch, with drafts and without; costs speed",
+    "fit": "choose context, requests at once, bits of cache and weights by the free memory; flags that are given stay",
     "packed_weights": "CPU: keep a second copy of the weights for steps of a few tokens",
     "keep_quantized": "keep weights in the bits of quantised files instead of numbers; the results are the same",
     "quantization": "bring linear layers and experts of an unquantised model into these bits while they are read",

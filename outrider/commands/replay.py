@@ -46,7 +46,7 @@ Status 1 if a bit differs, or if a field, a digest or the signature does not fit
 """
 # What a receipt tells of its engine, and what the command decides itself.
 DECIDED = (
-    "activation_bits", "attention_backend", "checkpoint_interval", "device", "dtype", "exact", "hf_overrides",
+    "activation_bits", "attention_backend", "checkpoint_interval", "device", "dtype", "exact", "fit", "hf_overrides",
     "ignore_config_keys", "index_key_dtype", "keep_quantized", "kv_cache_dtype", "kv_cache_dtype_skip_layers",
     "load_format", "logprobs_mode", "max_logprobs", "max_model_len", "model_impl", "packed_weights", "page_size",
     "quantization", "tensor_parallel_size",

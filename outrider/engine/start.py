@@ -21,12 +21,14 @@ from outrider.engine.progress import loading_bar
 from outrider.engine.script_import import end_if_importing_script
 from outrider.engine.torch_libraries import load_torch_libraries_ahead
 from outrider.kernels.compiler_start import hash_compiler_ahead
-from outrider.runner.interface import RunningWorker
+from outrider.models.sources.model_source import ModelSource
+from outrider.runner.interface import NoDeviceMemory, RunningWorker
 
 if TYPE_CHECKING:
-    from outrider.engine import kv_events, worker_process
+    from outrider.engine import fit, kv_events, worker_process
     from outrider.runner import worker as workers
 else:
+    fit = LateModule("outrider.engine.fit")
     kv_events = LateModule("outrider.engine.kv_events")
     worker_process = LateModule("outrider.engine.worker_process")  # with multiprocessing
     workers = LateModule("outrider.runner.worker")  # with torch, which a process without a device does not import
@@ -53,19 +55,30 @@ def _start_around(config: EngineConfig, sockets: kv_events.EventSockets | None, 
         load_torch_libraries_ahead()
         hash_compiler_ahead(config.device)
     source = find_model(config)
+    if config.fit:
+        config = fit.fit_to_memory(config, source, apart=in_process)
     tokenizer = load_tokenizer(config, source)
-    worker: RunningWorker
-    if in_process:
-        worker = worker_process.WorkerProcess(config, source)
-    else:
-        with collections_paused(), status_line("starting torch"):
-            load_worker = workers.Worker.load
-
-        load = partial(load_worker, config, source, loading_bar(source.name))
-        worker = load() if os.getpid() == PROCESS_ID else _in_thread(load)
+    worker = _start_worker(config, source, in_process)
     engine = engine_around(config, worker, tokenizer, sockets)
     freeze_heap(engine)
     return engine
+
+
+def _start_worker(config: EngineConfig, source: ModelSource, in_process: bool) -> RunningWorker:
+    try:
+        return _make_worker(config, source, in_process)
+    except NoDeviceMemory as error:
+        lack = str(error)
+    raise fit.explained(lack, config, source, apart=in_process)
+
+
+def _make_worker(config: EngineConfig, source: ModelSource, in_process: bool) -> RunningWorker:
+    if in_process:
+        return worker_process.WorkerProcess(config, source)
+    with collections_paused(), status_line("starting torch"):
+        load_worker = workers.Worker.load
+    load = partial(load_worker, config, source, loading_bar(source.name))
+    return load() if os.getpid() == PROCESS_ID else _in_thread(load)
 
 
 def _in_thread(work: Callable[[], T]) -> T:

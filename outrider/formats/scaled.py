@@ -178,7 +178,7 @@ class ScaledLinear(EmbeddingFormat):
         if len(set(stored)) > 1 or not isinstance(first, ScaledFormat) or not first.fits(declared):
             return False
         # Without a kernel of its own a GPU is faster with numbers.
-        return device.type == "cpu" or ops.scaled_linear.serves(torch.empty(0, dtype=declared.dtype, device=device))
+        return device.type == "cpu" or ops.scaled_linear.serves_on(device, declared.dtype)
 
     def tensors(self) -> Sequence[StoredTensor]:
         return self._stored.tensors(self._weight)
@@ -271,7 +271,7 @@ class ScaledExperts(ExpertsFormat):
             return False
         if not all(held.fits(each) for held, each in zip((first, down), declared.projections, strict=True)):
             return False
-        return device.type == "cpu" or ops.scaled_experts.serves(torch.empty(0, dtype=declared.dtype, device=device))
+        return device.type == "cpu" or ops.scaled_experts.serves_on(device, declared.dtype)
 
     def tensors(self) -> tuple[Sequence[StoredTensor], Sequence[StoredTensor]]:
         first, down = (held.tensors(weight) for held, weight in zip(self._stored, (self._gate_up, self._down),

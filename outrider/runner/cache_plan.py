@@ -56,9 +56,10 @@ def store_claims(config: EngineConfig, dtype: torch.dtype, claims: Sequence[Laye
             or (sliding and isinstance(claim.spec, SlidingSpec)) else claim.stored_as(cache_type) for claim in claims]
 
 
-def check_cache_types(config: EngineConfig, outline: Model, device: torch.device) -> None:
+def check_cache_types(config: EngineConfig, outline: Model, device: torch.device,
+                      capability: tuple[int, int] | None = None) -> None:
     """Raise ValueError if a layer of the target cannot store what the config says, or the device cannot convert to
-    it. `outline`: the model on the meta device."""
+    it. `outline`: the model on the meta device. `capability`: of a GPU that is not in this machine."""
     claims = outline.cache_layers()
     numbers = {str(claim.layer) for claim in claims}
     for entry in config.kv_cache_dtype_skip_layers:
@@ -69,13 +70,14 @@ def check_cache_types(config: EngineConfig, outline: Model, device: torch.device
     if config.kv_cache_dtype in FP8_NAMES and device.type == "cuda":
         in_fp8 = {claim.layer for claim, own in zip(stored, claims, strict=True) if claim != own}
         layers = [layer for layer in outline.attention_layers if layer.index in in_fp8]
-        _check_fp8_on_gpu(config.kv_cache_dtype, layers, device)
+        _check_fp8_on_gpu(config.kv_cache_dtype, layers, device, capability)
 
 
-def _check_fp8_on_gpu(name: str, layers: Sequence[AttentionLayer | LatentLayer], device: torch.device) -> None:
-    if torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        raise ValueError(f"kv_cache_dtype={name!r}: {torch.cuda.get_device_name(device)} does not convert to fp8: use "
-                         "kv_cache_dtype='auto'")
+def _check_fp8_on_gpu(name: str, layers: Sequence[AttentionLayer | LatentLayer], device: torch.device,
+                      capability: tuple[int, int] | None) -> None:
+    if (capability or torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        gpu = torch.cuda.get_device_name(device) if capability is None else "the GPU"
+        raise ValueError(f"kv_cache_dtype={name!r}: {gpu} does not convert to fp8: use kv_cache_dtype='auto'")
     for layer in layers:
         what, size, sizes = (("heads", layer.head_dim, FP8_HEAD_DIMS) if isinstance(layer, AttentionLayer) else
                              ("latents", layer.latent_dim, FP8_LATENT_DIMS))

@@ -15,10 +15,12 @@ import torch
 from outrider import drafters
 from outrider.config import EngineConfig
 from outrider.drafters.base import DraftBuild
+from outrider.layers.rotary import Unrotated
 from outrider.models.base import Decoder, Model
 from outrider.models.sources.model_source import ModelSource
 from outrider.runner.cache_plan import check_cache_types
 from outrider.runner.device import gpu_bytes
+from outrider.runner.interface import NoDeviceMemory
 
 GIB = 1 << 30
 MOST_COUNTED = 100_000  # tensors of weights that are too large already: there may be millions
@@ -38,15 +40,20 @@ def check_target(config: EngineConfig, source: ModelSource, outline: Model, devi
         build = DraftBuild(outline, outline.dtype, torch.device("meta"), 1, config.load_format, config.seed,
                            config.model)
         drafters.make_drafter(speculative, build)
-    tables = sum(rotary.table.shape[1] * rotary.table.element_size()
-                 for rotary in (outline.rotaries if isinstance(outline, Decoder) else ()))
-    bytes_of_position = TABLE_COPIES * tables + 4 * limits.max_requests / config.page_size
+    bytes_of_position = TABLE_COPIES * table_bytes(outline) + 4 * limits.max_requests / config.page_size
     needed, held = limits.max_len * bytes_of_position, min(device_bytes(device), device_bytes(torch.device("cpu")))
     if needed > held:
         asked = "max_model_len" if config.max_model_len is not None else "max_position_embeddings of its config"
         raise ValueError(f"{source.config_file}: tables for {limits.max_len} positions ({asked}) take "
                          f"{needed / GIB:.0f} GiB, and there are {held / GIB:.0f}: set max_model_len to the longest "
                          "request that you serve")
+
+
+def table_bytes(outline: Model) -> int:
+    """Return the bytes that the model's tables of positions take for each position."""
+    rotaries = outline.rotaries if isinstance(outline, Decoder) else ()
+    tables = [rotary.table for rotary in rotaries if not isinstance(rotary, Unrotated)]
+    return sum(table.shape[1] * table.element_size() for table in tables)
 
 
 def _check_weights(outline: Model, device: torch.device) -> None:
@@ -61,8 +68,8 @@ def _check_weights(outline: Model, device: torch.device) -> None:
                 counted.add(name)
     if total > held:
         least = "" if is_whole else "at least "
-        raise ValueError(f"the weights take {least}{total / GIB:.1f} GiB as {str(outline.dtype)[6:]}, and the device "
-                         f"has {held / GIB:.1f}: choose a smaller model or dtype, or another device")
+        raise NoDeviceMemory(f"the weights take {least}{total / GIB:.1f} GiB as {str(outline.dtype)[6:]}, and the "
+                             f"device has {held / GIB:.1f}: choose a smaller model or dtype, or another device")
 
 
 def device_bytes(device: torch.device) -> int:

@@ -24,10 +24,11 @@ PIECE_BYTES = 64 << 20  # of a copy in pinned memory; torch rounds other sizes u
 _LEAVES = (str, bytes, int, float, type, ModuleType, FunctionType, BuiltinFunctionType, weakref.ref)
 
 
-def find_storages(roots: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
+def find_storages(roots: Iterable[Any], *, outlined: bool = False) -> dict[int, torch.UntypedStorage]:
     """Find the storages of all tensors that the objects hold, directly or through other objects. A storage's key stays
     the same when the storage is resized. Functions, classes and weak references are not followed. Tensors in a
-    library's private layout have no storage and are left out."""
+    library's private layout have no storage and are left out. outlined: with tensors on the meta device, which have a
+    size and no memory."""
     seen: dict[int, Any] = {}  # keeps the objects alive, so that an id has one owner
     found: dict[int, torch.UntypedStorage] = {}
     waiting = list(roots)
@@ -37,7 +38,7 @@ def find_storages(roots: Iterable[Any]) -> dict[int, torch.UntypedStorage]:
             continue
         seen[id(item)] = item
         if isinstance(item, torch.Tensor):
-            if not item.is_meta and item.layout is torch.strided:
+            if (outlined or not item.is_meta) and item.layout is torch.strided:
                 storage = item.untyped_storage()
                 found[storage._cdata] = storage
         else:

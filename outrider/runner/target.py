@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -45,17 +44,29 @@ def build_target(config: EngineConfig, source: ModelSource, group: RankGroup = O
     dtype = pick_dtype(config.dtype, source, device)
     if device.type == "cpu" and dtype == torch.float32:
         warn_without_native_kernels()
-    values = source.config if config.index_key_dtype == "auto" else with_index_keys(config, source.config, device)
-    build = partial(build_model, values, dtype=dtype, max_len=config.max_model_len, source=str(source.config_file),
-                    model_impl=config.model_impl)
-    outline = _part_of(group, build(device="meta"))
-    declare_stored(outline, config, source, device)
+    outline = _build(config, source, dtype, device, torch.device("meta"), group)
     check_target(config, source, outline, device)
     with enough_memory("the weights", "choose a smaller model or dtype, or free what else is on the device"):
-        model = _part_of(group, build(device=device))
-        declare_stored(model, config, source, device)
+        model = _build(config, source, dtype, device, device, group)
         model.weights()  # formats allocate their weights when they are first asked for them
     model.cache_scales = find_cache_scales(config, source, model)
+    return model
+
+
+def outline_target(config: EngineConfig, source: ModelSource, device: torch.device,
+                   group: RankGroup = ONE_RANK.group) -> Model:
+    """Build the model that the config asks for on the meta device: its tensors have the shapes and types that they
+    would have on `device`, which may be in another machine, and take no memory."""
+    return _build(config, source, pick_dtype(config.dtype, source, device), device, torch.device("meta"), group)
+
+
+def _build(config: EngineConfig, source: ModelSource, dtype: torch.dtype, device: torch.device, place: torch.device,
+           group: RankGroup) -> Model:
+    """Build the model for a device, in the memory of `place`: that device, or meta."""
+    values = source.config if config.index_key_dtype == "auto" else with_index_keys(config, source.config, device)
+    model = _part_of(group, build_model(values, dtype=dtype, max_len=config.max_model_len, device=place,
+                                        source=str(source.config_file), model_impl=config.model_impl))
+    declare_stored(model, config, source, device)
     return model
 
 
@@ -112,6 +123,7 @@ def with_index_keys(config: EngineConfig, values: Mapping[str, Any], device: tor
         return {**values, "text_config": with_index_keys(config, section, device)}
     if values.get("index_topk") is None:
         raise ValueError(f"{asked}: {config.model} has no indexer, so there are no index keys to store")
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
+    is_here = device.type == "cuda" and torch.cuda.is_available()  # a plan may be for a GPU that is elsewhere
+    if is_here and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise ValueError(f"{asked}: {torch.cuda.get_device_name(device)} does not convert to fp8; leave it out")
     return {**values, "index_key_dtype": config.index_key_dtype}

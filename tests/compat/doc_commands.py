@@ -133,6 +133,9 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "install -D -m 600 /dev/stdin /etc/outrider/environment <<< OUTRIDER_API_KEY=secret",
         "install -m 644 deploy/outrider.service /etc/systemd/system/", "systemctl enable --now outrider",
     ),
+    "tests/unit/test_fit.py": (
+        "outrider fit Qwen/Qwen3-8B --gpu 24GiB", "outrider serve Qwen/Qwen3-8B --fit",
+    ),
     "tests/engine/test_receipts.py": ("outrider replay answer.json --beside 7",),
     "tests/unit/test_bursts.py": ("python bench/bursts.py",),
     "tests/ray/test_ray_serve.py": (

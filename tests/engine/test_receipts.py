@@ -45,7 +45,7 @@ BITLESS = {
     "max_step_ms", "num_pages", "kv_cache_memory_bytes", "gpu_memory_utilization", "enable_prefix_caching", "overlap",
     "seed", "load_format", "enforce_eager", "max_logprobs", "pad_requests", "pad_tokens", "speculative_config",
     "adapt_drafter", "adapt_memory_bytes", "adapt_share", "exact", "skip_tokenizer_init", "kv_events_config",
-    "profiler_dir", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_memory_bytes",
+    "profiler_dir", "fit", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_memory_bytes",
     "receipt_key_file",
 }
 

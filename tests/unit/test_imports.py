@@ -36,6 +36,7 @@ COLUMNS = [
     {"drafters"},
     {"trainable"},
     {"runner"},
+    {"fitting"},
     {"engine", "sched", "speculation"},
     {"simulation"},
     {"features"},

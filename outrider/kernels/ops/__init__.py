@@ -150,6 +150,7 @@ if TYPE_CHECKING:
         has_triton,
         native_kernel,
         operations,
+        planning_for,
         triton_kernel,
         using,
     )
@@ -178,7 +179,7 @@ else:
 __all__ = [
     # The table itself, and what its rows are written with (operation.py)
     "BFLOAT16", "FLOAT32", "SIXTEEN_BITS", "UP_TO_FLOAT32", "Exactness", "Kernel", "NotExact", "Operation",
-    "has_native", "has_triton", "native_kernel", "operations", "triton_kernel", "using",
+    "has_native", "has_triton", "native_kernel", "operations", "planning_for", "triton_kernel", "using",
     # Norms and activations (elements.py)
     "rms_norm", "add_rms_norm", "norm_add_norm", "gated_norm", "silu_mul", "gelu_tanh_mul", "relu2",
     "limited_silu_mul", "sigmoid_scale", "gelu_scale", "cap_logits", "gated",

@@ -42,9 +42,28 @@ _Candidate = tuple[Callable[..., bool] | None, Callable[..., Any]]  # whether a 
 _operations: dict[str, Operation[..., Any]] = {}
 
 
-@lru_cache(maxsize=1)
+_planned: tuple[int, int] | None = None  # see `planning_for`
+
+
+@contextmanager
+def planning_for(capability: tuple[int, int] | None) -> Iterator[None]:
+    """A context in which `Operation.serves_on` answers as on a machine that has a GPU of this compute capability. Plans
+    for a GPU that is elsewhere are made in it; no kernel runs. None: as on this machine."""
+    global _planned
+    _planned, before = capability, _planned
+    try:
+        yield
+    finally:
+        _planned = before
+
+
 def has_triton() -> bool:
     """Whether there is a GPU, and an installed Triton that compiles for it."""
+    return _planned is not None or _finds_triton()
+
+
+@lru_cache(maxsize=1)
+def _finds_triton() -> bool:
     if not torch.cuda.is_available():
         return False
     try:
@@ -56,7 +75,7 @@ def has_triton() -> bool:
 
 def has_fp8_triton() -> bool:
     """Whether there is a GPU that converts to fp8 and multiplies fp8 numbers."""
-    return has_triton() and torch.cuda.get_device_capability() >= FP8_CAPABILITY
+    return has_triton() and (_planned or torch.cuda.get_device_capability()) >= FP8_CAPABILITY
 
 
 def has_native() -> bool:
@@ -157,6 +176,11 @@ class Operation(Generic[P, R]):
         call."""
         return bool(self._find_candidates(subject))
 
+    def serves_on(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether there is a kernel for this device and dtype. Allocates and loads nothing, so the device may be one
+        that is only planned for."""
+        return any(True for _ in self._serving(device, dtype))
+
     def choose(self, *args: P.args, **options: P.kwargs) -> Callable[P, R]:
         """Return the function that a call with these arguments would run."""
         subject = self._find_subject(*args, **options)
@@ -182,14 +206,14 @@ class Operation(Generic[P, R]):
     def _find_candidates(self, subject: torch.Tensor) -> list[_Candidate]:
         key = subject.device, subject.dtype
         if key not in self._candidates:
-            self._candidates[key] = [kernel.load() for kernel in self._serving(subject)]
+            self._candidates[key] = [kernel.load() for kernel in self._serving(*key)]
         return self._candidates[key]
 
-    def _serving(self, subject: torch.Tensor) -> Iterator[Kernel]:
+    def _serving(self, device: torch.device, dtype: torch.dtype) -> Iterator[Kernel]:
         for kernel in self.kernels:
             is_forced = kernel.kind == self._forced
-            is_placed = kernel.device_type == subject.device.type and kernel.is_available() and not self._forced
-            if (is_forced or is_placed) and (not kernel.dtypes or subject.dtype in kernel.dtypes):
+            is_placed = kernel.device_type == device.type and kernel.is_available() and not self._forced
+            if (is_forced or is_placed) and (not kernel.dtypes or dtype in kernel.dtypes):
                 yield kernel
 
 

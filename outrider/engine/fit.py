@@ -1,0 +1,89 @@
+"""Chooses an engine's settings by the device's memory, if the setting `fit` is on, and explains why an engine found no
+room. No torch.
+
+Whoever looks at a GPU's memory takes some hundred MiB of it for as long as the process lives. So where the worker has
+a process of its own, another process looks, which ends before the worker starts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, TypeVar
+
+from outrider.config import EngineConfig
+from outrider.core.lazy_exports import LateModule
+from outrider.core.status_line import status_line
+from outrider.engine.spawned import check_sent, spawn_process
+from outrider.engine.worker_messages import Failure
+from outrider.models.sources.model_source import ModelSource
+from outrider.runner.interface import NoDeviceMemory
+
+if TYPE_CHECKING:
+    from outrider.fitting import at_start
+else:
+    at_start = LateModule("outrider.fitting.at_start")  # with torch
+
+T = TypeVar("T")
+log = logging.getLogger("outrider")
+
+
+def fit_to_memory(config: EngineConfig, source: ModelSource, *, apart: bool = False) -> EngineConfig:
+    """Return the config with the settings that fit the device's memory, if it asks for them. apart: another process
+    looks at the device."""
+    if not config.fit:
+        return config
+    with status_line("fitting the settings to the memory"):
+        config, lines = _call(_fit, config, source, apart)
+    for line in lines:
+        log.info("%s", line)
+    return config
+
+
+def explained(lack: str, config: EngineConfig, source: ModelSource, *, apart: bool = False) -> NoDeviceMemory:
+    """Return the error of an engine that found no room, with the settings that would help most. lack: the message of
+    the error that it ended with; the error itself holds what was loaded already."""
+    try:
+        advice = _call(_advise, config, source, apart)
+    except Exception as error:  # the lack is what the user must see
+        log.debug("no advice: %r", error)
+        advice = f"`outrider fit {config.model}` shows what fits"
+    return NoDeviceMemory(f"{lack}; {advice}")
+
+
+def _fit(config: EngineConfig, source: ModelSource) -> tuple[EngineConfig, list[str]]:
+    return at_start.fit_to_device(config, source)
+
+
+def _advise(config: EngineConfig, source: ModelSource) -> str:
+    return at_start.advice_for(config, source)
+
+
+def _call(work: Callable[[EngineConfig, ModelSource], T], config: EngineConfig, source: ModelSource,
+          apart: bool) -> T:
+    if not apart:
+        return work(config, source)
+    check_sent(config, source)
+    own, childs = Pipe()
+    process = spawn_process(_answer, (childs, work, config, source), name="outrider-fit", daemon=True)
+    childs.close()
+    try:
+        answer: T | Failure = own.recv()
+    except EOFError:
+        raise RuntimeError("the process that looks at the device's memory has ended without an answer") from None
+    finally:
+        process.join()
+        own.close()
+    if isinstance(answer, Failure):
+        raise answer.to_error()
+    return answer
+
+
+def _answer(pipe: Connection, work: Callable[[EngineConfig, ModelSource], T], config: EngineConfig,
+            source: ModelSource) -> None:
+    try:
+        pipe.send(work(config, source))
+    except BaseException as error:
+        pipe.send(Failure.from_error(error))
