@@ -5,6 +5,7 @@ Every number follows from the layout, the limits, the device's memory and the me
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -21,7 +22,6 @@ from outrider.config import CPU_CACHE_BYTES, CPU_CACHE_SHARE, EngineConfig
 from outrider.core import Axis, Limits
 from outrider.core.host_memory import available_bytes
 from outrider.runner.interface import NoDeviceMemory, StepOutOfMemory
-from outrider.runner.storages import collect_replaced
 from outrider.runner.worker_ranks import ONE_RANK, WorkerRanks
 
 log = logging.getLogger("outrider")
@@ -227,6 +227,17 @@ def longest_request(layout: CacheLayout, limits: Limits, num_pages: int) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def collect_replaced() -> None:
+    """Run a garbage collection, so that replaced objects and the tensors that they hold are freed. Objects from
+    start-up are unfrozen for it: collections skip frozen objects, so a frozen object in a reference cycle would hold
+    its tensors for ever."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    gc.collect()
+    if is_frozen:
+        gc.freeze()
 
 
 def release_dropped() -> None:

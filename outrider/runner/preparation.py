@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from outrider import drafters
 from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.core.background_work import AllBackgroundWork
+from outrider.core.lazy_exports import LateModule
 from outrider.drafters.base import DraftBuild, Drafter
 from outrider.drafters.guard import DrafterGuards
 from outrider.feature_list import worker_features
@@ -15,10 +17,15 @@ from outrider.layers.fuse import prepare
 from outrider.models.base import Model
 from outrider.runner.cache_plan import choose_backend, plan_cache
 from outrider.runner.device import gpu_bytes
-from outrider.runner.exact import refuse_inexact
 from outrider.runner.parts import StepParts
 from outrider.runner.worker_feature import WorkerFeature
 from outrider.runner.worker_ranks import ONE_RANK, WorkerRanks
+
+if TYPE_CHECKING:
+    from outrider.runner import exact as exact_mode
+else:
+    exact_mode = LateModule("outrider.runner.exact")
+
 
 
 def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
@@ -36,7 +43,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
         drafter = drafters.make_drafter(speculative, draft_build(config, model, limits))
     features: list[WorkerFeature] = worker_features(config)
     if config.exact:
-        refuse_inexact(config, model, [feature.name for feature in features if feature.edits_logits])
+        exact_mode.refuse_inexact(config, model, [feature.name for feature in features if feature.edits_logits])
     backend = choose_backend(config, model, max_drafts)
     layout = plan_cache(config, model, drafter, whole_parts=backend.needs_whole_parts)
     weight_bytes = sum(slot.nbytes for slot in model.weights().values())

@@ -39,10 +39,11 @@ from outrider.runner.commands import (
     WeightsIncomplete,
 )
 from outrider.runner.local import LocalRunner
+from outrider.runner.memory import collect_replaced
 from outrider.runner.parts import StepParts
 from outrider.runner.preparation import draft_build, prepare_all
 from outrider.runner.step import DeviceStep
-from outrider.runner.storages import FreedMemory, collect_replaced, find_storages, release_copies
+from outrider.runner.storages import FreedMemory, find_storages, release_copies
 from outrider.runner.target import fill_target
 
 if TYPE_CHECKING:

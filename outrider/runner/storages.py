@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import gc
 import mmap
 import sys
 import weakref
@@ -112,17 +111,6 @@ class FreedMemory:
                 piece.zero_()
         if any(self._copies) and torch.cuda.is_initialized():
             torch.cuda.synchronize()  # the copies may be forgotten from now on
-
-
-def collect_replaced() -> None:
-    """Run a garbage collection, so that replaced objects and the tensors that they hold are freed. Objects from
-    start-up are unfrozen for it: collections skip frozen objects, so a frozen object in a reference cycle would hold
-    its tensors for ever."""
-    is_frozen = gc.get_freeze_count() > 0
-    gc.unfreeze()
-    gc.collect()
-    if is_frozen:
-        gc.freeze()
 
 
 def release_copies() -> None:
