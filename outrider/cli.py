@@ -35,6 +35,7 @@ from outrider.commands.word_wrap import wrapped
 from outrider.core.foreign_text import log_lines
 from outrider.core.status_line import CLEAR, is_terminal, say, write_stderr
 from outrider.kernels.compiler_start import hash_compiler_ahead
+from outrider.runner.interface import NoDeviceMemory
 
 BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 # Commands that load a model in this process.
@@ -432,6 +433,8 @@ def _give_up_lost_lines() -> None:
 
 def _report(error: Exception, parser: Parser) -> int:
     text = with_flags(" ".join(str(error).split()), parser) or type(error).__name__
+    if isinstance(error, NoDeviceMemory) and "fit" not in text.split("; ")[-1]:
+        text += "; `outrider fit MODEL` shows what fits"
     if isinstance(error, (ValueError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)):
         say(wrapped(f"outrider: error: {text}", sys.stderr))
         return BAD_INPUT

@@ -309,3 +309,11 @@ def test_fit_is_not_loaded_unless_it_is_on(folder: Path) -> None:
                "print([name for name in sys.modules if name.startswith(('outrider.fitting', 'outrider.engine.fit'))])")
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_command_without_room_names_the_one_that_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = cli.build_parser()
+    assert cli._report(NoDeviceMemory("the device has no memory for the cache"), parser) == 2
+    assert "`outrider fit MODEL` shows what fits" in capsys.readouterr().err.replace("\n", " ")
+    cli._report(NoDeviceMemory("no room; --fit (fit=True) chooses --quantization fp8"), parser)
+    assert "shows what fits" not in capsys.readouterr().err
