@@ -26,8 +26,8 @@ class TrainerChanges:
     def __init__(self) -> None:
         self._pause: tuple[bytes, Headers] | None = None  # the last request that paused all replicas
         self._has_updated = False
-        self._behind: set[str] = set()  # names of replicas with older weights than the others
-        self._lock = asyncio.Lock()  # changes reach all replicas in one order
+        self._behind: set[str] = set()  # names of replicas that may have older weights than the others
+        self._updating = asyncio.Lock()  # updates reach all replicas in one order
 
     async def make(self, replicas: Sequence[Replica], method: str, path: str, target: bytes, headers: Headers,
                    body: bytes) -> WholeAnswer:
@@ -35,53 +35,79 @@ class TrainerChanges:
         match method, path:
             case "POST", found if found in (START_UPDATE, FINISH_UPDATE):
                 raise ApiError(400, f"{path} needs a server without replicas: POST all weights as one file to {UPDATE}")
-            case "POST", found if found == UPDATE:
-                async with self._lock:
-                    return await self._update(replicas, target, headers, body)
-            case "POST", found if found in (PAUSE, RESUME):
-                async with self._lock:
-                    return await self._set_pause(replicas, path, target, headers)
+            case "POST", found if found == UPDATE:  # replicas carry it out even if the client does not wait for it
+                return await asyncio.shield(self._update(replicas, target, headers, body))
+            case "POST", found if found == PAUSE:
+                return await self._pause_all(replicas, target, headers)
+            case "POST", found if found == RESUME:
+                self._pause = None
+                return await ask_all(_present(replicas), "POST", target, headers, b"")
         return await ask_all(replicas, method, target, headers, body)
 
     async def bring(self, replica: Replica) -> None:
         """Prepare a replica that has started, before it serves."""
-        async with self._lock:
-            if self._has_updated:
-                self._behind.add(replica.name)
-                log.error("replica %s has started with the weights of its files, and the others have newer ones: it "
-                          "serves after the next update", replica.name)
-            if self._pause is not None:
-                target, headers = self._pause
-                await ask_whole(replica, "POST", target, headers, seconds=None)
+        if self._has_updated:
+            self._behind.add(replica.name)
+            log.error("replica %s has started with the weights of its files, and the others have newer ones: it serves "
+                      "after the next update", replica.name)
+        if self._pause is not None:
+            target, headers = self._pause
+            await ask_whole(replica, "POST", target, headers, seconds=None)
 
     def state_of(self, replica: Replica) -> ReplicaState:
         """The state of a replica that is healthy."""
         return ReplicaState.OLD_WEIGHTS if replica.name in self._behind else ReplicaState.SERVING
 
     async def _update(self, replicas: Sequence[Replica], target: bytes, headers: Headers, body: bytes) -> WholeAnswer:
-        check_all_serve(replicas, "no weights were changed", ReplicaState.OLD_WEIGHTS)
-        answers = await asyncio.gather(*(ask_whole(each, "POST", target, headers, body, None) for each in replicas))
-        given = [(503, b"") if answer is None else answer for answer in answers]
-        refused = [each.name for each, answer in zip(replicas, given, strict=True) if answer[0] != 200]
-        if len(refused) == len(replicas):
-            return joined_answer(given)
-        self._has_updated, self._behind = True, set(refused)
-        for replica in replicas:
-            if replica.state in (ReplicaState.SERVING, ReplicaState.OLD_WEIGHTS):
+        async with self._updating:
+            check_all_serve(replicas, "no weights were changed", ReplicaState.OLD_WEIGHTS)
+            before = self._has_updated
+            self._has_updated = True  # a replica that restarts from now on may have missed it
+            answers = await asyncio.gather(*(ask_whole(each, "POST", target, headers, body, None) for each in replicas))
+            refused = [each.name for each, answer in zip(replicas, answers, strict=True)
+                       if answer is None or answer[0] != 200]
+            if len(refused) == len(replicas):
+                self._has_updated = before
+                return _refusal(answers)
+            self._behind = set(refused)
+            for replica in _present(replicas):
                 replica.state = self.state_of(replica)
-        if refused:
-            raise ApiError(503, f"replicas {', '.join(refused)} have not taken the weights and do not serve until the "
-                                "next update, and the others have: send the update again", retry_after=5)
-        return 200, JSON_HEADERS, _same_update([json.loads(content) for _, content in given])
+            if refused:
+                raise ApiError(503, f"replicas {', '.join(refused)} have not taken the weights and do not serve until "
+                                    "the next update, and the others have: send the update again", retry_after=5)
+            return 200, JSON_HEADERS, _same_update([json.loads(answer[1]) for answer in answers if answer is not None])
 
-    async def _set_pause(self, replicas: Sequence[Replica], path: str, target: bytes, headers: Headers) -> WholeAnswer:
-        if path == PAUSE:
-            check_all_serve(replicas, "no replica was paused", ReplicaState.OLD_WEIGHTS)
-        paused = (target, headers) if path == PAUSE else None
-        answer = await ask_all(replicas, "POST", target, headers, b"")
-        if answer[0] == 200:
-            self._pause = paused
+    async def _pause_all(self, replicas: Sequence[Replica], target: bytes, headers: Headers) -> WholeAnswer:
+        """Pause all replicas, or none: if one refuses, those that had not been paused before go on."""
+        check_all_serve(replicas, "no replica was paused", ReplicaState.OLD_WEIGHTS)
+        before, asked = self._pause, (target, headers)
+        self._pause = asked
+        try:
+            answer = await ask_all(replicas, "POST", target, headers, b"")
+        except ApiError:
+            answer = None
+        if answer is not None and answer[0] == 200:
+            return answer
+        if self._pause is asked:  # not if it was overtaken by a resume or another pause
+            self._pause = before
+            if before is None:
+                await ask_all(_present(replicas), "POST", RESUME.encode(), headers, b"")
+        if answer is None:
+            raise ApiError(503, "a replica did not answer, and none is paused: ask again when /health says healthy",
+                           retry_after=5)
         return answer
+
+
+def _present(replicas: Sequence[Replica]) -> list[Replica]:
+    """The replicas that have an engine to ask."""
+    return [each for each in replicas if each.state in (ReplicaState.SERVING, ReplicaState.OLD_WEIGHTS)]
+
+
+def _refusal(answers: Sequence[tuple[int, bytes] | None]) -> WholeAnswer:
+    given = [answer for answer in answers if answer is not None]
+    if not given:
+        raise ApiError(503, "no replica answered: ask again when /health says healthy", retry_after=5)
+    return joined_answer(given)
 
 
 def _same_update(found: Sequence[dict[str, object]]) -> bytes:

@@ -142,7 +142,11 @@ class EngineHost:
     def _watch(self, llm: AsyncLLM) -> None:
         now = time.monotonic()
         if not llm.is_running:
-            self._restart(now)
+            if llm.weights_version or llm.has_weight_update:  # the files have older ones
+                self._fail("the engine failed, and with it the weights that a trainer gave: start the server again, "
+                           "and update its weights")
+            else:
+                self._restart(now)
             return
         if not self._has_worker(llm):
             llm.fail("its worker has died")
@@ -165,12 +169,14 @@ class EngineHost:
         self._stalled = False
         wait = self._restarts.next_wait(now)
         if wait is None:
-            message = f"the engine failed and was started again {self._max_restarts} times already"
-            self._move(Failed(message, RuntimeError(message)))
+            self._fail(f"the engine failed and was started again {self._max_restarts} times already")
             return
         self.num_restarts += 1
         log.error("the engine failed and is started again in %.0f s", wait)
         self._move(Loading("the engine failed and is starting again", wait))
+
+    def _fail(self, message: str) -> None:
+        self._move(Failed(message, RuntimeError(message)))
 
     def _move(self, state: State) -> None:
         self.state = state

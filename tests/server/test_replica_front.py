@@ -339,6 +339,74 @@ def test_weights_are_changed_on_all_replicas_or_on_none() -> None:
     run(test)
 
 
+def test_an_update_is_carried_out_though_its_client_goes_away() -> None:
+    """Replicas do not notice: the front must still learn who has taken the weights."""
+    asked, go = asyncio.Event(), asyncio.Event()
+
+    async def slow(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        asked.set()
+        await go.wait()
+        await take_weights(script, head, body, writer)
+
+    async def test() -> None:
+        trainer = TrainerChanges()
+        async with fronted(slow, refuse_weights, trainer=trainer) as (client, scripts):
+            update = asyncio.ensure_future(client.post("/update_weights", json=UPDATE))
+            await asked.wait()
+            update.cancel()
+            go.set()
+            while scripts[1].replica.state is ReplicaState.SERVING:
+                await asyncio.sleep(0.01)
+            await trainer.bring(scripts[0].replica)
+            assert trainer.state_of(scripts[0].replica) is ReplicaState.OLD_WEIGHTS
+
+    run(test)
+
+
+def test_a_pause_holds_on_all_replicas_or_on_none() -> None:
+    async def refuse_pause(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        refused = head.startswith(b"POST /pause")
+        await reply(writer, {"error": {"message": "no"}} if refused else {"replica": 1}, 400 if refused else 200)
+
+    async def test() -> None:
+        trainer = TrainerChanges()
+        async with fronted(echo, refuse_pause, trainer=trainer) as (client, scripts):
+            assert (await client.post("/pause")).status_code == 400
+            assert [head.split()[1] for head, _ in scripts[0].asked] == [b"/pause", b"/resume"]
+            scripts[1].asked.clear()
+            await trainer.bring(scripts[1].replica)
+            assert not scripts[1].asked
+
+    run(test)
+
+
+def test_a_resume_ends_a_pause_that_waits_and_needs_no_dead_replica() -> None:
+    resumed = asyncio.Event()
+
+    async def wait(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        if head.startswith(b"POST /pause"):
+            await resumed.wait()
+            await reply(writer, {"error": {"message": "it was resumed"}}, 400)
+        else:
+            resumed.set()
+            await reply(writer, {"status": "resumed"})
+
+    async def test() -> None:
+        trainer = TrainerChanges()
+        async with fronted(wait, wait, trainer=trainer) as (client, scripts):
+            pause = asyncio.ensure_future(client.post("/pause?mode=wait"))
+            while not scripts[1].asked:
+                await asyncio.sleep(0.01)
+            scripts[1].replica.state = ReplicaState.GONE
+            assert (await client.post("/resume")).json() == {"status": "resumed"}
+            assert (await pause).status_code == 400
+            scripts[1].asked.clear()
+            await trainer.bring(scripts[1].replica)
+            assert not scripts[1].asked
+
+    run(test)
+
+
 def test_a_replica_that_starts_again_is_behind_and_paused_like_the_others() -> None:
     async def test() -> None:
         trainer = TrainerChanges()

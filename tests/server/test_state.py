@@ -149,6 +149,15 @@ def test_a_failed_engine_is_started_again_and_given_up_in_the_end() -> None:
         assert served.error("/v1/completions", 503, prompt="x")["type"] == "ServiceUnavailableError"
 
 
+def test_an_engine_that_fails_after_an_update_is_not_started_with_older_weights() -> None:
+    with serving(max_restarts=3, stall_timeout=0.4) as served:
+        served.llm.engine.take_new_weights()
+        break_engine(served)
+        served.wait_for(lambda: isinstance(served.host.state, Failed))
+        assert served.host.num_restarts == 0
+        assert "weights that a trainer gave" in served.http.get("/health").json()["error"]["message"]
+
+
 @pytest.mark.parametrize(("max_restarts", "is_served"), [(3, True), (2, False)])
 def test_a_restart_that_fails_is_one_of_the_restarts(max_restarts: int, is_served: bool,
                                                      monkeypatch: pytest.MonkeyPatch) -> None:
