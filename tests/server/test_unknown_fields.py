@@ -86,6 +86,16 @@ def test_fields_that_would_change_the_answer_are_refused(served: Served, name: s
         assert served.post(path, **body, **{name: value}).status_code == 200
 
 
+@pytest.mark.parametrize("message", [
+    {"role": "user", "content": "What is this?", "images": ["aGVsbG8="]},
+    {"role": "user", "content": [{"type": "text", "text": "What is this?", "images": ["aGVsbG8="]}]},
+])
+def test_a_picture_is_never_ignored(served: Served, message: dict[str, Any]) -> None:
+    assert "text is the only modality" in served.error("/v1/chat/completions", messages=[message])["message"]
+    assert served.post("/v1/chat/completions", messages=[message | {"content": "x", "images": []}],
+                       max_tokens=1).status_code == 200
+
+
 def test_numbers_have_two_forms_and_truths_are_no_numbers(served: Served) -> None:
     for value in (1, 1.0):
         assert served.post("/v1/completions", **TEXT, repeat_penalty=value).status_code == 200
