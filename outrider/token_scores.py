@@ -13,6 +13,7 @@ from typing import Annotated
 from outrider.core.fields import INT32, OneOf, Range, check_value
 from outrider.core.outputs import Logprob, RequestOutput, WeightSpan
 from outrider.core.params import MAX_LOGPROBS_ALL, SamplingParams, need_sampling_params
+from outrider.feature_list import asking_parameters
 
 MODES = {"raw": "raw", "processed": "processed", "raw_logprobs": "raw", "processed_logprobs": "processed"}
 TIES = 8  # tokens beyond sampling_params.top_k that are looked at, because all that tie with the last one are kept
@@ -54,7 +55,11 @@ class Scoring:
                              "too")
         if mode == "raw" and return_kept_ids:
             raise ValueError("return_kept_ids: raw scores keep every token: give logprobs_mode='processed'")
-        own = SamplingParams() if params is None else need_sampling_params(params)
+        own, usual = SamplingParams() if params is None else need_sampling_params(params), SamplingParams()
+        for name, _ in asking_parameters():
+            if getattr(own, name) != getattr(usual, name):
+                raise ValueError(f"{name} has an effect only where an answer begins, and scores are of a prompt: leave "
+                                 "it out")
         num = top_k
         if return_kept_ids and top_k != MAX_LOGPROBS_ALL:
             num = max(top_k, own.top_k + TIES) if own.top_k > 0 else MAX_LOGPROBS_ALL

@@ -225,7 +225,8 @@ class RequestOutput:
         after an update, all rows of a prompt that was not done come again."""
         named, unnamed = self._prompt_rows
         num = len(named or ()) + len(unnamed)
-        return weight_spans(self.prompt_version_starts, num) if num > 1 else []
+        has_rows = bool(unnamed) or any(row is not None for row in named or ())  # the first token has none
+        return weight_spans(self.prompt_version_starts, num) if has_rows else []
 
     @classmethod
     def empty(cls, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams) -> RequestOutput:

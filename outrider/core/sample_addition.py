@@ -26,7 +26,8 @@ class SampleAddition:
         of it."""
 
     def resume(self, token_ids: list[int]) -> None:
-        """Called first if the sample goes on after an interrupt. token_ids: what its reader has already received."""
+        """Called before the first increment if the sample goes on after an interrupt. token_ids: what its reader has
+        already received."""
 
     def take(self, increment: OutputIncrement) -> None:
         """Called with what each step adds to the sample."""

@@ -28,6 +28,7 @@ from outrider.sample.sampling_batch import LogitRows
 # Logit rows at a time: a long prompt times a large vocabulary would not fit. No more than the largest step samples,
 # whose memory is planned for, unless that is very few.
 CHUNK_ROWS, LEAST_CHUNK_ROWS = 256, 16
+ALIGNED_BYTES = 16  # of an address, for which kernels are compiled
 NOT_FINITE = "the model's hidden states are not finite: check the weights"
 
 
@@ -70,8 +71,13 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
         if processing is not None:
             logits = processing.apply(logits, start, stop)
         for num, at in _runs(widths[start:stop]):
-            parts.setdefault(num, []).append(logprob_rows(logits[at], chosen[start:stop][at], num))
+            parts.setdefault(num, []).append(logprob_rows(_aligned(logits[at]), chosen[start:stop][at], num))
     return PromptLogprobs({num: LogprobRows.join(own) for num, own in parts.items()}, counts)
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows that begin where kernels expect it: others would be compiled anew in the middle of a step."""
+    return rows.clone() if rows.storage_offset() * rows.element_size() % ALIGNED_BYTES else rows
 
 
 def _runs(widths: list[int]) -> Iterator[tuple[int, slice]]:

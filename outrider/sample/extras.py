@@ -150,7 +150,7 @@ class StepExtras:
 
     bias: LogitBias | None = None
     allowed: AllowedTokens | None = None
-    bad_words: tuple[BadWords, ...] = ()  # by length
+    bad_words: tuple[BadWords, ...] = ()  # one for each padded length
     editor: LogitEditor | None = None
 
     @classmethod

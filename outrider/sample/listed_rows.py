@@ -42,12 +42,12 @@ class ListedRows:
         return ListedRows(tuple(own - start for own in self.rows[at]), self.lens[at],
                           torch.stack([row - start, first, num]))
 
-    def pairs(self, width: int = 1) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    def pairs(self, width: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield every pair of a logit row and an entry of its list, as two tensors [P], in pieces that need a bounded
-        scratch. width: the elements that the caller computes for each pair."""
+        scratch. width: the elements that the caller computes for each pair, besides its numbers."""
         start, size = 0, 0
         for stop, num in enumerate(self.lens):
-            if size and (size + num) * width > MOST_PAIRS:
+            if size and (size + num) * (1 + width) > MOST_PAIRS:
                 yield self._pairs(slice(start, stop), size)
                 start, size = stop, 0
             size += num

@@ -173,7 +173,8 @@ def test_what_no_prompt_can_tell_is_refused(tmp_path: Path) -> None:
     with LLM(folder_of("llama", tmp_path), **ENGINE | {"max_logprobs": 5}) as llm:
         ids = [1, 2, 3]
         for params, words in (({"presence_penalty": 1}, "presence_penalty"), ({"min_tokens": 2}, "min_tokens"),
-                              ({"structured_outputs": StructuredOutputsParams(regex="a")}, "structured_outputs")):
+                              ({"structured_outputs": StructuredOutputsParams(regex="a")}, "structured_outputs"),
+                              ({"receipt": True}, "receipt")):
             with pytest.raises(ValueError, match=f"{words}.* where an answer begins"):
                 llm.score_tokens(ids, 0, SamplingParams(**params), logprobs_mode="processed")
         for arguments, words in (({"sampling_params": SamplingParams(top_k=2)}, "give logprobs_mode='processed'"),

@@ -116,7 +116,8 @@ def test_rows_of_a_prompt_are_named_by_version_and_replaced() -> None:
     assert grow(3, 4, 2).prompt_weight_versions == [(3, 0, 2)]
     assert output.prompt_weight_versions == [(2, 0, 4), (3, 4, 6)]
     assert grow(4, 1, 2).prompt_logprobs == [] and output.prompt_weight_versions == [(4, 0, 3)]
-    assert grow(4, 3, 6).prompt_weight_versions == [(4, 0, 3)], "the three that the reader has not seen"
+    assert grow(4, 3, 5).prompt_weight_versions == [(4, 0, 2)], "the two that the reader has not seen"
+    assert grow(4, 8, 1).prompt_weight_versions == [(4, 0, 1)]
     assert output.prompt_weight_versions == [(4, 0, 9)]
     assert output.prompt_logprobs == [None, *[{1: Logprob(4.0, 1)}] * 8]
     output.cut_back()

@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 from outrider.core.checked_request import CheckedRequest
+from outrider.core.feature_parts import RequestPart
 from outrider.core.file_digests import canonical
 from outrider.core.outputs import OutputIncrement, SampleEnd, SampleKey
 from outrider.core.request_keeper import RequestKeepers
@@ -19,14 +20,14 @@ from outrider.lora_request import AdapterLoads, LoadedAdapter
 
 
 class ReceiptPart(AddingPart):
-    """Asks for a receipt of each sample. A worker gets an empty copy, because it makes no outputs."""
+    """Asks for a receipt of each sample. A worker, which makes no outputs, gets an empty part in its place."""
 
-    def __init__(self, writer: ReceiptWriter | None = None) -> None:
+    def __init__(self, writer: ReceiptWriter) -> None:
         self._writer = writer
         self._prompt: tuple[tuple[int, ...], bytes] | None = None  # token ids, and their canonical bytes
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return ReceiptPart, ()
+        return RequestPart, ()  # reading it imports nothing of this feature, which would hold up a worker's steps
 
     def make_additions(self, key: SampleKey, asked: CheckedRequest, keepers: RequestKeepers) -> list[SampleAddition]:
         if any(part.vectors(0, len(asked.token_ids)) is not None for part in asked.input_parts):
@@ -36,7 +37,6 @@ class ReceiptPart(AddingPart):
         return [SampleNotes(key.weights_version, lambda run: self._write(asked, told | run))]
 
     def _write(self, asked: CheckedRequest, told: dict[str, Any]) -> Receipt:
-        assert self._writer is not None, "a worker writes no receipts"
         prompt = self._prompt
         if prompt is None or prompt[0] is not asked.token_ids:
             self._prompt = prompt = asked.token_ids, canonical(asked.token_ids)  # for all samples
@@ -58,7 +58,7 @@ class SampleNotes(SampleAddition):
     def use_weights(self, version: int, *, in_place: bool) -> None:
         """See SampleAddition. A version that goes on in place is told even if it has no tokens, since later tokens
         depend on it."""
-        if not in_place and self._versions[-1][1] == len(self._token_ids):
+        while not in_place and self._versions and self._versions[-1][1] == len(self._token_ids):
             self._versions.pop()
         self._versions.append((version, len(self._token_ids)))
 
