@@ -105,9 +105,11 @@ class CostBench:
         return dict(sorted(paces.items()))
 
     def _contexts(self, num_requests: int) -> list[int]:
-        """Context lengths of the `num_requests` requests whose decode steps are measured, the longest first. On a GPU
-        the lengths differ as they do on a server, because a step waits for the request with the longest context, and
-        short contexts would not show how kernels for different numbers of requests differ."""
+        """The context length of each request in a measured decode step, in tokens, the longest first.
+
+        On a CPU all contexts are short. On a GPU the lengths have a log-normal distribution, as on a server: a step
+        takes as long as its longest context, and short contexts would hide how costs differ with the number of
+        requests."""
         if not self._is_cuda:
             return [SHORT_CONTEXT] * num_requests
         room = (self._info.num_pages - 1) // 2 * 16 // num_requests

@@ -301,7 +301,8 @@ class Checkpoints:
             self._awaited.discard(own.awaited.pop(boundary))
 
     def _open_checkpoint(self, request_id: int, own: RequestCheckpoints, boundary: int) -> Checkpoint | None:
-        """Open a checkpoint at a boundary. None if the request has enough checkpoints, or the pool too few pages."""
+        """Allocate pages for a checkpoint that the next step may write at a page boundary. Returns None if the request
+        has the most open checkpoints already, or if the pool has too few free pages."""
         num_pages = self.capacity.checkpoint_pages
         if len(own.by_boundary) >= self.capacity.max_checkpoints or self.pool.num_free < num_pages:
             return None

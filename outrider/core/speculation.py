@@ -13,7 +13,8 @@ from outrider.core.drafted_request import DraftedRequest
 
 
 class DraftedBatch(Protocol):
-    """A batch that is being made, as speculation sees it."""
+    """The part of a batch under construction that a `Speculation` reads: its requests, and the drafts scheduled so far
+    for each of them."""
 
     @property
     def requests(self) -> Sequence[DraftedRequest]: ...

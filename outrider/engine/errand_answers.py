@@ -1,4 +1,8 @@
-"""ErrandAnswers: keeps track of which errands the ranks of a worker have done. No torch."""
+"""ErrandAnswers: collects the ranks' answers to errands. No torch.
+
+An errand (`runner/commands.py`) is work that a worker does beside its steps, such as reading files. Every rank
+does it and answers, and the caller waits for the last answer.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,7 @@ class _Begun:
 
 
 class ErrandAnswers:
-    """Counts the ranks' answers for each errand. May be used by several threads."""
+    """Completes the future of an errand when every rank has answered. May be used by several threads."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks

@@ -1,7 +1,7 @@
-"""Pages that store nothing of their tokens, for models whose layers are all recurrent.
+"""The cache spec of pages without keys and values, for models whose layers are all recurrent.
 
-Recurrent states are stored by row, so no layer of these models needs pages. But prefix hits are counted in pages, and
-checkpoints of states are lists of pages.
+Recurrent states are stored by row, so no layer of these models reads or writes pages. The cache manager still needs a
+group of pages for them, because it counts prefix hits in pages and stores checkpoints of states in pages.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from outrider.cache.kinds.parts import Part
 
 @dataclass(frozen=True)
 class MarkerSpec(PagedSpec):
-    """A spec that stores nothing of a token."""
+    """The spec of pages that store zero bytes for each token."""
 
     @property
     def parts(self) -> tuple[Part, ...]:

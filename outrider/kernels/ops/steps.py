@@ -1,4 +1,5 @@
-"""Entries of the table of operations: a step's preparation and commit, and the token counts that sampling reads."""
+"""The operations at the ends of a step, each with its kernels: prepare the batch, count tokens for penalties, share and
+commit drafts."""
 
 from __future__ import annotations
 

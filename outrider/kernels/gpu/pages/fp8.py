@@ -96,8 +96,11 @@ def load_halves(rows, inside, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
 
 @triton.jit
 def fit_queries(queries, scale, k_scales, kv_head, k_cache):
-    """Return (queries [rows, dim], factors of their scores) for products with a head's keys; unchanged unless keys are
-    in fp8."""
+    """Prepare queries [rows, dim] for their product with the keys of one KV head. Returns (queries, scale): attention
+    scores are their product, multiplied by scale.
+
+    If keys are stored in fp8, scale includes the scale of the head's keys, and 16-bit queries are multiplied by powers
+    of two that keep the product in float16's range. Otherwise both are returned unchanged."""
     if k_cache.dtype.element_ty == tl.float8e4nv:
         scale = scale * tl.load(k_scales + kv_head)
         return fit_rows(queries, scale)

@@ -102,7 +102,10 @@ def _bound_kernel(
     row, rows, span_greatest, group_greatest, scratch, num_groups, num_spans, SPANS: tl.constexpr, GROUPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Find the bound of a logit row's candidates, once for all programs that list them."""
+    """Compute, for each logit row with a top-k, how far below the greatest logit its candidates may lie (`bound_of`).
+
+    One program for each row writes this distance to scratch.bounds, so that the many programs that list the row's
+    candidates need not compute it again."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     at = tl.program_id(0).to(tl.int64)
