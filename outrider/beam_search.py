@@ -83,7 +83,7 @@ def check_beam_prompts(prompts: Sequence[Prompt]) -> None:
     """Raise ValueError for a prompt with more than a text or token ids."""
     for key in ("cache_salt", *prompt_keys()):
         if any(isinstance(prompt, dict) and prompt.get(key) is not None for prompt in prompts):
-            raise ValueError(f"beam_search: a prompt's {key!r} is not supported")
+            raise ValueError(f"beam_search: a prompt's {key!r} is not supported: leave {key!r} out")
 
 
 def check_beam_params(params: BeamSearchParams, limits: Limits) -> None:
@@ -93,7 +93,8 @@ def check_beam_params(params: BeamSearchParams, limits: Limits) -> None:
     check_fields("BeamSearchParams: ", params)
     if 2 * params.beam_width > limits.max_logprobs:
         raise ValueError(f"beam_width={params.beam_width} needs max_logprobs of at least {2 * params.beam_width}, and "
-                         f"this engine has {limits.max_logprobs}")
+                         f"this engine has {limits.max_logprobs}: lower beam_width, or start the engine with "
+                         f"max_logprobs={2 * params.beam_width}")
 
 
 def beam_rounds(prompts: Sequence[Sequence[int]], params: BeamSearchParams, tokenizer: Tokenizer | None,

@@ -143,8 +143,9 @@ class EngineConfig:
                              "give a speculative_config with method 'eagle3' (`outrider train-drafter` trains a "
                              "head), or leave adapt_drafter out")
         if self.tensor_parallel_size > 1:
-            raise ValueError(f"adapt_drafter: a head that {self.tensor_parallel_size} ranks hold does not learn while "
-                             "it serves: use tensor_parallel_size=1, or leave adapt_drafter out")
+            raise ValueError("adapt_drafter: a drafter cannot learn while it serves with "
+                             f"tensor_parallel_size={self.tensor_parallel_size}: use tensor_parallel_size=1, or leave "
+                             "adapt_drafter out")
 
     def for_streams(self) -> EngineConfig:
         """Return the config of an engine that streams tokens: it limits the time of steps with prompts, so that they
@@ -222,7 +223,8 @@ class EngineConfig:
         on_cuda = gpu_bytes is not None
         max_len = self.max_model_len or max_positions
         if max_len > max_positions:
-            raise ValueError(f"max_model_len ({max_len}) exceeds the {max_positions} positions the model was made for")
+            raise ValueError(f"max_model_len ({max_len}) exceeds the {max_positions} positions the model was made for: "
+                             "lower max_model_len")
         max_requests = self.max_num_seqs or default_requests(gpu_bytes)
         tokens = self.max_num_batched_tokens or max(8192 if on_cuda else 512, max_requests * (1 + max_drafts))
         _check_padding("pad_requests", self.pad_requests, "max_num_seqs", max_requests)
@@ -308,7 +310,8 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         check_fields("speculative_config: ", self)
         if AUTO_METHOD in self.methods and self.method != AUTO_METHOD:
-            raise ValueError("speculative_config: a list of methods names each of them: 'auto' stands alone")
+            raise ValueError("speculative_config: 'auto' cannot be part of a list of methods: give 'auto' alone, or "
+                             "name each method")
         lacking = next((method for method in self.methods if method in NEEDS_MODEL), None)
         if self.model is None and lacking == AUTO_METHOD:
             raise ValueError(f"speculative_config: without a 'model', whose files could tell it, method must be one of "
@@ -317,15 +320,17 @@ class SpeculativeConfig:
             raise ValueError(f"speculative_config: method {lacking!r} needs 'model', the folder or id of the drafter")
         low, high, k = self.prompt_lookup_min, self.prompt_lookup_max, self.num_speculative_tokens
         if low > high:
-            raise ValueError(f"speculative_config: prompt_lookup_min ({low}) must be 1 to prompt_lookup_max ({high})")
+            raise ValueError(f"speculative_config: prompt_lookup_min ({low}) must be from 1 to prompt_lookup_max "
+                             f"({high})")
         if self.synthetic_acceptance_length is not None and self.synthetic_rates is not None:
-            raise ValueError("speculative_config: synthetic_rates and synthetic_acceptance_length say the same thing")
+            raise ValueError("speculative_config: synthetic_rates and synthetic_acceptance_length say the same thing: "
+                             "give one of them")
         if self.synthetic_request_rates is not None and (self.synthetic_rates or self.synthetic_acceptance_length):
-            raise ValueError("speculative_config: synthetic_request_rates are rates at every position: leave out "
-                             "synthetic_rates and synthetic_acceptance_length")
+            raise ValueError("speculative_config: synthetic_request_rates already give a rate for every position: "
+                             "leave out synthetic_rates and synthetic_acceptance_length")
         if (self.synthetic_acceptance_length or 1) > 1 + k:
-            raise ValueError(f"speculative_config: synthetic_acceptance_length must be in 1 to {1 + k}, got "
-                             f"{self.synthetic_acceptance_length}")
+            raise ValueError(f"speculative_config: synthetic_acceptance_length must be from 1 to {1 + k} "
+                             f"(num_speculative_tokens + 1), got {self.synthetic_acceptance_length}")
 
     @property
     def methods(self) -> tuple[str, ...]:

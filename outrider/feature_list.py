@@ -189,7 +189,7 @@ def _entry(name: str) -> FeatureEntry:
 
 def _need(name: str, half: Half | None, role: str) -> Any:
     if half is None:
-        raise ValueError(f"no feature with the name {name!r} {role}: see register_feature")
+        raise ValueError(f"no feature {name!r} {role}: register it with register_feature, or correct the name")
     return _find(name, half)
 
 
@@ -201,4 +201,5 @@ def _find(name: str, half: Half) -> Any:
     except ModuleNotFoundError as error:
         if error.name is None or not half.startswith(error.name):
             raise
-        raise ValueError(f"this installation of outrider has no {name}: {error.name} is missing") from None
+        raise ValueError(f"this installation of outrider cannot use {name}: the package {error.name} is "
+                         "missing") from None

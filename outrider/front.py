@@ -65,7 +65,8 @@ class Front:
     def vllm_config(self) -> VllmConfig:
         """The engine's settings and sizes for reading, grouped as in vLLM: `vllm_config.cache_config.block_size`."""
         if self._config is None:
-            raise ValueError("the settings of an engine that was built elsewhere are not known: see engine.limits")
+            raise ValueError("this front was given an engine that was not built from an EngineConfig, so its settings "
+                             "are not known: read engine.limits instead")
         num_pages = self.engine.scheduler.cache.pool.num_pages
         return vllm_configs.VllmConfig.from_engine_config(self._config, self.engine.limits, num_pages)
 

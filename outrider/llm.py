@@ -129,8 +129,8 @@ class LLM(Front):
         `chat_template` then joins them, as messages of the roles query and document."""
         first, second = _as_list(data_1), _as_list(data_2)
         if len(first) not in (1, len(second)):
-            raise ValueError(f"{len(first)} texts to compare with {len(second)}: data_1 must have one text, or as "
-                             "many as data_2")
+            raise ValueError(f"data_1 has {len(first)} texts and data_2 has {len(second)}: give one in data_1, or as "
+                             "many as in data_2")
         checks = self.engine.checks
         if checks.model.classes is not None:
             pairs = checks.join_pairs(first, second, chat_template)
@@ -139,7 +139,8 @@ class LLM(Front):
                                                 output.prompt_token_ids) for output in outputs]
         params = pooling.PoolingParams() if pooling_params is None else pooling_params
         if not params.normalize or params.pooling == "all":
-            raise ValueError("scores are angles between single vectors: use normalize=True, and pooling last or mean")
+            raise ValueError("a score compares one normalised vector of each text: use normalize=True, and pooling "
+                             "'last' or 'mean'")
         vectors = self._pool([*first, *second], params, use_tqdm, lora_request)
         ones, others = vectors[: len(first)], vectors[len(first) :]
         if len(ones) == 1:
@@ -431,5 +432,5 @@ def _per_prompt(name: str, given: T | Sequence[T], num: int) -> list[T]:
     if not isinstance(given, (list, tuple)):
         return [cast(T, given)] * num
     if len(given) != num:
-        raise ValueError(f"{len(given)} {name} for {num} prompts")
+        raise ValueError(f"{len(given)} {name} for {num} prompts: give one, or one for each prompt")
     return list(given)

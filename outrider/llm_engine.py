@@ -52,7 +52,8 @@ class LLMEngine(Front):
                              "prompt_token_ids")
         check_value("request_id", Text, request_id)
         if request_id in self._names:
-            raise ValueError(f"request id {request_id!r} is in use")
+            raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until that request has "
+                             "ended")
         (request,) = self.engine.checks.check_all([prompt], [params], [priority])
         with loaded(self.engine, self._loop.run, [request], lora_request) as requests:
             (own,) = self._loop.add(self._caller, requests)

@@ -105,7 +105,8 @@ class AdapterLogitsProcessor(LogitsProcessor):
         if len(inspect.signature(process).parameters) < 3:
             return partial(process, output_ids)
         if prompt_ids is None:
-            raise ValueError("it reads the prompt's token ids, and the prompt has embeddings alone")
+            raise ValueError("a logits processor of this engine reads the prompt's token ids, and this prompt has only "
+                             "embeddings: give prompt_token_ids too")
         return partial(process, prompt_ids, output_ids)
 
 

@@ -140,5 +140,5 @@ def one_for_each(given: AdapterChoice, count: int) -> list[LoRARequest | None]:
             raise ValueError("lora_request must be a LoRARequest, or a list with one for each prompt, got "
                              f"{shown(one)}")
     if len(each) != count:
-        raise ValueError(f"{len(each)} lora_requests for {count} prompts: give one, or as many")
+        raise ValueError(f"{len(each)} lora_requests for {count} prompts: give one, or one for each prompt")
     return each

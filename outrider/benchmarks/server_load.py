@@ -58,13 +58,15 @@ def run(args: argparse.Namespace) -> int:
     if args.request_rate is not None and not 0 < args.request_rate < math.inf:
         raise UsageError(f"--request-rate must be a number above 0, got {args.request_rate}")
     if args.vocab_size <= FIRST_ID:
-        raise UsageError(f"--vocab-size must be above {FIRST_ID}: lower ids are often special, and none is drawn")
+        raise UsageError(f"--vocab-size must be above {FIRST_ID}: lower ids are often special, and none is drawn. Got "
+                         f"{args.vocab_size}")
     address = Address.parse(args.base_url)
     began = time.perf_counter()
     try:
         measured = asyncio.run(_drive(args, address))
     except (HttpError, OSError, LookupError, asyncio.IncompleteReadError) as error:  # asked for its models
-        raise ValueError(f"no model to measure at {args.base_url}: {error}") from None
+        raise ValueError(f"no server answers at {args.base_url} ({error}): start one with `outrider serve`, or give "
+                         "its address by --base-url") from None
     result = summary(measured, time.perf_counter() - began, goals)
     result |= {"base_url": args.base_url, "max_concurrency": args.max_concurrency, "request_rate": args.request_rate}
     _print(result)

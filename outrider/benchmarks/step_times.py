@@ -121,8 +121,9 @@ class TimedEngine:
     def _check_work(self) -> None:
         """Raise an error if requests end, or preempt one another, before all of them have decoded together."""
         if not self.engine.has_work:
-            raise ValueError(f"the engine is too small to be measured: all requests have {self._num_pages} pages "
-                             f"(num_pages), and each at most {self.limits.max_len} tokens (max_model_len)")
+            raise ValueError(f"the cache is too small for the measured steps: it has {self._num_pages} pages for all "
+                             f"requests, and a request has at most {self.limits.max_len} tokens. Raise num_pages or "
+                             "max_model_len")
 
     def _answer_len(self, lengths: Sequence[int], num_steps: int) -> int:
         """The length of answers, in tokens, with which all of these prompts decode together for `num_steps` steps.

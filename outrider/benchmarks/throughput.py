@@ -136,7 +136,8 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args, speculative_config=None, max_num_seqs=most, enable_prefix_caching=False)
     check_result_file(args.save_result)
     if config.tensor_parallel_size > 1 and args.routing == "spread":
-        raise UsageError("--routing spread draws experts of a model in this process: leave it out with -tp")
+        raise UsageError("--routing spread changes a model in this process, and with -tp the model runs in other "
+                         "processes: leave one of the two flags out")
     bandwidth = BestSpeed(partial(measure_bandwidth, pick_device(config.device)))
     bandwidth.measure()
     start = time.perf_counter()
@@ -233,7 +234,7 @@ def _versions() -> dict[str, str]:
 def spread_experts(model: Model, drafter: Drafter | None) -> None:
     routers = find_modules([model, *([] if drafter is None else drafter.modules())], Router)
     if not routers:
-        raise UsageError("--routing spread: this model has no experts")
+        raise UsageError("--routing spread: this model has no experts to choose among: leave --routing out")
     override = SpreadRouting(routers, device=model.device)
     for router in routers:
         router.routing_override = override
@@ -243,7 +244,8 @@ def _check_fits(llm: LLM, work: Workload) -> None:
     longest = max(len(p) + n for p, n in zip(work.prompts, work.output_lens, strict=True))
     max_len = llm.engine.limits.max_len
     if longest > max_len:
-        raise UsageError(f"--shapes: {work.shape.name} needs {longest} tokens and max_model_len is {max_len}")
+        raise UsageError(f"--shapes: {work.shape.name} needs {longest} tokens and max_model_len is {max_len}: raise "
+                         "--max-model-len, or leave this shape out")
 
 
 def _throughput(llm: LLM, work: Workload, rounds: int, bandwidth: BestSpeed, product: BestSpeed) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def plan_groups(target: list[LayerCache], page_tokens: int = 16, checkpoint_inte
             case _ if layer.reads is None:
                 buckets.setdefault(layer.spec, []).append(layer.layer)
     if not buckets and not recurrent:
-        raise ValueError("the model declares no cache")
+        raise ValueError("the model declares no cache: its layers must return at least one cache spec")
     layout = CacheLayout((), {}, _marker_page_bytes(recurrent))
     if buckets:
         layout = _best_split(buckets, [t for t in PAGE_TOKENS if t >= page_tokens])
@@ -159,7 +159,8 @@ def plan_groups(target: list[LayerCache], page_tokens: int = 16, checkpoint_inte
     for index in places:
         names = [part.name for place in places[index] for part in groups[place.group].spec.parts]
         if len(set(names)) < len(names):
-            raise ValueError(f"layer {index} declares two cache parts of one name: {', '.join(names)}")
+            raise ValueError(f"layer {index} declares two cache parts with the same name ({', '.join(names)}): rename "
+                             "one of them in the layer's cache spec")
     page_parts, page_bytes = _place_page_parts(layers, layout, whole_parts)
     size = max(group.page_tokens for group in groups if group.is_target)
     kind = RecurrentKind(tuple(recurrent), size, page_bytes, max(checkpoint_interval // size, 1) * size)
@@ -176,7 +177,8 @@ def _place_page_parts(layers: Sequence[LayerCache], layout: CacheLayout,
     for layer in layers:
         for part in layer.page_parts:
             if any((layer.layer, part.name) == (other.layer, other.part.name) for other in placed):
-                raise ValueError(f"layer {layer.layer} declares two page parts with the name {part.name}")
+                raise ValueError(f"layer {layer.layer} declares two page parts with the name {part.name}: rename one "
+                                 "of them")
             start = _rounded_up(end, part.itemsize)
             placed.append(PlacedPart(layer.layer, part, start))
             end = start + part.num_bytes

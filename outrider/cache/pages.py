@@ -20,7 +20,7 @@ PageKey = tuple[int, bytes]  # group, chained hash of the tokens up to the page'
 class PagePool:
     def __init__(self, num_pages: int) -> None:
         if num_pages < 2:
-            raise ValueError(f"the pool needs at least 2 pages (one is the null page), got {num_pages}")
+            raise ValueError(f"num_pages must be at least 2, because one page always stays empty; got {num_pages}")
         self.num_pages = num_pages
         # Blank pages by the group that had them last, which reuses them uncleared; the page freed last is reused first.
         self._blank: dict[int, list[int]] = {NO_GROUP: list(range(num_pages - 1, NULL_PAGE, -1))}

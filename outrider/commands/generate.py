@@ -47,10 +47,10 @@ def run(args: argparse.Namespace) -> int:
 def read_prompts(args: argparse.Namespace) -> list[str]:
     given = args.prompt or []
     if given and args.prompts_file:
-        raise UsageError("--prompt and --prompts-file exclude each other")
+        raise UsageError("--prompt and --prompts-file cannot be given together: leave one out")
     for flag, value in (("--system", args.system), ("--chat-template", args.chat_template)):
         if value and not args.chat:
-            raise UsageError(f"{flag} needs --chat")
+            raise UsageError(f"{flag} needs --chat: add --chat, or leave {flag} out")
     if args.prompts_file:
         return _from_file(Path(args.prompts_file))
     if given:
@@ -69,7 +69,7 @@ def _from_file(path: Path) -> list[str]:
     try:
         text = path.read_text(encoding="utf-8-sig")  # with or without the mark that some editors put first
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8: {error}") from None
+        raise UsageError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
     # Not splitlines: a line separator of Unicode may stand in a prompt.
     lines = [(f"{path}, line {i}", line) for i, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if path.suffix == ".json":
@@ -79,7 +79,7 @@ def _from_file(path: Path) -> list[str]:
     else:
         prompts = [line for _, line in lines]
     if not prompts:
-        raise UsageError(f"{path} holds no prompt")
+        raise UsageError(f"{path} holds no prompt: write at least one into it")
     return prompts
 
 

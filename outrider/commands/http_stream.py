@@ -27,7 +27,7 @@ class Address:
     def parse(cls, url: str) -> Address:
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"{url!r} is no address, as http://127.0.0.1:8000")
+            raise ValueError(f"{url!r} is not the address of a server: write one such as http://127.0.0.1:8000")
         secure = parts.scheme == "https"
         prefix = parts.path.rstrip("/").removesuffix("/v1")
         return cls(parts.hostname, parts.port or (443 if secure else 80), secure, prefix)

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from outrider.runner.worker import Prepare, Worker
 
 SIZES = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
-NO_TOKENIZER = "{} has no tokenizer here, and this command needs one for text: leave out --skip-tokenizer-init"
+NO_TOKENIZER = ("this command reads or writes text, and the tokenizer of {} was not loaded: leave out "
+                "--skip-tokenizer-init")
 
 
 @dataclass(frozen=True)
@@ -135,9 +136,9 @@ def load_or_find(config: EngineConfig, *, needs_text: bool = True) -> Loaded | O
 def load(config: EngineConfig, *, needs_text: bool = True) -> Loaded:
     """Load the model of a config. `needs_text`: refuse a model without tokenizer before its weights are read."""
     if config.tensor_parallel_size > 1:
-        raise ValueError(f"tensor_parallel_size={config.tensor_parallel_size}: this command loads the model into its "
-                         "own process; generate, chat, run-batch, verify, bench throughput, bench latency and serve "
-                         "take ranks")
+        raise ValueError(f"tensor_parallel_size={config.tensor_parallel_size}: this command runs on one device: leave "
+                         "tensor_parallel_size out, or use generate, chat, run-batch, verify, bench throughput, bench "
+                         "latency or serve")
     with status_line(loading_text(config.model)), collections_paused():
         load_torch_libraries_ahead()
         source = find_model(config)

@@ -14,9 +14,9 @@ def check_result_file(name: str | None, flag: str = "--save-result") -> None:
         return
     folder = Path(name).resolve().parent
     if not folder.is_dir():
-        raise UsageError(f"{flag}: there is no folder {folder}")
+        raise UsageError(f"{flag}: there is no folder {folder}: make it first, or name another")
     if Path(name).is_dir():
-        raise UsageError(f"{flag}: {name} is a folder")
+        raise UsageError(f"{flag}: {name} is a folder: name a file")
 
 
 def check_plot(name: str | None) -> None:

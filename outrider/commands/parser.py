@@ -273,7 +273,7 @@ def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
             continue
         drafts = settings.get("speculative_config")
         if not isinstance(drafts, dict):
-            raise UsageError(f"{flag} goes with --speculative-config")
+            raise UsageError(f"{flag} needs --speculative-config: add it, or leave {flag} out")
         settings["speculative_config"] = drafts | (
             _golden(given, drafts) if name == "acceptance" else {name: _rates(flag, given)})
     if getattr(args, "lora", None) is not None:
@@ -291,7 +291,8 @@ def _rates(flag: str, given: str) -> list[float]:
 def _golden(given: str, drafts: dict[str, Any]) -> dict[str, list[float]]:
     number = drafts.get("num_speculative_tokens")
     if not isinstance(number, int):
-        raise UsageError("--acceptance goes with a --speculative-config that gives num_speculative_tokens")
+        raise UsageError("--acceptance needs a --speculative-config with num_speculative_tokens: add it, or leave "
+                         "--acceptance out")
     try:
         return {"synthetic_rates": golden_rates(given, number)}
     except ValueError as error:
@@ -308,7 +309,7 @@ def named_adapter(args: argparse.Namespace) -> LoRARequest | None:
     if args.lora is None:
         return None
     if not (Path(args.lora) / ADAPTER_CONFIG).is_file():
-        raise UsageError(f"--lora: {args.lora} is no adapter: it holds no {ADAPTER_CONFIG}")
+        raise UsageError(f"--lora: {args.lora} is not a folder with a LoRA adapter: it holds no {ADAPTER_CONFIG}")
     return LoRARequest(Path(args.lora).name or "lora", 1, args.lora)
 
 

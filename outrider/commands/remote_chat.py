@@ -102,7 +102,8 @@ def connect(args: argparse.Namespace, default_model: str) -> RemoteConversation:
         names = asyncio.run(model_names(address, args.api_key))
         name = args.model if args.model != default_model else names[0]
     except (HttpError, OSError, ValueError, LookupError, asyncio.IncompleteReadError) as error:
-        raise ValueError(f"no model to talk to at {args.url}: {error}") from None
+        raise ValueError(f"no server answers at {args.url} ({error}): start one with `outrider serve`, or correct "
+                         "--url") from None
     return RemoteConversation(address, name, request_body(sampling_params(args)), args.system, args.api_key)
 
 

@@ -142,10 +142,12 @@ def _model_of(receipt: Receipt) -> str:
     """The model that the receipt names, if its name tells where its files are."""
     name = receipt["model"]["name"]
     if receipt["model"]["weights"] is None:
-        raise UsageError("the receipt's weights came by an update: name MODEL, a folder with these weights")
+        raise UsageError("the receipt is of an engine whose weights had been updated, so no file of them is known: "
+                         "give MODEL, a folder with these weights")
     if isinstance(name, str) and (name == sources.DEFAULT_MODEL or "/" in name):
         return name
-    raise UsageError(f"the receipt's model is called {name!r}, which tells no place: name MODEL, its folder or file")
+    raise UsageError(f"the receipt's model is called {name!r}, which is neither a folder nor a file: give MODEL, the "
+                     "folder or file of this model")
 
 
 def _line(number: int, verdict: Verdict) -> str:

@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 def _check_paths(given: Path, written: Path) -> None:
     for path, flag in ((given, "--input-file"), (written, "--output-file")):
         if "://" in str(path) or ":/" in str(path):
-            raise UsageError(f"{flag} {path}: files are read and written on this machine alone")
+            raise UsageError(f"{flag} {path}: only files of this machine are read and written: give a path")
     if not given.is_file():
         raise UsageError(f"--input-file {given} is not a file")
     if written.exists() and written.samefile(given):

@@ -47,7 +47,7 @@ def settings_of(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig, t
 
 def check_adapters(engine: EngineConfig, config: ServerConfig) -> None:
     if (config.lora_modules or config.lora_root) and not engine.enable_lora:
-        raise ValueError("lora_modules and lora_root need --enable-lora, with which the engine has room for adapters")
+        raise ValueError("lora_modules and lora_root need --enable-lora: add it, or leave them out")
 
 
 def server_config(args: argparse.Namespace) -> ServerConfig:
@@ -72,11 +72,11 @@ def apply_file(args: argparse.Namespace, path: Path) -> None:
     except yaml.YAMLError as error:
         raise UsageError(f"{path} is not valid YAML: {error}") from None
     if not isinstance(given, dict):
-        raise UsageError(f"{path} must map names of flags to values")
+        raise UsageError(f"{path} must map names of flags to values, such as port: 8000")
     names = [str(key.value).replace("-", "_") for key, _ in tree.value] if tree is not None else []
     for name in names:
         if names.count(name) > 1:  # YAML itself would take the last one
-            raise UsageError(f"{path} has the setting {name!r} twice")
+            raise UsageError(f"{path} has the setting {name!r} twice: remove one")
     known = [*ENGINE_FIELDS, *SERVER_FIELDS, *VLLM_SERVER_SETTINGS, "model"]
     for key, value in given.items():
         name = str(key).replace("-", "_")

@@ -18,7 +18,7 @@ def check_files(engine: EngineConfig, template: str | None) -> None:
     positions = source.reader().text_section().optional("max_position_embeddings", int)
     if engine.max_model_len is not None and positions is not None and engine.max_model_len > positions:
         raise ValueError(f"max_model_len ({engine.max_model_len}) exceeds the {positions} positions the model was made "
-                         f"for ({source.config_file}: max_position_embeddings)")
+                         f"for ({source.config_file}: max_position_embeddings). Lower max_model_len")
     if engine.speculative is not None and engine.speculative.model is not None:
         resolve(engine.speculative.model, weights=False)
     if engine.tokenizer is not None or _is_name(template):
@@ -48,7 +48,8 @@ def chat_template(given: str | None) -> str | None:
 
     text = given if "{" in given else _read(Path(given))
     if "{" not in text:
-        raise ValueError(f"--chat-template {given} holds no template of Jinja: every prompt would be its text")
+        raise ValueError(f"--chat-template {given} is not a Jinja template: it holds no {{, so every prompt would be "
+                         "this text alone. Give a file with a template")
     compiled_template(text)
     return text
 
@@ -58,8 +59,8 @@ def check_template_name(template: str | None, tokenizer: Tokenizer | None) -> No
     every prompt would consist of the name."""
     known = {} if tokenizer is None else tokenizer.chat_templates
     if _is_name(template) and template not in known:
-        raise ValueError(f"--chat-template {template!r} is no file, no template and none of the model's own "
-                         f"({', '.join(sorted(known)) or 'it has none'})")
+        raise ValueError(f"--chat-template {template!r} is neither a file, nor a template, nor one of the model's "
+                         f"templates ({', '.join(sorted(known)) or 'the model has none'}): give one of these")
 
 
 def _read(path: Path) -> str:

@@ -93,12 +93,14 @@ def _loads(args: argparse.Namespace, table: CostTable) -> Iterator[tuple[float, 
     """Yield each load that the flags ask for, with its rate or number of clients."""
     given = [name for name in ("rate", "concurrency", "trace") if getattr(args, name) is not None]
     if len(given) != 1:
-        raise UsageError("give one of --rate, --concurrency and --trace")
+        raise UsageError("give exactly one of --rate, --concurrency and --trace")
     most = table.info.limits.max_len
     if args.trace is not None:
         recorded = RecordedLoad(Path(args.trace))
         if recorded.longest > most:
-            raise UsageError(f"--trace: a request has {recorded.longest} tokens, and the engine serves {most}")
+            raise UsageError(f"--trace: the longest request has {recorded.longest} tokens, and the cost table is of an "
+                             f"engine with max_model_len {most}: leave longer requests out, or make a table with a "
+                             "larger max_model_len")
         yield 0.0, lambda: recorded
         return
     shapes = _shapes(args, most)
@@ -124,7 +126,9 @@ def _shapes(args: argparse.Namespace, max_len: int) -> Callable[[], Shapes]:
     prefixes = None if args.prefixes is None else SharedPrefixes(args.prefixes, args.prefix_len, args.zipf)
     room = max_len - (0 if prefixes is None else prefixes.length)
     if room < 2:
-        raise UsageError(f"--prefix-len: the engine serves {max_len} tokens, prefix, prompt and answer together")
+        raise UsageError(f"--prefix-len: a prefix of {args.prefix_len} tokens leaves no room for a prompt and an "
+                         f"answer, because the cost table is of an engine with max_model_len {max_len}: lower "
+                         "--prefix-len")
     try:
         prompts, outputs = parse_lengths(args.input_len, room - 1), parse_lengths(args.output_len, room - 1)
     except ValueError as error:
@@ -138,5 +142,6 @@ def _numbers(flag: str, text: str, most: float = 1e9) -> list[float]:
     except ValueError:
         numbers = []
     if not numbers or not all(LEAST <= number <= most for number in numbers):
-        raise UsageError(f"{flag}: {text!r} must be numbers above 0, at most {most:g}, several by commas")
+        raise UsageError(f"{flag}: {text!r} must be one number, or several separated by commas, each above 0 and at "
+                         f"most {most:g}")
     return numbers

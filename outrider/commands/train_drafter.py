@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     settings, workspace = training_settings(args), Workspace(Path(args.out))
     prompts_file = None if args.prompts is None else Path(args.prompts)
     if prompts_file is not None and not prompts_file.is_file():
-        raise UsageError(f"--prompts: there is no file {prompts_file}")
+        raise UsageError(f"--prompts: there is no file {prompts_file}. Name one that exists")
     workspace.check_empty(resume=args.resume)
     target = load(config, needs_text=False)
     from outrider.training.run import train_drafter  # with torch, which `load` imports when the model is found

@@ -262,7 +262,8 @@ def make_asks(loaded: Loaded | OnRanks, quick: bool, max_tokens: int, seed: int)
 def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     if config.speculative is not None and config.speculative.is_synthetic:
-        raise ValueError("synthetic acceptance changes the text on purpose: there is nothing to verify")
+        raise ValueError("synthetic acceptance changes the text on purpose: there is nothing to verify. Leave the "
+                         "synthetic settings out of --speculative-config")
     loaded = load_or_find(config, needs_text=False)
     logging.getLogger("outrider").setLevel(logging.ERROR)  # engines come and go; each would repeat its warnings
     asks = make_asks(loaded, args.quick, args.max_tokens, config.seed)

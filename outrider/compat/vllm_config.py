@@ -29,7 +29,7 @@ class SettingsGroup:
             if name.startswith("__"):
                 raise AttributeError(name)
             known = ", ".join(own.name for own in fields(self))
-            raise AttributeError(f"{type(self).__name__} has no {name!r} here; it has {known}")
+            raise AttributeError(f"{type(self).__name__} has no {name!r} in outrider; it has {known}")
 
 
 @dataclass(frozen=True)

@@ -209,14 +209,15 @@ class SamplingParams(metaclass=_SamplingParamsType):
             wrong = {"presence_penalty and its like": self.has_penalties, "min_tokens": self.min_tokens > 0,
                      "structured_outputs": self.structured_outputs is not None}
             for name in (name for name, is_given in wrong.items() if is_given):
-                raise ValueError(f"SamplingParams: {name} depend on where an answer begins, which a prompt does not "
-                                 "tell: leave them out, or use prompt_logprobs_mode='raw'")
+                raise ValueError(f"SamplingParams: {name} depend on where the answer begins, and log-probabilities of "
+                                 "a prompt are computed without an answer: leave them out, or use "
+                                 "prompt_logprobs_mode='raw'")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"SamplingParams: min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
         if self.stop_strings and not self.detokenize:
-            raise ValueError("SamplingParams: stop strings need detokenize=True")
+            raise ValueError("SamplingParams: stop strings need detokenize=True: set it, or use stop_token_ids")
         if self.is_greedy and self.n > 1:
             raise ValueError("SamplingParams: n > 1 with temperature 0 gives n equal samples; set temperature or n=1")
 

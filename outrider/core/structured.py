@@ -58,7 +58,7 @@ class StructuredOutputsParams:
         if not self.is_json and (self.whitespace_pattern is not None or self.disable_any_whitespace
                                  or self.disable_additional_properties):
             raise ValueError("structured_outputs: whitespace_pattern, disable_any_whitespace and "
-                             "disable_additional_properties are for JSON")
+                             "disable_additional_properties are for JSON: leave them out, or set json or json_object")
 
     @property
     def is_json(self) -> bool:
@@ -90,8 +90,8 @@ class StructuredOutputsParams:
             own = replace(own, choice=list(self.choice))
         num_bytes = sum(len(text.encode()) for text in own._texts())
         if num_bytes > MAX_GRAMMAR_BYTES:
-            raise ValueError(f"{self.where} has {num_bytes} bytes; at most {MAX_GRAMMAR_BYTES} are "
-                             "compiled")
+            raise ValueError(f"{self.where} has {num_bytes} bytes, and at most {MAX_GRAMMAR_BYTES} can be compiled: "
+                             "make it shorter")
         return own
 
     def _texts(self) -> list[str]:
@@ -110,15 +110,16 @@ class StructuredOutputsParams:
                 schema = given
             text = json_text.dumps(schema, allow_nan=False)
         except json_text.JSONDecodeError as error:
-            raise ValueError(f"{where} is no JSON: {error}") from None
+            raise ValueError(f"{where} is not valid JSON: {error}") from None
         except RecursionError:
-            raise ValueError(f"{where}: more than {MAX_DEPTH} objects and lists lie inside each other") from None
+            raise ValueError(f"{where}: objects and lists are nested more than {MAX_DEPTH} deep: make it "
+                             "flatter") from None
         except (TypeError, ValueError) as error:
             raise ValueError(f"{where} cannot be written as JSON: {error}") from None
         if not isinstance(schema, dict):
             raise ValueError(f"{where} must be a {kind}: a JSON object")
         if _depth(schema) > MAX_DEPTH:
-            raise ValueError(f"{where}: more than {MAX_DEPTH} objects and lists lie inside each other")
+            raise ValueError(f"{where}: objects and lists are nested more than {MAX_DEPTH} deep: make it flatter")
         return text
 
 

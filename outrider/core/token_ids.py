@@ -18,9 +18,9 @@ def bias_from_json(bias: Mapping[str, float]) -> dict[int, float]:
     found: dict[int, float] = {}
     for key, value in bias.items():
         if not KEY.fullmatch(key):
-            raise ValueError(f"logit_bias: the key {shown(key)} is no token id: write its decimal digits, as \"42\"")
+            raise ValueError(f"logit_bias: the key {shown(key)} is not a token id: write its decimal digits, as \"42\"")
         if int(key) in found:
-            raise ValueError(f"logit_bias: the key {shown(key)} names a token that another key names")
+            raise ValueError(f"logit_bias: the key {shown(key)} names the same token as another key: leave one out")
         found[int(key)] = value
     return found
 
@@ -37,17 +37,19 @@ def check_token_ids(params: SamplingParams, limits: Limits) -> None:
     for name, ids in named.items():
         _check_vocabulary(name, ids, limits)
     if any(not word for word in params.bad_words_token_ids):
-        raise ValueError("bad_words: a word has no tokens")
+        raise ValueError("bad_words: one of the words has no tokens (it is empty): leave it out")
 
 
 def check_stop_ids(stop_ids: Collection[int], limits: Limits) -> None:
     """Raise ValueError for ids, those of the model among them, with which the device cannot end a request."""
     if len(stop_ids) > limits.max_stop_ids:
-        raise ValueError(f"{len(stop_ids)} stop token ids; at most {limits.max_stop_ids} are supported (max_stop_ids)")
+        raise ValueError(f"there are {len(stop_ids)} stop token ids, those of the model included, and a request may "
+                         f"have at most {limits.max_stop_ids}: give fewer stop_token_ids")
     _check_vocabulary("stop_token_ids", stop_ids, limits)
 
 
 def _check_vocabulary(name: str, ids: Collection[int], limits: Limits) -> None:
     if ids and not 0 <= min(ids) <= max(ids) < limits.vocab_size:
         token = next(token for token in ids if not 0 <= token < limits.vocab_size)
-        raise ValueError(f"{name}: token id {token} is outside the vocabulary of {limits.vocab_size}")
+        raise ValueError(f"{name}: token id {token} is outside the vocabulary of {limits.vocab_size} tokens: give ids "
+                         f"from 0 to {limits.vocab_size - 1}")

@@ -255,10 +255,11 @@ def block_drafter(config: SpeculativeConfig, build: DraftBuild) -> BlockDrafter:
                        max_len=build.max_len, dtype=build.dtype, device=build.device)
     if config.min_draft_confidence > 0 and head.confidence is None:
         raise ValueError(f"speculative_config: min_draft_confidence is {config.min_draft_confidence}, and the drafter "
-                         f"{source.name} has no confidence head: leave it out")
+                         f"{source.name} has no confidence head: leave min_draft_confidence out")
     if head.sizes.max_positions < build.max_len:
         log.warning("the block drafter %s was made for %d positions and max_model_len is %d: it may guess badly beyond "
-                    "them", source.name, head.sizes.max_positions, build.max_len)
+                    "them, which makes it slower there, never wrong",
+                    source.name, head.sizes.max_positions, build.max_len)
     load_head(head, lambda: source, load_format=build.load_format, seed=build.seed,
               rounds_output=build.rounds_output)
     warn_beyond("block", head, num_drafts)

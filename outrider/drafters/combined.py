@@ -23,7 +23,8 @@ class CombinedDrafter(Drafter):
         self.max_drafts = max(drafter.max_drafts for drafter in drafters)
         with_aux_layers = [drafter for drafter in drafters if drafter.aux_layers]
         if len(with_aux_layers) > 1:
-            raise ValueError(f"{self.name}: only one drafter of a combination may read hidden states")
+            raise ValueError(f"{self.name}: only one of several drafters may read hidden states: leave one of them out "
+                             "of speculative_config's list of methods")
         self.aux_layers = with_aux_layers[0].aux_layers if with_aux_layers else ()
         self.attention_layers = tuple(layer for drafter in drafters for layer in drafter.attention_layers)
         self.reads_hidden = max(drafter.reads_hidden for drafter in drafters)

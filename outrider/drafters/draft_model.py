@@ -48,8 +48,8 @@ class DraftModelNetwork:
                 "use a draft model of the same family"
             )
         if model.recurrent_layers:
-            raise ValueError(f"the draft model ({type(model).__name__}) has recurrent layers, whose states drafters do "
-                             "not keep: use a draft model that only attends, or another method")
+            raise ValueError(f"the draft model ({type(model).__name__}) has recurrent layers, which a draft model "
+                             "cannot have: use one with attention layers only, or another method")
         self._model, self._first = model, first_layer
         self.num_outputs = model.vocab_size
         self.attention_layers = [replace(layer, index=layer.index + first_layer) for layer in model.attention_layers]

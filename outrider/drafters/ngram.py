@@ -17,7 +17,7 @@ class NgramDrafter(Drafter):
 
     def __init__(self, max_drafts: int, *, min_n: int = 2, max_n: int = 4) -> None:
         if not 1 <= min_n <= max_n:
-            raise ValueError(f"prompt_lookup_min must be in [1, prompt_lookup_max], got {min_n} and {max_n}")
+            raise ValueError(f"prompt_lookup_min ({min_n}) must be from 1 to prompt_lookup_max ({max_n})")
         self.max_drafts, self.min_n, self.max_n = max_drafts, min_n, max_n
 
     def propose(self, step: Step) -> Drafts:

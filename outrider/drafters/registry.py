@@ -41,8 +41,8 @@ def make_drafter(config: SpeculativeConfig, build: DraftBuild) -> Drafter | None
             drafter = _make(method, config, replace(build, num_drafter_layers=num_layers))
         except WeightError as error:
             files = build.target_source if config.model is None else config.model
-            raise WeightError(f"speculative_config: {method!r}: the files of {files} are not those of a drafter that "
-                              f"fits: {error}") from None
+            raise WeightError(f"speculative_config: {method!r}: the files of {files} cannot be used as this drafter: "
+                              f"{error}") from None
         if drafter is not None:
             drafters.append(drafter)
     if not drafters:
@@ -72,7 +72,8 @@ def _custom(path: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter:
         raise ValueError(f"speculative_config: {path}(num_speculative_tokens, target) raised {words_of(error)}"
                          ) from error
     if not isinstance(made, Drafter):
-        raise ValueError(f"speculative_config: {path} made {shown(made)}, not an outrider.drafters.base.Drafter")
+        raise ValueError(f"speculative_config: {path} made {shown(made)}, not an outrider.drafters.base.Drafter: let "
+                         "it return one")
     _check_declared(made, path, build.target.num_layers, config.num_speculative_tokens)
     return made
 

@@ -42,8 +42,8 @@ class EngineFeatures:
         """Raise ValueError for parameters that a feature cannot serve."""
         serving = self._serving(params)
         if params.extra_args is not None and not any(feature.reads_extra_args for feature in serving):
-            raise ValueError("extra_args are values for logits processors, and this engine has none: start it with "
-                             "logits_processors")
+            raise ValueError("extra_args are values for logits processors, and this engine has none: leave extra_args "
+                             "out, or start the engine with logits_processors")
         for feature in serving:
             feature.check_params(params)
 

@@ -45,7 +45,7 @@ def build_gguf_tokenizer(meta: Mapping[str, Any]) -> Tokenizer:
                 tokenizer = _wordpiece(meta)
             case _:
                 raise TokenizerError(f"tokenizer.ggml.model = {shown(kind)} is not supported; supported: gpt2, llama, "
-                                     "gemma4, bert")
+                                     "gemma4, bert. Use the model's safetensors folder instead")
         _add_special_tokens(tokenizer, meta)
         _add_ends(tokenizer, meta)
     except TokenizerError:
@@ -72,7 +72,7 @@ def _byte_level(meta: Mapping[str, Any]) -> Tokenizer:
     pre = meta.get("tokenizer.ggml.pre")
     if pre not in PRE_TOKENIZERS:
         raise TokenizerError(f"tokenizer.ggml.pre = {shown(pre)} is not supported; supported: "
-                             f"{', '.join(PRE_TOKENIZERS)}")
+                             f"{', '.join(PRE_TOKENIZERS)}. Use the model's safetensors folder instead")
     known = PRE_TOKENIZERS[pre]
     vocab = {token: i for i, token in enumerate(meta["tokenizer.ggml.tokens"])}
     tokenizer = Tokenizer(BPE(vocab, _stored_merges(meta), ignore_merges=known.ignore_merges))
@@ -85,7 +85,8 @@ def _byte_level(meta: Mapping[str, Any]) -> Tokenizer:
 
 def _stored_merges(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
     if "tokenizer.ggml.merges" not in meta:
-        raise TokenizerError("the GGUF file holds no tokenizer.ggml.merges; convert the model again")
+        raise TokenizerError("the GGUF file holds no tokenizer.ggml.merges; convert the model again, or use its "
+                             "safetensors folder")
     # A token may itself begin with a space, so the space that parts the two is looked for after the first character.
     return [(m[:at], m[at + 1 :]) for m in meta["tokenizer.ggml.merges"] if (at := m.find(" ", 1)) > 0]
 
@@ -127,7 +128,8 @@ def _wordpiece(meta: Mapping[str, Any]) -> Tokenizer:
 def _merges_of_scores(meta: Mapping[str, Any]) -> list[tuple[str, str]]:
     tokens, scores = meta["tokenizer.ggml.tokens"], meta.get("tokenizer.ggml.scores")
     if scores is None or len(scores) != len(tokens):
-        raise TokenizerError("the GGUF file holds no tokenizer.ggml.scores for its tokens; convert the model again")
+        raise TokenizerError("the GGUF file has no score for each of its tokens (tokenizer.ggml.scores); convert the "
+                             "model again, or use its safetensors folder")
     kinds = meta.get("tokenizer.ggml.token_type", [NORMAL] * len(tokens))
     return _merges_from_scores({t: s for t, s, kind in zip(tokens, scores, kinds, strict=True) if kind == NORMAL})
 

@@ -67,7 +67,8 @@ class EventSockets:
         try:
             (socket.bind if is_bound else socket.connect)(address)
         except failure as error:
-            raise ValueError(f"kv_events_config: cannot publish at {address}: {error}") from None
+            raise ValueError(f"kv_events_config: cannot publish at {address}: {error}; choose another "
+                             "endpoint") from None
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -87,7 +88,8 @@ def with_rank(endpoint: str, rank: int) -> str:
         return f"{endpoint}_dp{rank}"
     host, _, port = endpoint.rpartition(":")
     if not port.isdigit():
-        raise ValueError(f"kv_events_config: the address {endpoint!r} needs a port, which replicas count up from")
+        raise ValueError(f"kv_events_config: the address {endpoint!r} needs a port, because each replica takes the "
+                         "next higher one: write it as tcp://HOST:PORT")
     return f"{host}:{int(port) + rank}"
 
 
@@ -127,7 +129,8 @@ class KvEvents(StepWatcher):
             self._was_dropped = False
         except queue.Full:
             if not self._was_dropped:
-                log.warning("events of the prefix cache come faster than they can be published: some are dropped")
+                log.warning("events of the prefix cache come faster than they can be published: some are dropped, and "
+                            "the router's picture of the cache is not complete until it asks for them again")
             self._was_dropped = True
             self.num_dropped += 1
 

@@ -101,7 +101,8 @@ class LiveRequests:
         them."""
         for request_id in requests:
             if request_id in self._live:
-                raise ValueError(f"request id {request_id!r} is in use")
+                raise ValueError(f"request id {request_id!r} is in use: choose another, or wait until that request has "
+                                 "ended")
         requests = self.keepers.renew(requests)
         seeded = {request_id: asked.with_seed(request_seed(self._seed, self._num_accepted + index))
                   for index, (request_id, asked) in enumerate(requests.items())}

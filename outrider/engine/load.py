@@ -33,7 +33,8 @@ def _with_class_ids(config: EngineConfig, source: ModelSource) -> ModelSource:
     tokenizer = read_tokenizer(config, source)
     ids = [tokenizer.token_to_id(token) for token in tokens]
     if None in ids:
-        raise ValueError(f"classifier_from_token: the tokenizer has no token {tokens[ids.index(None)]!r}")
+        raise ValueError(f"classifier_from_token: the tokenizer has no token {tokens[ids.index(None)]!r}: name tokens "
+                         "of this tokenizer")
     return source.with_values({"classifier_from_token": ids})
 
 

@@ -202,7 +202,7 @@ class Maintenance:
         session: the update to which the weight belongs, if `start_weight_update` has begun it."""
         self._check_unspoilt()
         if session is not None and session is not self._stream:
-            raise ValueError("the update of this weight has ended meanwhile: give the weight to another update")
+            raise ValueError("the weight came after its update had ended: give it again in another update")
         if self._stream is None:
             self._rest()
             self._open_stream(is_session=False)
@@ -222,7 +222,8 @@ class Maintenance:
         """End the update that `start_weight_update` began."""
         if self._spoilt:
             spoilt, self._spoilt = self._spoilt, ""
-            raise ValueError(f"the update has ended and has published nothing: {spoilt}")
+            raise ValueError(f"the update has ended without changing what is served: {spoilt}. Begin it again with "
+                             "start_weight_update()")
         if self._stream is None or not self._stream.is_session:
             raise ValueError("no update of weights has begun: start_weight_update() begins one")
         self._check_loaded()
@@ -323,7 +324,8 @@ class Maintenance:
     def begin_wait(self, wait: PauseWait) -> None:
         """Begin to wait until all requests have ended. Requests that arrive meanwhile are added after the pause."""
         if self._engine.pause.is_on:
-            raise ValueError(f"pause_generation: with mode='wait' requests must run, but {self._engine.pause.reason}")
+            raise ValueError("pause_generation: mode='wait' waits for running requests, and none can run: "
+                             f"{self._engine.pause.reason}")
         self._waits.add(wait)
         self._pause()
 
@@ -333,7 +335,7 @@ class Maintenance:
         wait.check()
         if not wait.is_met and self._engine.has_requests:
             if self._engine.pause.is_on:
-                raise ValueError(f"pause_generation: requests run no longer: {self._engine.pause.reason}")
+                raise ValueError(f"pause_generation: requests could not run to their ends: {self._engine.pause.reason}")
             return False
         if not wait.is_met:
             self._stop_steps(wait if len(self._waits) == 1 else PauseMode.WAIT, clears_cache=False)

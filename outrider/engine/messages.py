@@ -30,8 +30,8 @@ def with_plain_content(message: Message) -> Message:
             part = {"type": "text", "text": part}
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, Mapping) else part
-            raise ChatTemplateError(f"a part {shown(kind)} of a message is not supported: only parts of type 'text' "
-                                    "are, with their 'text'")
+            raise ChatTemplateError(f"a part of type {shown(kind)} in a message is not supported: give parts as "
+                                    "{'type': 'text', 'text': ...}")
         texts.append(part["text"])
     return {**message, "content": "\n".join(texts)}
 
@@ -41,5 +41,6 @@ def up_to_the_end_of(messages: list[Message], rendered: str) -> str:
     last = str(messages[-1].get("content") or "").strip() if messages else ""
     end = rendered.rfind(last) + len(last)
     if not last or end < len(last):
-        raise ChatTemplateError("continue_final_message needs a last message with text, which the template keeps")
+        raise ChatTemplateError("continue_final_message: the last message has no text, or the chat template leaves its "
+                                "text out: give it text, or leave continue_final_message out")
     return rendered[:end]

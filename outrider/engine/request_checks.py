@@ -57,8 +57,8 @@ class RequestChecks:
         classes = self.model.classes
         assert classes is not None
         if classes.num_labels != 1:
-            raise ValueError(f"{self.model.name} has {classes.num_labels} classes, and pairs are scored by a head with "
-                             "one: use LLM.classify")
+            raise ValueError(f"{self.model.name} has {classes.num_labels} classes, and scores of pairs need a model "
+                             "with one class: use LLM.classify")
         for text in (*ones, *others):
             check_value("a text of a pair", str, text)
         tokenizer, joined = self.model.need_tokenizer(), []
@@ -118,7 +118,8 @@ class RequestChecks:
             value = getattr(params, name)
             most = limits.vocab_size if value == MAX_LOGPROBS_ALL else value
             if most is not None and most > limits.max_logprobs:
-                raise ValueError(f"{name}={value} exceeds max_logprobs={limits.max_logprobs} of this engine")
+                raise ValueError(f"{name}={value} exceeds max_logprobs={limits.max_logprobs} of this engine: ask for "
+                                 "fewer, or start the engine with a larger max_logprobs")
         if params.stop_strings and self.model.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
         params = self._with_bad_word_ids(params)
@@ -136,7 +137,8 @@ class RequestChecks:
         for token in (min(token_ids), max(token_ids)):
             if not 0 <= token < self.model.limits.vocab_size:
                 raise ValueError(f"prompt token id {shown(token)} is outside the vocabulary of "
-                                 f"{self.model.limits.vocab_size}")
+                                 f"{self.model.limits.vocab_size} tokens: give ids from 0 to "
+                                 f"{self.model.limits.vocab_size - 1}")
 
     def _check_length(self, num_tokens: int, max_len: int) -> None:
         if num_tokens > max_len:
@@ -150,7 +152,8 @@ class RequestChecks:
             return params
         tokenizer = self.model.tokenizer
         if tokenizer is None:
-            raise ValueError("bad_words need a tokenizer, and this engine has none: use logit_bias, allowed_token_ids")
+            raise ValueError("bad_words need a tokenizer, and this engine has none: use logit_bias or "
+                             "allowed_token_ids")
         words: dict[tuple[int, ...], None] = {}
         for word in params.bad_words:
             # At the start of a text and after a space a word has different tokens: forbid both.
@@ -174,6 +177,6 @@ def _as_dict(prompt: Prompt) -> dict[str, Any]:
     for key in prompt:
         if key not in PROMPT_KEYS and prompt[key] is not None and key not in (known := PROMPT_KEYS | prompt_keys()):
             hint = did_you_mean(str(key), known) or ":"
-            raise ValueError(f"a prompt's {shown(key)} is not supported{hint} {ONLY_TEXT}; known are "
-                             f"{', '.join(known)}")
+            raise ValueError(f"a prompt with the key {shown(key)} is not supported{hint} {ONLY_TEXT}; supported keys "
+                             f"are {', '.join(known)}")
     return prompt

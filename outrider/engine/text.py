@@ -162,7 +162,7 @@ class Tokenizer:
     def __getattr__(self, name: str) -> Any:
         if name in SPECIAL_TOKENS:
             return self.special_tokens.get(name)
-        raise AttributeError(f"this tokenizer has no {name!r}: AutoTokenizer.from_pretrained of transformers gives one "
+        raise AttributeError(f"this tokenizer has no {name!r}: AutoTokenizer.from_pretrained of transformers makes one "
                              "with all methods")
 
     @property
@@ -216,7 +216,7 @@ class Tokenizer:
             raise ChatTemplateError("continue_final_message: it continues the last message, and add_generation_prompt "
                                     "begins a new one: only one of them can be true")
         for name in {"messages", "add_generation_prompt"} & (chat_template_kwargs or {}).keys():
-            raise ChatTemplateError(f"chat_template_kwargs must not set {name}, which is a parameter of its own")
+            raise ChatTemplateError(f"chat_template_kwargs must not set {name}: give {name} as an argument beside it")
         if chat_template_content_format not in ("auto", "string"):
             raise ChatTemplateError(f"chat_template_content_format={shown(chat_template_content_format)} is not "
                                     "supported: templates get the content of a message as text")
@@ -311,7 +311,8 @@ def _folder_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]
             try:
                 templates.update({t["name"]: t["template"] for t in written})
             except (KeyError, TypeError) as error:
-                raise TokenizerError(f"{folder}: each chat_template needs a name and a template ({error!r})") from error
+                raise TokenizerError(f"{folder}: tokenizer_config.json has a chat_template without a name or a "
+                                     f"template ({error!r}): correct it, or fetch the file again") from error
     if (folder / "chat_template.jinja").is_file():
         templates[DEFAULT_TEMPLATE] = (folder / "chat_template.jinja").read_text(encoding="utf-8")
     for path in sorted((folder / "additional_chat_templates").glob("*.jinja")):

@@ -26,12 +26,14 @@ def read_packed(path: Path, names: Sequence[str], dtypes: Sequence[str],
     """Read the tensors of a file that has nothing but their bytes, one tensor after the other. The file may be longer,
     because shared memory comes in whole pages."""
     if not len(names) == len(dtypes) == len(shapes):
-        raise ValueError(f"update_weights: {len(names)} names, {len(dtypes)} dtype_names and {len(shapes)} shapes")
+        raise ValueError(f"update_weights: {len(names)} names, {len(dtypes)} dtype_names and {len(shapes)} shapes: "
+                         "each weight needs one of each")
     tensors, start = list[FileTensor](), 0
     for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
         dtype = dtype.removeprefix("torch.")
         if dtype not in DTYPES.values() or any(size < 0 for size in shape):
-            raise ValueError(f"update_weights: {name} has dtype {shown(dtype)} and shape {shown(list(shape))}")
+            raise ValueError(f"update_weights: {name} has dtype {shown(dtype)} and shape {shown(list(shape))}: give a "
+                             "dtype of torch and a list of sizes")
         tensors.append(FileTensor(name, dtype, tuple(shape), start))
         start = tensors[-1].end
     file = FileReader(path)

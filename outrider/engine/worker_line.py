@@ -60,7 +60,7 @@ class WorkerLine:
             raise type(self._error)(*self._error.args)
         if self.is_forked:
             raise EngineError(f"the engine belongs to process {self._process_id}, from which this one was forked: "
-                              "start an engine in this process, or ask the other one")
+                              "start an engine in this process, or send requests to that process")
 
     # Steps
 

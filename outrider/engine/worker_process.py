@@ -227,7 +227,8 @@ class WorkerProcess:
             self._is_ready = True
         infos = [own for own in self._started.values() if isinstance(own, WorkerInfo)]
         if any((own.limits, own.num_pages) != (infos[0].limits, infos[0].num_pages) for own in infos):
-            raise RuntimeError("the ranks disagree on their limits or numbers of pages: please report this model")
+            raise RuntimeError("the ranks disagree on their limits or numbers of pages: this is a bug: please report "
+                               "it with the name of the model")
         return infos[0]
 
     @property

@@ -45,11 +45,11 @@ class Ranks:
         neighbouring ranks hold the same piece."""
         pieces = self.count if pieces is None else pieces
         if not 1 <= pieces <= self.count:
-            raise ValueError(f"{pieces} pieces cannot be shared by {self.count} ranks, of which each holds one: some "
-                             "would belong to no rank")
+            raise ValueError(f"{pieces} pieces cannot be held by {self.count} ranks: there must be from 1 to "
+                             f"{self.count}. This is a bug of the model's class: please report it")
         if size % pieces:
-            raise ValueError(f"{size} features cannot be sharded into {pieces} equal parts: use another "
-                             "number of ranks")
+            raise ValueError(f"{size} features cannot be sharded into {pieces} equal parts: choose a "
+                             f"tensor_parallel_size that divides {size}")
         width = size // pieces
         first = self.rank * pieces // self.count * width
         return range(first, first + width)
@@ -105,7 +105,8 @@ class VocabularyShard(OutputShard):
     def held(self, name: str, size: ModelSize) -> tuple[range, ...]:
         first = self.ranks.rank * self.width(size)
         if first >= size:
-            raise ValueError(f"a vocabulary of {size} tokens is too small for {self.ranks.count} ranks: use fewer")
+            raise ValueError(f"a vocabulary of {size} tokens is too small for {self.ranks.count} ranks: lower "
+                             "tensor_parallel_size")
         return (range(first, min(first + self.width(size), size)),)
 
 
@@ -168,7 +169,8 @@ class LinearDeclaration:
 
     def __post_init__(self) -> None:
         if self.num_numbers * self.dtype.itemsize > MAX_BYTES:
-            raise OverflowError("a weight of more bytes than there are addresses")
+            raise OverflowError("a weight would have more bytes than a 64-bit address can count: correct the sizes in "
+                                "the config")
 
     @property
     def num_numbers(self) -> ModelSize:
@@ -244,7 +246,8 @@ class ExpertsDeclaration:
 
     def __post_init__(self) -> None:
         if 3 * self.num_experts * self.hidden_size * self.expert_size * self.dtype.itemsize > MAX_BYTES:
-            raise OverflowError("experts of more bytes than there are addresses")
+            raise OverflowError("the experts would have more bytes than a 64-bit address can count: correct the sizes "
+                                "in the config")
 
     @cached_property
     def projections(self) -> tuple[LinearDeclaration, LinearDeclaration]:
@@ -288,5 +291,6 @@ def _in_units(features: range, unit: int, size: int) -> range:
     """Convert a range of features to rows or columns of `unit` features each. Only the last of all `size` features may
     end within a unit."""
     if features.start % unit or (features.stop % unit and features.stop != size):
-        raise ValueError(f"features {features.start} to {features.stop} do not consist of whole groups of {unit}")
+        raise ValueError(f"features {features.start} to {features.stop} are not whole groups of {unit}, so they cannot "
+                         "be held by one rank: choose another tensor_parallel_size")
     return range(features.start // unit, -(-features.stop // unit))

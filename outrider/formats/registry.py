@@ -52,8 +52,8 @@ def register_format(kind: str, format_class: type[WeightFormat[Any]]) -> None:
     linear layers and embeddings, experts, or latent expansions."""
     use = getattr(format_class, "use", None)
     if use not in _FORMATS:
-        raise TypeError(f"{format_class.__name__} is no weight format: derive it from one of "
-                        f"{', '.join(_BASES.values())}")
+        raise TypeError(f"{format_class.__name__} is not a weight format, because it is derived from none of the "
+                        f"bases: derive it from one of {', '.join(_BASES.values())}")
     _FORMATS[use][kind] = format_class
 
 
@@ -115,9 +115,8 @@ def refuse_shard(name: str, kept_by: type[WeightFormat[Any]], declared: Any, sto
             return False
 
     counts = ", ".join(str(count) for count in range(1, MOST_RANKS + 1) if serves(count))
-    raise ValueError(f"{name}: it is stored as {stored[0].kind} in groups of inputs, which {shard.ranks.count} ranks "
-                     f"cannot share as whole groups: numbers of ranks that can are {counts}; or set "
-                     "keep_quantized=False")
+    raise ValueError(f"{name}: its quantisation groups ({stored[0].kind}) cannot be split evenly over "
+                     f"{shard.ranks.count} ranks: use a tensor_parallel_size of {counts}, or set keep_quantized=False")
 
 
 def build_format(declared: Any, make: Callable[[Any], Any]) -> Any:

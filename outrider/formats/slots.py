@@ -65,7 +65,8 @@ class HeadLayout:
     def share(self, pieces: int) -> HeadLayout:
         """The layout of one of several equal parts of the heads."""
         if self.num_heads % pieces:
-            raise ValueError(f"{self.num_heads} heads cannot be sharded into {pieces} equal parts")
+            raise ValueError(f"{self.num_heads} attention heads cannot be split evenly over {pieces} ranks: choose a "
+                             f"tensor_parallel_size that divides {self.num_heads}")
         return replace(self, num_heads=self.num_heads // pieces)
 
     def sort(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,8 @@ class WeightFormat(ABC, Generic[Declaration]):
         """Choose exact or ordinary products. Called before a model is prepared. In exact mode a token row's result has
         the same bits in every batch."""
         if exact:
-            raise ValueError(f"exact=True: the weight format {type(self).__name__} has no exact products")
+            raise ValueError(f"exact=True: the weight format {type(self).__name__} has no kernels for exact mode: "
+                             "leave exact out, or set keep_quantized=False")
 
 
 class MatrixFormat(WeightFormat[LinearDeclaration]):

@@ -73,10 +73,12 @@ def check_choice(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContex
     table has room for."""
     num_keys, top_k = contexts.page_table.shape[1] * keys.shape[1], chosen.shape[1]
     if not q.shape[0] == weights.shape[0] == contexts.request_of.shape[0] == chosen.shape[0]:
-        raise ValueError(f"choose_positions: token rows disagree: queries {q.shape[0]}, weights {weights.shape[0]}, "
-                         f"contexts {contexts.request_of.shape[0]}, chosen {chosen.shape[0]}")
+        raise ValueError(f"choose_positions: these must have the same number of token rows: queries {q.shape[0]}, "
+                         f"weights {weights.shape[0]}, contexts {contexts.request_of.shape[0]}, chosen "
+                         f"{chosen.shape[0]}")
     if num_keys < top_k:
-        raise ValueError(f"choose_positions: {num_keys} positions cannot yield {top_k}; attend to all of them")
+        raise ValueError(f"choose_positions: cannot choose {top_k} of {num_keys} positions; attend to all of them "
+                         "instead")
     return num_keys
 
 

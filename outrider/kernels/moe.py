@@ -156,7 +156,7 @@ def check_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor | Sca
                   activation: str) -> None:
     if not is_known(activation):
         known = ", ".join((*GATED, CLAMPED, *PLAIN, limited_silu(10.0)))
-        raise ValueError(f"experts: activation is {activation!r}, known are {known}")
+        raise ValueError(f"experts: activation is {activation!r}, it must be one of {known}")
     num_experts, hidden, width = down.shape
     rows = width if activation in PLAIN else 2 * width
     for name, tensor, shape in (

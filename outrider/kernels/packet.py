@@ -49,7 +49,7 @@ class StepExtents:
             case Axis.CHANCES:
                 return self.max_drafts * NUM_LEVELS
             case _:
-                raise ValueError(f"a step's integers have no axis of {axis.value}")
+                raise ValueError(f"the integers of a step have no axis {axis.value}. This is a bug: please report it")
 
     @cached_property
     def field_sizes(self) -> list[int]:

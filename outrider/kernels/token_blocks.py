@@ -122,10 +122,11 @@ def every_block(contexts: TokenContexts, count: int) -> Tensor:
 def check_blocks(q: Tensor, k_cache: Tensor, contexts: TokenContexts, chosen: Tensor) -> None:
     """Raise ValueError unless the shapes of `block_attention`'s arguments agree."""
     if not q.shape[0] == contexts.request_of.shape[0] == chosen.shape[0]:
-        raise ValueError(f"block_attention: token rows disagree: queries {q.shape[0]}, contexts "
-                         f"{contexts.request_of.shape[0]}, chosen {chosen.shape[0]}")
+        raise ValueError(f"block_attention: these must have the same number of token rows: queries {q.shape[0]}, "
+                         f"contexts {contexts.request_of.shape[0]}, chosen {chosen.shape[0]}")
     if q.shape[1] % k_cache.shape[2]:
-        raise ValueError(f"block_attention: {q.shape[1]} heads cannot share {k_cache.shape[2]} kv heads")
+        raise ValueError(f"block_attention: the {q.shape[1]} query heads must be a multiple of the {k_cache.shape[2]} "
+                         "KV heads")
 
 
 def _listed(contexts: TokenContexts, chosen: Tensor, blocks: TokenBlocks) -> Tensor:

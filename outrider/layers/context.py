@@ -187,7 +187,7 @@ class NoDeltas(DeltaSource):
         return False
 
     def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> Never:
-        raise AssertionError("a step asks for deltas, and no feature gives any")
+        raise AssertionError("a step asks for low-rank deltas of the weights, and no feature gives any")
 
 
 NO_DELTAS = NoDeltas()
@@ -198,7 +198,8 @@ class NothingAttends:
     layer."""
 
     def mixer(self, layer: int) -> Never:
-        raise AssertionError(f"layer {layer} is behind the last layer")
+        raise AssertionError(f"layer {layer} reads the cache, and this context is for logits only, after the last "
+                             "layer")
 
 
 class AuxRecord:

@@ -232,10 +232,9 @@ def use_activation_bits(model: LayeredModule, bits: int) -> str:
     digits = min(bits, 24)
     errors = [error for module in held if (error := module.format.use_activation_bits(digits)) is not None]
     if bits == 8 and not errors:
-        raise ValueError("activation_bits=8 works with weights that stay in the bits of a GGUF file, or in integers or "
-                         "4-bit floats whose groups are whole blocks of 32 inputs (on the CPU, in float32, with "
-                         "keep_quantized, a C compiler and a CPU that is as fast with them as with float32), and "
-                         "this model has none")
+        raise ValueError("activation_bits=8 finds no weights that it could be used with: it needs a CPU, dtype "
+                         "float32, a C compiler, keep_quantized=True, and GGUF weights or integers or 4-bit floats in "
+                         "groups of a multiple of 32 inputs. Leave activation_bits out")
     error = max(errors, default=0)
     return (f"activation_bits={bits}: {len(errors)} of {len(held)} weights multiply activations rounded to {digits} "
             f"bits; the largest error of a product on random activations is {error:.2g} of its largest result")

@@ -117,7 +117,8 @@ class SpreadRouting:
     def __init__(self, routers: Sequence[Router], *, device: torch.device) -> None:
         rule = routers[0].rule
         if any((r.rule.num_experts, r.rule.top_k) != (rule.num_experts, rule.top_k) for r in routers):
-            raise ValueError("spread routing needs the same number of experts in every layer")
+            raise ValueError("--routing spread needs the same number of experts, and of experts for each token, in "
+                             "every layer; this model's layers differ: leave --routing out")
         self._first = routers[0].index
         self._place = {router.index: place for place, router in enumerate(routers)}
         self._table = self._drawn(rule).to(device)  # [layers, places, k]

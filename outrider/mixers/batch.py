@@ -136,12 +136,9 @@ def check_rows(view: BatchView, group: Group) -> None:
     first."""
     table, lengths, starts = view.page_table(group), view.lengths, view.query_starts
     if not table.shape[0] == lengths.shape[0] == starts.shape[0] - 1 == view.live.shape[0]:
-        raise ValueError(
-            f"attention rows disagree: page table {table.shape[0]}, lengths {lengths.shape[0]}, "
-            f"query starts {starts.shape[0]} - 1, live {view.live.shape[0]}"
-        )
+        raise ValueError(f"attention: these must belong to the same number of requests: page table {table.shape[0]}, "
+                         f"lengths {lengths.shape[0]}, query starts {starts.shape[0]} - 1, live {view.live.shape[0]}")
     if not view.slots(group).shape[0] == view.positions.shape[0] == view.token_ids.shape[0]:
-        raise ValueError(
-            f"attention token rows disagree: slots {view.slots(group).shape[0]}, positions {view.positions.shape[0]}, "
-            f"tokens {view.token_ids.shape[0]}"
-        )
+        raise ValueError("attention: these must have the same number of token rows: slots "
+                         f"{view.slots(group).shape[0]}, positions {view.positions.shape[0]}, tokens "
+                         f"{view.token_ids.shape[0]}")

@@ -32,7 +32,8 @@ class Mixer(ABC):
     def set_exact(self, exact: bool) -> None:
         """Switch to arithmetic in which the bits of a token row do not depend on other token rows. Raises an error if
         the mixer has none."""
-        raise ValueError(f"exact=True: {type(self).__name__} cannot be exact: it has no method set_exact")
+        raise ValueError(f"exact=True: {type(self).__name__} has no exact form, because it lacks a method set_exact: "
+                         "leave exact out")
 
     @abstractmethod
     def bind(self, view: BatchView) -> Mapping[int, Any]:

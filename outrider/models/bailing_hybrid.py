@@ -105,7 +105,8 @@ class BailingHybrid(KimiLinear):
         default = [LINEAR if (index + 1) % size else FULL for index in range(num_layers)]
         kinds = config.get("layer_types", list[str], default)
         if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
-            raise config.refusal("layer_types", f"it must name {num_layers} layers, each {LINEAR} or {FULL}")
+            raise config.refusal("layer_types", f"it must list the kind of each of the {num_layers} layers: "
+                                                f"{LINEAR} or {FULL}")
         return kinds
 
     def latent_layer(self, index: int) -> LatentLayer:

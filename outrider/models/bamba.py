@@ -28,7 +28,7 @@ class Bamba(HybridDecoder):
         self.rotaries = [self.make_rotary(rope, max_len)]
         attending = set(config.get("attn_layer_indices", list[int], []))
         if attending - set(range(sizes.num_layers)):
-            raise config.refusal("attn_layer_indices", f"there are {sizes.num_layers} layers")
+            raise config.refusal("attn_layer_indices", f"its entries must be from 0 to {sizes.num_layers - 1}")
         self.attention_layers = [self.attention_layer(index) for index in sorted(attending)]
         mixers = [
             self._attention(index) if index in attending else self._mamba(index) for index in range(sizes.num_layers)

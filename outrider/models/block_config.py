@@ -72,8 +72,8 @@ def read_block_config(config: ConfigReader, num_target_layers: int) -> BlockConf
     config.must_equal("logit_scale", 1, default=1)
     known = config.get("num_target_layers", int, num_target_layers)
     if known != num_target_layers:
-        raise config.refusal("num_target_layers", f"the target has {num_target_layers} layers; use a drafter that was "
-                                                  "made for this target")
+        raise config.refusal("num_target_layers", f"the target has {num_target_layers} layers",
+                             "Use a drafter that was made for this target.")
     rank = form.option("markov_rank").get("markov_rank", int, form.default_rank)
     markov = None
     if rank:
@@ -83,12 +83,14 @@ def read_block_config(config: ConfigReader, num_target_layers: int) -> BlockConf
     has_confidence = form.flag("enable_confidence_head", form.default_confidence)
     reads_markov = form.flag("confidence_head_with_markov", has_confidence and markov is not None)
     if has_confidence and reads_markov and markov is None:
-        raise form.option("markov_rank").refusal("markov_rank", "confidence_head_with_markov needs a Markov head")
+        raise form.option("markov_rank").refusal("markov_rank", "it must be above 0, because "
+                                                                "confidence_head_with_markov is true")
     samples_from_anchor = form.flag("sample_from_anchor", kind == "dspark")
     block_size = form.option("block_size").required("block_size", int, least=1 if samples_from_anchor else 2)
     mask_token = form.option("mask_token_id").required("mask_token_id", int, least=0)
     if mask_token >= sizes.vocab_size:
-        raise form.option("mask_token_id").refusal("mask_token_id", f"the vocabulary has {sizes.vocab_size} tokens")
+        raise form.option("mask_token_id").refusal("mask_token_id", "it must be a token id from 0 to "
+                                                                    f"{sizes.vocab_size - 1}")
     return BlockConfig(config, layer, sizes, form.aux_layers(num_target_layers), mask_token, block_size,
                        samples_from_anchor, form.sights(), markov, has_confidence, reads_markov)
 
@@ -99,11 +101,11 @@ def _kind(config: ConfigReader) -> str:
     names = [str(name) for name in config.get("architectures", list, [])]
     refused = next((name for name in names if name in OTHER_FORMS), None)
     if refused is not None:
-        raise config.refusal("architectures", f"{OTHER_FORMS[refused]}, which is not served; DFlash and DSpark with "
-                                              "Qwen3 layers are")
+        raise config.refusal("architectures", OTHER_FORMS[refused], "Use a DFlash or DSpark drafter with Qwen3 layers.")
     found = next((kind for kind, word in KINDS.items() if any(word in name for name in names)), None)
     if found is None:
-        raise config.refusal("architectures", "a block drafter's is DFlashDraftModel or Qwen3DSparkModel")
+        raise config.refusal("architectures", "this is not a block drafter",
+                             "Use one with the architecture DFlashDraftModel or Qwen3DSparkModel, or another method.")
     return found
 
 
@@ -174,7 +176,8 @@ class _Speculators(_Published):
 def _layer_types(layer: ConfigReader, count: int) -> list[Any]:
     kinds = layer.get("layer_types", list, [FULL] * count)
     if len(kinds) != count or any(kind not in (FULL, SLIDING) for kind in kinds):
-        raise layer.refusal("layer_types", f"it must name {count} layers (num_hidden_layers), each {FULL} or {SLIDING}")
+        raise layer.refusal("layer_types", f"it must list the kind of each of the {count} layers (num_hidden_layers): "
+                                           f"{FULL} or {SLIDING}")
     return kinds
 
 

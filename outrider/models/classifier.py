@@ -77,7 +77,7 @@ def read_classes(config: ConfigReader) -> ClassHead:
         is_difference = config.get("is_original_qwen3_reranker", bool, False)
         method = config.must_equal("method", *METHODS, default=METHODS[0] if is_difference else METHODS[1])
         if method == METHODS[0] and len(token_ids) != 2:
-            raise config.refusal("classifier_from_token", f"the method {method} needs exactly two tokens")
+            raise config.refusal("classifier_from_token", f"the method {method} needs exactly two tokens (yes and no)")
         names, num = {}, 1 if method == METHODS[0] else len(token_ids)
     labels = tuple(str(names.get(str(index), f"LABEL_{index}")) for index in range(num))
     activation = "softmax" if num > 1 else "sigmoid"

@@ -66,7 +66,7 @@ def refuse_unsupported(config: ConfigReader, activation: str = "silu", key: str 
         try:
             read_quantization(quantization)
         except ValueError as error:
-            raise config.refusal(KEY, str(error)) from None
+            raise config.refusal(KEY, str(error), "") from None
     config.must_equal(key, activation, default=activation)
 
 
@@ -74,7 +74,8 @@ def layer_windows(config: ConfigReader, layer_types: list[str]) -> list[int | No
     """The window of each layer, by the layer's type. None for layers that see the whole context."""
     num_layers = config.required("num_hidden_layers", int)
     if len(layer_types) != num_layers:
-        raise config.refusal("layer_types", f"it must name {num_layers} layers (num_hidden_layers)")
+        raise config.refusal("layer_types", f"it must list the kind of each of the {num_layers} layers "
+                                            "(num_hidden_layers)")
     if any(kind not in (FULL, SLIDING) for kind in layer_types):
         raise config.refusal("layer_types", f"supported types are {FULL} and {SLIDING}")
     if SLIDING not in layer_types:
@@ -124,9 +125,11 @@ def rope_params(config: ConfigReader, rope: ConfigReader, head_dim: int, theta: 
                               ("beta_fast", params.beta_fast, 0), ("beta_slow", params.beta_slow, 0),
                               ("low_freq_factor", params.low_freq_factor, 0)):
         if value <= least:
-            raise ConfigError(f"{rope.source}: {key}={value} is not supported; it must be greater than {least}")
+            raise ConfigError(f"{rope.source}: {key}={value} is not supported; it must be greater than {least}. "
+                              "Correct it")
     if params.reach > MAX_REACH:
-        raise rope.refusal("factor", f"a rope of more than {MAX_REACH} positions has no table here")
+        raise rope.refusal("factor", f"the rope would reach {params.reach} positions, and at most {MAX_REACH} are "
+                                     "supported")
     if params.high_freq_factor < params.low_freq_factor:
         raise rope.refusal("high_freq_factor", f"it must be at least low_freq_factor ({params.low_freq_factor})")
     return params

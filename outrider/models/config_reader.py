@@ -19,6 +19,9 @@ T = TypeVar("T", int, float, str, bool, list[Any], dict[str, Any])
 # and a damaged file could ask for millions.
 LARGEST = {"num_hidden_layers": 1024, "num_experts": 4096, "num_local_experts": 4096, "n_routed_experts": 4096,
            "num_nextn_predict_layers": 64}
+# What to do about a value that contradicts the rest of a config, or that belongs to a model that no family serves.
+CORRECT = "Correct it if the file was edited; otherwise this checkpoint cannot be served."
+INCOMPLETE = "Add it, or fetch the file again if it is damaged."
 NEUTRAL: tuple[Any, ...] = (None, False, "", [], {})  # values with which a key says nothing
 
 
@@ -67,7 +70,7 @@ class ConfigReader:
         """The value of a required key. `least`: the smallest allowed integer; 1, because required integers are sizes or
         counts."""
         if not self.has(key):
-            raise ConfigError(f"{self.source}: {self._name(key)} is missing")
+            raise ConfigError(f"{self.source}: {self._name(key)} is missing. {INCOMPLETE}")
         return self._typed(key, kind, least if kind is int else None, None)
 
     def get(self, key: str, kind: type[T], default: T, least: float | None = None, most: float | None = None) -> T:
@@ -98,8 +101,10 @@ class ConfigReader:
         """Count these keys as read, because other keys of this config make them meaningless."""
         self._reads.keys.update(keys)
 
-    def refusal(self, key: str, why: str) -> ConfigError:
-        return ConfigError(f"{self.source}: {self._name(key)}={shown(self.values.get(key))} is not supported; {why}")
+    def refusal(self, key: str, why: str, advice: str = CORRECT) -> ConfigError:
+        """The error for a value that no model here can have. `advice`: a sentence that says what to do."""
+        said = f"{self.source}: {self._name(key)}={shown(self.values.get(key))} is not supported; {why}"
+        return ConfigError(f"{said}. {advice}" if advice else said)
 
     def section(self, key: str) -> ConfigReader:
         """A reader of the dict under `key`. Its messages name the path, and `refuse_unread` checks its keys too."""
@@ -126,7 +131,7 @@ class ConfigReader:
                 file_names |= {} if self.has(name) else {name: f"{file_name} (or {name})"}
                 continue
             if self.has(name) and self.raw(file_name) != self.raw(name):
-                raise self.refusal(file_name, f"{name}={shown(self.raw(name))} says something else")
+                raise self.refusal(file_name, f"it contradicts {name}={shown(self.raw(name))}")
             values[name], file_names[name] = self.raw(file_name), file_name
         return ConfigReader({**self.values, **values}, self.source, self._reads, file_names)
 
@@ -150,8 +155,8 @@ class ConfigReader:
         said = ", ".join(f"{key}={shown(reads.values[key])}" for reads, key in unread)
         names = ", ".join(repr(key) for _, key in unread)
         raise ConfigError(
-            f"{unread[0][0].source}: {said}: no code here reads this, so the model may compute something else than its "
-            f"makers meant. If you know that it makes no difference, set ignore_config_keys=[{names}]")
+            f"{unread[0][0].source}: {said}: Outrider does not read this, so the model might compute something else "
+            f"than its makers meant. If you know that this makes no difference, set ignore_config_keys=[{names}]")
 
     def _typed(self, key: str, kind: type[T], least: float | None, most: float | None) -> T:
         value = self.values[key]

@@ -42,8 +42,9 @@ class DeepseekV2(DeepseekV3):
         else:
             config.passes_over("n_group", "topk_group")
         if num_experts % groups or top_groups > groups or top_k > num_experts // groups * top_groups:
-            raise config.refusal("n_group", f"it must divide n_routed_experts ({num_experts}), topk_group not exceed "
-                                            "it, and the chosen groups must have num_experts_per_tok experts")
+            raise config.refusal("n_group", f"it must divide n_routed_experts ({num_experts}), topk_group "
+                                            f"({top_groups}) must be at most n_group, and the topk_group chosen groups "
+                                            f"must have at least num_experts_per_tok ({top_k}) experts")
         rule = RouteRule(num_experts, top_k, renormalise=False, num_groups=groups, top_groups=top_groups,
                          scale=config.get("routed_scaling_factor", float, 1.0))
         return Router(index, self.hidden_size, rule, dtype=self.dtype, device=self.device)

@@ -152,7 +152,7 @@ class DeepseekV32(DeepseekV3):
         config = self.config
         head_dim, rope_dim = config.required("index_head_dim", int), config.required("qk_rope_head_dim", int)
         if head_dim < rope_dim:
-            raise config.refusal("index_head_dim", f"its first {rope_dim} dimensions rotate (qk_rope_head_dim)")
+            raise config.refusal("index_head_dim", f"it must be at least qk_rope_head_dim ({rope_dim})")
         has_fp8_keys = config.must_equal("index_key_dtype", *INDEX_KEY_DTYPES, default="auto") == "fp8"
         return IndexedPositions(config.required("index_n_heads", int), head_dim, config.required("index_topk", int),
                                 has_fp8_keys=has_fp8_keys)
@@ -174,7 +174,8 @@ def read_sparse_layers(config: ConfigReader) -> list[bool]:
     num_dense = config.get("first_k_dense_replace", int, 0)
     kinds = config.get("mlp_layer_types", list, [DENSE if i < num_dense else SPARSE for i in range(num_layers)])
     if len(kinds) != num_layers or not all(kind in (DENSE, SPARSE) for kind in kinds):
-        raise config.refusal("mlp_layer_types", f"it must name {num_layers} layers, each {DENSE} or {SPARSE}")
+        raise config.refusal("mlp_layer_types", f"it must list the kind of each of the {num_layers} layers: "
+                                                f"{DENSE} or {SPARSE}")
     if SPARSE not in kinds:
         config.passes_over(*EXPERT_KEYS)
     return [kind == SPARSE for kind in kinds]
@@ -192,7 +193,8 @@ def read_index_kinds(config: ConfigReader) -> list[str]:
     given = config.raw(key) or scheduled
     kinds = [named.get(str(kind), str(kind)) for kind in given] if isinstance(given, (list, str)) else []
     if len(kinds) != num_layers or set(kinds) - set(named.values()) or kinds[0] != FULL_INDEX:
-        raise config.refusal(key, f"it must name {num_layers} layers, each full or shared, the first one full")
+        raise config.refusal(key, f"it must list the kind of each of the {num_layers} layers, full or shared, and the "
+                                  "first must be full")
     return kinds
 
 

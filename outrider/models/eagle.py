@@ -28,7 +28,7 @@ from outrider.models.config import (
     read_rope,
     refuse_unsupported,
 )
-from outrider.models.file_head import OTHER_SIZE, FileHead
+from outrider.models.file_head import OTHER_HEAD, OTHER_SIZE, FileHead
 from outrider.models.head import SlotHead, SlotRotary
 from outrider.models.llama import LlamaLayer
 
@@ -76,12 +76,11 @@ def build_eagle(config: ConfigReader, method: str, target: Model, *, first_layer
                 device: torch.device) -> EagleHead:
     """Build a head without its weights. Its layers are numbered from `first_layer` on, after the target's."""
     if is_block_config(config):
-        raise ConfigError(f"{config.source} describes a block drafter and the method is {method!r}: use 'block'")
+        raise ConfigError(f"{config.source} describes a block drafter and the method is {method!r}: use method 'block'")
     head = HeadConfig.read(config)
     if head.method != method:
-        raise ConfigError(
-            f"{config.source} describes an {KINDS[head.method]} head and the method is {method!r}: use {head.method!r}"
-        )
+        raise ConfigError(f"{config.source} describes an {KINDS[head.method]} head and the method is {method!r}: use "
+                          f"method {head.method!r}")
     head_class = Eagle3Head if method == "eagle3" else Eagle1Head
     made = head_class(head, target, first_layer=first_layer, max_len=max_len, dtype=dtype, device=device)
     config.refuse_unread()
@@ -158,7 +157,7 @@ class Eagle1Head(EagleHead):
         head.top.must_equal("layernorms", False, default=False)
         head.top.must_equal("transformer_layer_architecture", "LlamaDecoderLayer", default="LlamaDecoderLayer")
         if self.hidden_size != target.hidden_size:
-            raise head.layer.refusal("hidden_size", OTHER_SIZE.format(target.hidden_size))
+            raise head.layer.refusal("hidden_size", OTHER_SIZE.format(target.hidden_size), OTHER_HEAD)
         bias = head.top.get("fusion_bias" if head.is_speculators else "bias", bool, False)
         self.fc = Linear(2 * self.hidden_size, self.hidden_size, bias=bias, dtype=dtype, device=device)
         first, *others = (self._layer(layer) for layer in self.attention_layers)

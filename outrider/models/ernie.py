@@ -68,7 +68,7 @@ class ErnieMoe(Ernie):
             return self.make_mlp(self.sizes.intermediate_size)
         num_experts, top_k = config.required("moe_num_experts", int), config.required("moe_k", int)
         if top_k > num_experts:
-            raise config.refusal("moe_k", f"there are {num_experts} experts (moe_num_experts)")
+            raise config.refusal("moe_k", f"it must be at most the number of experts, {num_experts} (moe_num_experts)")
         width = config.required("moe_intermediate_size", int)
         num_shared = config.get("moe_num_shared_experts", int, 2)
         rule = RouteRule(num_experts, top_k)

@@ -165,5 +165,5 @@ class FalconH1(HybridDecoder):
 def read_factors(config: ConfigReader, key: str, count: int) -> list[float]:
     factors = config.get(key, list, [1.0] * count)
     if len(factors) != count or not all(isinstance(factor, int | float) for factor in factors):
-        raise config.refusal(key, f"it must be {count} numbers")
+        raise config.refusal(key, f"it must be a list of {count} numbers")
     return [float(factor) for factor in factors]

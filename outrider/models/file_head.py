@@ -23,7 +23,8 @@ from outrider.models.target_rows import TargetRows
 
 EMBEDDING, OUTPUT, OFFSETS = "embed_tokens.weight", "lm_head.weight", "d2t"
 WEIGHT_ENDINGS = ".weight", ".weight_packed"  # of the names of matrices: as numbers or codes, and as packed codes
-OTHER_SIZE = "the target's hidden size is {}; use a head that was made for this target"
+OTHER_SIZE = "the target's hidden size is {}"
+OTHER_HEAD = "Use a head that was made for this target."
 
 
 class FileHead(DraftHead):
@@ -40,21 +41,21 @@ class FileHead(DraftHead):
         self._uses_target_rows = False
         self._target_rows: TargetRows | None = None
         if sizes.vocab_size != target.vocab_size:
-            raise config.refusal("vocab_size", f"the target's vocabulary has {target.vocab_size} tokens; "
-                                               "use a head that was made for this target")
+            raise config.refusal("vocab_size", f"the target's vocabulary has {target.vocab_size} tokens", OTHER_HEAD)
 
     def read_vocabulary(self, config: ConfigReader) -> None:
         """Read the size of the head's vocabulary, which may be smaller than the target's."""
         self.num_outputs = config.get("draft_vocab_size", int, self.sizes.vocab_size)
         if not 0 < self.num_outputs <= self.target.vocab_size:
-            raise config.refusal("draft_vocab_size",
-                                 f"the target's vocabulary has {self.target.vocab_size} tokens")
+            raise config.refusal("draft_vocab_size", "it must be from 1 to the target's vocabulary of "
+                                                     f"{self.target.vocab_size} tokens", OTHER_HEAD)
         self._uses_target_rows = config.get("target_output_rows", bool, False)
         if self._uses_target_rows and self.hidden_size != self.target.hidden_size:
-            raise config.refusal("target_output_rows", OTHER_SIZE.format(self.target.hidden_size))
+            raise config.refusal("target_output_rows", OTHER_SIZE.format(self.target.hidden_size), OTHER_HEAD)
         if self._uses_target_rows and self.target.group is not None:
-            raise config.refusal("target_output_rows", "each of several ranks holds a part of the target's rows: use a "
-                                                       "head with an output of its own, or one rank")
+            raise config.refusal("target_output_rows", "the target's output layer is split over several ranks, and "
+                                                       "this head would copy rows of it",
+                                 "Use a head with an output layer of its own, or tensor_parallel_size=1.")
 
     def read_target_size(self, config: ConfigReader, layer: ConfigReader) -> int:
         """Read the size of the target's hidden states, which may differ from the head's."""
@@ -62,7 +63,7 @@ class FileHead(DraftHead):
         if wide != self.target.hidden_size:
             is_said = config.has("target_hidden_size")
             key, reader = ("target_hidden_size", config) if is_said else ("hidden_size", layer)
-            raise reader.refusal(key, OTHER_SIZE.format(self.target.hidden_size))
+            raise reader.refusal(key, OTHER_SIZE.format(self.target.hidden_size), OTHER_HEAD)
         return wide
 
     def name_here(self, name: str) -> str:
@@ -111,8 +112,8 @@ class FileHead(DraftHead):
         if self._uses_target_rows:
             self._make_target_rows()
         if self.own_output is None and self.target_ids is not None and self.num_outputs == target.vocab_size:
-            raise WeightError(f"{source}: {OFFSETS} puts the whole vocabulary into another order, and the head has no "
-                              f"{OUTPUT} in that order; fetch the whole checkpoint")
+            raise WeightError(f"{source}: {OFFSETS} gives the head's tokens another order than the target's, and the "
+                              f"head has no {OUTPUT} in that order; fetch the whole checkpoint")
         if self.own_output is None and (self.num_outputs, self.hidden_size) != (target.vocab_size, target.hidden_size):
             raise WeightError(
                 f"{source}: the head has no {OUTPUT} and the target's does not fit it ({self.num_outputs} tokens, "
@@ -130,8 +131,8 @@ class FileHead(DraftHead):
 
     def _make_target_rows(self) -> None:
         if self.own_output is not None:
-            raise WeightError(f"{self._source}: target_output_rows says that the head has no {OUTPUT}, and its files "
-                              "hold one: remove either")
+            raise WeightError(f"{self._source}: target_output_rows=true means that the head has no {OUTPUT} of its "
+                              "own, but its files hold one: remove one of the two")
         if self.target_ids is not None:  # with the whole vocabulary the target's output serves as it is
             self._target_rows = TargetRows(self.target.lm_head, self.target_ids, self.dtype, self.keeps_bits)
             self.own_output = self._target_rows.linear
@@ -144,10 +145,12 @@ class FileHead(DraftHead):
 
     def _take_offsets(self, offsets: torch.Tensor) -> None:
         if tuple(offsets.shape) != (self.num_outputs,) or offsets.is_floating_point():
-            raise WeightError(f"tensor {OFFSETS} must hold {self.num_outputs} integers (draft_vocab_size), has shape "
-                              f"{list(offsets.shape)} and dtype {offsets.dtype}")
+            raise WeightError(f"{self._source}: tensor {OFFSETS} must hold {self.num_outputs} integers "
+                              f"(draft_vocab_size), but has shape {list(offsets.shape)} and dtype {offsets.dtype}; "
+                              "fetch the file again")
         ids = torch.arange(self.num_outputs) + offsets.long()
         if not bool(((ids >= 0) & (ids < self.target.vocab_size)).all()):
-            raise WeightError(f"tensor {OFFSETS} leads outside the target's vocabulary of {self.target.vocab_size}")
+            raise WeightError(f"{self._source}: tensor {OFFSETS} names tokens outside the target's vocabulary of "
+                              f"{self.target.vocab_size} tokens; use a head that was made for this target")
         is_whole = self.num_outputs == self.target.vocab_size and not bool(offsets.any())
         self.target_ids = None if is_whole else ids.to(self.device)

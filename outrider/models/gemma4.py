@@ -299,7 +299,7 @@ class Gemma4(Decoder):
         ]
         suppressed = sorted(set(config.get("suppress_tokens", list[int], [])))
         if suppressed and not 0 <= suppressed[0] <= suppressed[-1] < sizes.vocab_size:
-            raise config.refusal("suppress_tokens", f"the vocabulary has {sizes.vocab_size} tokens")
+            raise config.refusal("suppress_tokens", f"its token ids must be from 0 to {sizes.vocab_size - 1}")
         self.suppressed = torch.tensor(suppressed, dtype=torch.int64, device=device) if suppressed else None
 
     def parts(self) -> Sequence[tuple[str, Module]]:
@@ -359,7 +359,7 @@ def read_rotaries(text: ConfigReader, shapes: list[LayerShape], *, max_len: int,
     for kind in ROPES:
         sizes = {shape.attention.head_dim for shape in shapes if shape.kind == kind} or {shapes[0].attention.head_dim}
         if len(sizes) > 1:
-            raise text.refusal("per_layer_config", f"all {kind} layers must have heads of one size")
+            raise text.refusal("per_layer_config", f"all {kind} layers must have the same head size")
         rope = given.section(kind) if given.raw(kind) else ConfigReader(DEFAULT_ROPES[kind], f"{given.source}: {kind}")
         if rope.raw("rope_type") == "proportional":
             rotaries.append(ProportionalRotary(rope, sizes.pop(), max_len=max_len, dtype=dtype, device=device))

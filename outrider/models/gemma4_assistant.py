@@ -96,7 +96,8 @@ class Gemma4Assistant(SlotHead):
             else:
                 yield name, tensor
         if self.centroids is not None and not has_order:
-            raise WeightError(f"the weights do not fit the model; missing: {TOKEN_ORDERING}")
+            raise WeightError(f"the files hold no tensor {TOKEN_ORDERING}, which use_ordered_embeddings=true needs; "
+                              "fetch the whole checkpoint again")
 
     def consume(self, hidden: Hidden) -> torch.Tensor:
         return hidden.final
@@ -134,10 +135,9 @@ def build_assistant(config: ConfigReader, target: Model, *, first_layer: int, ma
     """Build an assistant without its weights."""
     config.must_equal("model_type", *MODEL_TYPES)
     if not isinstance(target, Gemma4):
-        raise ValueError(
-            f"{config.source}: a Gemma 4 assistant reads the cache of a Gemma 4 model, and the target is a "
-            f"{type(target).__name__}: use another drafter"
-        )
+        raise ValueError(f"{config.source}: a Gemma 4 assistant reads the cache of a Gemma 4 model, and the target is "
+                         f"a {type(target).__name__}: use another drafter with this target, or leave "
+                         "speculative_config out")
     made = Gemma4Assistant(config, target, first_layer=first_layer, max_len=max_len, dtype=dtype, device=device)
     config.refuse_unread()
     return made
@@ -163,7 +163,8 @@ def _reading(text: ConfigReader, target: Gemma4, shape: LayerShape) -> LayerShap
     the same heads and window."""
     owner = target.owner(shape.kind)
     if owner is None:
-        raise text.refusal("layer_types", f"the target has no {shape.kind} layer to read")
+        raise text.refusal("layer_types", f"the target has no {shape.kind} layer whose cache this one could read",
+                           "Use the assistant that was made for this target.")
     own, theirs = shape.attention, owner.attention
     if (own.num_kv_heads, own.head_dim, own.window) != (theirs.num_kv_heads, theirs.head_dim, theirs.window):
         raise ValueError(
@@ -190,5 +191,6 @@ def _ordered(order: torch.Tensor, members: torch.Tensor) -> torch.Tensor:
     """Check a checkpoint's token ordering, and return it in the shape of `members`: the token ids of each centroid."""
     flat = order.to(device=members.device, dtype=torch.int64).flatten()
     if not torch.equal(flat.sort().values, torch.arange(members.numel(), device=members.device)):
-        raise WeightError(f"tensor {TOKEN_ORDERING} must hold every one of the {members.numel()} token ids once")
+        raise WeightError(f"tensor {TOKEN_ORDERING} must hold each token id from 0 to {members.numel() - 1} exactly "
+                          "once; fetch the file again")
     return flat.view_as(members)

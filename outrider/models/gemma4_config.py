@@ -47,7 +47,7 @@ def read_shapes(text: ConfigReader, sizes: Sizes, first_layer: int = 0) -> list[
     softcap = text.optional("attn_logit_softcapping", float, least=LEAST_SOFTCAP)
     num_own = sizes.num_layers - text.get("num_kv_shared_layers", int, 0)
     if not 0 <= num_own <= sizes.num_layers:
-        raise text.refusal("num_kv_shared_layers", f"there are {sizes.num_layers} layers")
+        raise text.refusal("num_kv_shared_layers", f"it must be at most num_hidden_layers ({sizes.num_layers})")
     is_wide = text.get("use_double_wide_mlp", bool, False) and num_own > 0
     shapes: list[LayerShape] = []
     for index, kind in enumerate(kinds):
@@ -55,7 +55,8 @@ def read_shapes(text: ConfigReader, sizes: Sizes, first_layer: int = 0) -> list[
         reads = None
         if index >= num_own > 0:
             if kind not in kinds[:num_own]:
-                raise text.refusal("num_kv_shared_layers", f"layer {index} has no {kind} layer before it to read")
+                raise text.refusal("num_kv_shared_layers", f"layer {index} would share the cache of an earlier {kind} "
+                                                           "layer, and there is none")
             reads = max(i for i in range(num_own) if kinds[i] == kind)
         layer = AttentionLayer(first_layer + index, sizes.num_heads, kv_heads, head_dim, SCALE, windows[index], softcap,
                                writes=index < num_own)
@@ -75,7 +76,7 @@ def read_heads(text: ConfigReader, sizes: Sizes, index: int, kind: str) -> tuple
         own = ConfigReader({}) if key is None else by_layer.section(key)
         for name in own.values:
             if name not in ("head_dim", "num_key_value_heads"):
-                raise own.refusal(name, "supported are head_dim and num_key_value_heads")
+                raise own.refusal(name, "only head_dim and num_key_value_heads may differ between layers")
         heads = (own.get("num_key_value_heads", int, sizes.num_kv_heads, least=1),
                  own.get("head_dim", int, sizes.head_dim, least=1))
     elif kind == SLIDING:
@@ -87,5 +88,6 @@ def read_heads(text: ConfigReader, sizes: Sizes, index: int, kind: str) -> tuple
         count = own_kv_heads if own_count else count
         heads = count, text.get("global_head_dim", int, 512, least=1)
     if sizes.num_heads % heads[0]:
-        raise text.refusal("num_key_value_heads", f"layer {index}: it must divide the {sizes.num_heads} heads")
+        raise text.refusal("num_key_value_heads", f"layer {index}: it must divide num_attention_heads "
+                                                  f"({sizes.num_heads})")
     return heads

@@ -74,7 +74,7 @@ class Glm5Next(KimiLinear):
             config.must_equal(key, only, default=only)
         config.must_equal("index_key_dtype", "auto", default="auto")  # keys of blocks have no fp8 form
         if config.get("qk_rope_head_dim", int, 0):
-            raise config.refusal("qk_rope_head_dim", "the latent layers of this family have no rotating dimensions")
+            raise config.refusal("qk_rope_head_dim", "it must be 0 in this family")
         # Nothing rotates, and the heads of both kinds of layers have sizes of their own.
         config.passes_over("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor", "head_dim",
                            "indexer_rope_interleave", "first_k_dense_replace")
@@ -139,7 +139,7 @@ class Glm5Next(KimiLinear):
         config = self.config
         size, budget = config.get("index_kpool", int, 16, least=1), config.required("index_topk", int)
         if size & (size - 1):
-            raise config.refusal("index_kpool", "it must be a power of two, which divides a page")
+            raise config.refusal("index_kpool", "it must be a power of two")
         if budget % size:
             raise config.refusal("index_topk", f"it must be a multiple of index_kpool ({size})")
         return PooledPositions(config.required("index_n_heads", int), config.required("index_head_dim", int),
@@ -197,9 +197,10 @@ def read_kinds(config: ConfigReader, num_layers: int) -> list[str]:
     given = config.get("layer_types", list[str], default)
     kinds = [FULL if kind == INDEXED else kind for kind in given]
     if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
-        raise config.refusal("layer_types", f"it must name {num_layers} layers, each {LINEAR} or {INDEXED}")
+        raise config.refusal("layer_types", f"it must list the kind of each of the {num_layers} layers: {LINEAR} "
+                                            f"or {INDEXED}")
     if own.has("kda_layers") and kinds != default:
-        raise own.refusal("kda_layers", "layer_types says something else")
+        raise own.refusal("kda_layers", "it contradicts layer_types")
     return kinds
 
 
@@ -209,6 +210,6 @@ def _read_index_kinds(config: ConfigReader) -> Sequence[str]:
     kinds, index_kinds = read_kinds(config, config.required("num_hidden_layers", int)), read_index_kinds(config)
     for index, kind in enumerate(kinds):
         if kind == FULL and index_kinds[index] == SHARED_INDEX and kinds[index - 1] == LINEAR:
-            raise config.refusal("indexer_types", f"layer {index} takes the choice of the layer before it, which must "
-                                 f"be of the type {INDEXED}")
+            raise config.refusal("indexer_types", f"layer {index} would reuse the positions that the layer before it "
+                                                  f"chose, so that layer must be of type {INDEXED}")
     return index_kinds

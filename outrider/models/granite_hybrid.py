@@ -92,7 +92,7 @@ class GraniteHybrid(HybridDecoder):
         config.passes_over("layers_block_type")  # the other key wins
         kinds = [OLD_NAMES.get(kind, kind) for kind in config.get(key, list[str], [LINEAR] * num_layers)]
         if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
-            raise config.refusal(key, f"it must name {num_layers} layers, each mamba or attention")
+            raise config.refusal(key, f"it must list the kind of each of the {num_layers} layers: mamba or attention")
         return kinds
 
     def _layer(self, index: int, mixer: TokenMixer) -> ScaledLayer:
@@ -109,7 +109,8 @@ class GraniteHybrid(HybridDecoder):
             return shared
         top_k = config.required("num_experts_per_tok", int)
         if top_k > self.num_experts:
-            raise config.refusal("num_experts_per_tok", f"there are {self.num_experts} experts")
+            raise config.refusal("num_experts_per_tok", "it must be at most the number of experts "
+                                                        f"({self.num_experts})")
         rule = RouteRule(self.num_experts, top_k, scoring="softmax", renormalise=True)
         experts = Experts(self.num_experts, hidden_size, config.required("intermediate_size", int),
                           activation=self.activation, dtype=dtype, device=device)

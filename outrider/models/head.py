@@ -96,10 +96,11 @@ class DraftHead(LayeredModule):
              shared: torch.Tensor | None) -> torch.Tensor:
         """An optional tensor of the checkpoint in the head's dtype; the target's tensor if both are equal."""
         if tuple(tensor.shape) != shape:
-            raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the head's config says {list(shape)}")
+            raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, and the head's config needs "
+                              f"{list(shape)}: fetch the head's files again")
         own = tensor.to(device=self.device, dtype=self.dtype, copy=True)
         if not bool(torch.isfinite(torch.stack(torch.aminmax(own))).all()):
-            raise WeightError(f"tensor {name} holds NaN or Inf (as {own.dtype})")
+            raise WeightError(f"tensor {name} holds NaN or Inf (as {own.dtype}): fetch the head's files again")
         if shared is not None and own.shape == shared.shape and torch.equal(own, shared):
             return shared
         self.own_tensors.append(own)
@@ -117,9 +118,11 @@ class SlotHead(DraftHead, ABC):
     @abstractmethod
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run the head. hidden [tokens, hidden]: from `consume`, or returned by the pass for the position before.
-        Return (the input of `logits`, the hidden states for the next position), for `rows` if given, otherwise for all
-        token rows."""
+        """Run the head for one draft of each token row. Returns two tensors: the input of `logits`, and the `hidden` of
+        the next draft's pass.
+
+        hidden [tokens, hidden size]: in the pass for the first draft what `consume` returns, in later passes the
+        second tensor of the pass before. rows: the token rows that the two tensors have; None means all."""
 
 
 class SlotRotary(Rotary):

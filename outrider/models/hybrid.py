@@ -34,7 +34,8 @@ def partial_rope(config: ConfigReader, head_dim: int, factor: float) -> RopePara
     rotary_dim = int(head_dim * factor)
     if not 0 < rotary_dim <= head_dim or rotary_dim % 2:
         raise ConfigError(f"{config.source}: partial_rotary_factor={factor} is not supported; it must make an even "
-                          f"number of a head's {head_dim} dimensions rotate, and here it makes {rotary_dim}")
+                          f"number of a head's {head_dim} dimensions rotate, and it makes {rotary_dim} of them rotate. "
+                          "Correct it")
     whole = {key: value for key, value in rope.values.items() if key != "partial_rotary_factor"}
     return read_rope(config.with_values({"rope_parameters": whole, "partial_rotary_factor": None}), rotary_dim)
 

@@ -111,9 +111,11 @@ class KimiLinear(HybridDecoder):
             kind_of = {number: kind for kind, listed in numbers.items() for number in listed}
             kinds = [kind_of.get(number) for number in range(1, num_layers + 1)]
             if len(kind_of) != sum(map(len, numbers.values())) or set(kind_of) != set(range(1, num_layers + 1)):
-                raise own.refusal("kda_layers", f"with full_attn_layers it must name the layers 1 to {num_layers}")
+                raise own.refusal("kda_layers", "together with full_attn_layers it must name each layer from 1 to "
+                                                f"{num_layers} once")
         if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
-            raise config.refusal("layer_types", f"it must name {num_layers} layers, each {LINEAR} or {FULL}")
+            raise config.refusal("layer_types", f"it must list the kind of each of the {num_layers} layers: "
+                                                f"{LINEAR} or {FULL}")
         return kinds
 
     def latent_layer(self, index: int) -> LatentLayer:

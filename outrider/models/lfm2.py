@@ -62,7 +62,8 @@ class Lfm2(HybridDecoder):
         attending = config.get("full_attn_idxs", list[int], list(range(num_layers)))
         kinds = config.get("layer_types", list[str], [FULL if i in attending else CONV for i in range(num_layers)])
         if len(kinds) != num_layers or set(kinds) - {CONV, FULL}:
-            raise config.refusal("layer_types", f"it must name {num_layers} layers, each {CONV} or {FULL}")
+            raise config.refusal("layer_types", f"it must list the kind of each of the {num_layers} layers: "
+                                                f"{CONV} or {FULL}")
         return kinds
 
     def _layer(self, mixer: TokenMixer, feed_forward: FeedForward) -> PreNormLayer:
@@ -114,7 +115,7 @@ class Lfm2Moe(Lfm2):
         config = self.config
         num_experts, top_k = config.required("num_experts", int), config.required("num_experts_per_tok", int)
         if top_k > num_experts:
-            raise config.refusal("num_experts_per_tok", f"there are {num_experts} experts")
+            raise config.refusal("num_experts_per_tok", f"it must be at most num_experts ({num_experts})")
         return RouteRule(num_experts, top_k, scoring="sigmoid", renormalise=config.get("norm_topk_prob", bool, True),
                          scale=config.get("routed_scaling_factor", float, 1.0))
 

@@ -144,7 +144,7 @@ class Llama(Decoder):
         num_layers = config.required("num_hidden_layers", int)
         layer_types = config.get("layer_types", list, [FULL] * num_layers)
         if SLIDING in layer_types:
-            raise config.refusal("layer_types", f"{SLIDING} is off in this model")
+            raise config.refusal("layer_types", f"layers of type {SLIDING} are not supported in this family")
         return layer_windows(config, layer_types)
 
     def biases(self, config: ConfigReader) -> tuple[bool, bool, bool]:

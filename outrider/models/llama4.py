@@ -63,7 +63,7 @@ class Llama4(Llama):
         rope = super().read_rope(config)
         if rope.kind not in UNSTRETCHED:  # the norm behind it would undo its magnitude, and ours comes before it
             key = "rope_scaling" if config.has("rope_scaling") else "rope_parameters"
-            raise config.refusal(key, f"ropes of this family are {', '.join(UNSTRETCHED)}")
+            raise config.refusal(key, f"supported rope types in this family: {', '.join(UNSTRETCHED)}")
         return rope
 
     def layers_without_rope(self, config: ConfigReader, windows: list[int | None]) -> set[int]:
@@ -73,7 +73,8 @@ class Llama4(Llama):
         usual = [int((index + 1) % interval != 0) for index in range(self.num_layers)]
         turned = config.get("no_rope_layers", list[int], usual) or usual
         if len(turned) < self.num_layers:
-            raise config.refusal("no_rope_layers", f"it must name {self.num_layers} layers (num_hidden_layers)")
+            raise config.refusal("no_rope_layers", f"it must have one entry for each of the {self.num_layers} layers "
+                                                   "(num_hidden_layers)")
         return {index for index in range(self.num_layers) if not turned[index]}
 
     def windows(self, config: ConfigReader) -> list[int | None]:
@@ -82,7 +83,8 @@ class Llama4(Llama):
         usual = [FULL if index in unturned else CHUNKED for index in range(self.num_layers)]
         kinds = config.get("layer_types", list, usual)
         if len(kinds) != self.num_layers or any(kind not in (FULL, CHUNKED) for kind in kinds):
-            raise config.refusal("layer_types", f"it must name {self.num_layers} layers, each {FULL} or {CHUNKED}")
+            raise config.refusal("layer_types", f"it must list the kind of each of the {self.num_layers} layers: "
+                                                f"{FULL} or {CHUNKED}")
         chunk = config.required("attention_chunk_size", int) if CHUNKED in kinds else None
         config.passes_over("attention_chunk_size")
         return [chunk if kind == CHUNKED else None for kind in kinds]
@@ -123,7 +125,7 @@ class Llama4(Llama):
         num_experts = config.required("num_local_experts", int)
         top_k = config.get("num_experts_per_tok", int, 1, least=1)
         if top_k > num_experts:
-            raise config.refusal("num_experts_per_tok", f"there are {num_experts} experts (num_local_experts)")
+            raise config.refusal("num_experts_per_tok", f"it must be at most num_local_experts ({num_experts})")
         rule = RouteRule(num_experts, top_k, scoring="sigmoid", renormalise=False)
         # Tools that quantise the model store each expert's matrices by themselves, output by input.
         is_fused = not config.has(KEY)

@@ -27,6 +27,7 @@ else:
 
 log = logging.getLogger("outrider")
 MOST_NAMED = 12  # in a message
+OTHER_WEIGHTS = "the weights are damaged, or of another model than their config"
 MIB = 1 << 20
 JOINT_PROJECTIONS = dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj")  # in tensors of all experts
 MOST_WIDENED = 1 << 24  # numbers in float32 beside those of 8 bits
@@ -113,7 +114,7 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
                 _store(name, tensor, slots[name])
                 missing.remove(name)
             elif name in slots:
-                raise WeightError(f"tensor {name} came twice")
+                raise WeightError(f"tensor {name} is in the files twice: fetch them again")
             elif model.ignores(name):
                 model.check_ignored(name, tensor)
             else:
@@ -126,6 +127,7 @@ def load_weights(model: Model, tensors: Iterable[tuple[str, Stored]]) -> None:
             "the weights do not fit the model"
             + (f"; missing: {some_names(missing)}" if missing else "")
             + (f"; left over: {some_names(left_over)}" if left_over else "")
+            + ". Fetch the files again, or correct the config"
         )
     model.finalize()
     report_weights(slots, expanded)
@@ -232,7 +234,7 @@ def _kept_parts(
     if not any(part in slots and slots[part].kind == stored.kind for part, _ in parts):
         return []
     if not stored.is_finite():
-        raise WeightError(f"tensor {name} holds NaN or Inf")
+        raise WeightError(f"tensor {name} holds NaN or Inf: fetch the files again")
     return parts
 
 
@@ -276,8 +278,8 @@ def _store(name: str, tensor: torch.Tensor, slot: WeightSlot) -> None:
     if slot.kind is None:
         check_numbers(name, tensor, slot.shape)
     elif tensor.dtype != slot.target.dtype:
-        raise WeightError(f"tensor {name} has dtype {tensor.dtype}, a weight stored as {slot.kind} needs "
-                          f"{slot.target.dtype}")
+        raise WeightError(f"tensor {name} has dtype {tensor.dtype}, and a weight stored as {slot.kind} needs "
+                          f"{slot.target.dtype}: {OTHER_WEIGHTS}")
     slot.store(tensor)
     if slot.target.is_floating_point():
         check_finite(name, slot.target)  # after the copy: a value that only the model's dtype cannot hold shows too
@@ -287,13 +289,14 @@ def check_numbers(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> No
     """Refuse a tensor that does not hold floats of this shape."""
     check_shape(name, tensor, shape)
     if not tensor.is_floating_point():
-        raise WeightError(f"tensor {name} has dtype {tensor.dtype}, the model needs a float type")
+        raise WeightError(f"tensor {name} has dtype {tensor.dtype}, and the model needs a float type: {OTHER_WEIGHTS}")
 
 
 def check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
     """Refuse a tensor of another shape."""
     if tuple(tensor.shape) != shape:
-        raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, the model needs {list(shape)}")
+        raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, and the model needs {list(shape)}: "
+                          f"{OTHER_WEIGHTS}")
 
 
 def check_finite(name: str, tensor: torch.Tensor) -> None:
@@ -301,4 +304,5 @@ def check_finite(name: str, tensor: torch.Tensor) -> None:
     pieces = map(torch.Tensor.float, tensor.flatten().split(MOST_WIDENED)) if tensor.itemsize == 1 else (tensor,)
     # The extremes carry NaN along.
     if not all(bool(torch.stack(torch.aminmax(piece)).isfinite().all()) for piece in pieces):
-        raise WeightError(f"tensor {name} holds NaN or Inf (as {tensor.dtype})")
+        raise WeightError(f"tensor {name} holds NaN or Inf (as {tensor.dtype}): fetch the files again, or use a dtype "
+                          "with a wider range")

@@ -33,7 +33,7 @@ class MiniMaxM2(Llama):
             config.must_equal(key, only, default=only)
         kinds = config.get("attn_type_list", list[int], [])
         if set(kinds) - {1}:
-            raise config.refusal("attn_type_list", "only full attention (1) is served")
+            raise config.refusal("attn_type_list", "its entries must all be 1 (full attention)")
         for kind in ("full_attention", "linear_attention", "mlp"):
             for factor in ("alpha", "beta"):
                 config.must_equal(f"layernorm_{kind}_{factor}", 1, default=1)

@@ -72,7 +72,7 @@ class MTPHead(SlotHead):
                  device: torch.device) -> None:
         super().__init__(target, target.hidden_size, dtype=dtype, device=device)
         if not isinstance(target, Decoder):
-            raise ConfigError(f"method 'mtp': {type(target).__name__} is not a decoder with ropes to share")
+            raise ConfigError(f"method 'mtp': {type(target).__name__} cannot have this drafter: use another method")
 
         self.description = description
         self.made_for = description.num_predicted
@@ -220,7 +220,8 @@ def describe_mtp(target: Model) -> MTPDescription:
         if model_class in _FAMILIES:
             return _FAMILIES[model_class](target)
     known = ", ".join(sorted(c.__name__ for c in _FAMILIES))
-    raise ConfigError(f"method 'mtp': {type(target).__name__} has no multi-token-prediction module; known are {known}")
+    raise ConfigError(f"method 'mtp': {type(target).__name__} has no multi-token-prediction module: use another method "
+                      f"(models with such a module: {known})")
 
 
 def has_own_module(model_class: type[Model]) -> bool:
@@ -256,7 +257,8 @@ def _describe_nemotron_h(target: NemotronH) -> MTPDescription:
         raise no_module(f"{config.source}: mtp_hybrid_override_pattern is missing")
     kinds = kinds or [FULL, MOE]
     if FULL not in kinds or LINEAR in kinds:
-        raise config.refusal("mtp_hybrid_override_pattern", "the module must attend, and cannot have recurrent layers")
+        raise config.refusal("mtp_hybrid_override_pattern", "the module must have an attention layer and no recurrent "
+                                                            "layers")
     first, last = "mtp.layers.0", f"mtp.layers.{len(kinds) - 1}"
     names = MTPNames(embedding_norm=f"{first}.enorm", hidden_norm=f"{first}.hnorm", projection=f"{first}.eh_proj",
                      norm=f"{last}.final_layernorm")

@@ -115,7 +115,8 @@ class MuseGlimmer(Decoder):
             return self._last_of_four()
         thetas, key = config.required("layer_rope_theta", list[float]), "layer_rope_theta"
         if len(thetas) != self.num_layers or set(thetas) - {0, read_rope(config, self.sizes.head_dim).theta}:
-            raise config.refusal(key, f"it must have {self.num_layers} numbers, each 0 or the rope's theta")
+            raise config.refusal(key, f"it must have one number for each of the {self.num_layers} layers: 0, or "
+                                      "rope_theta")
         return [theta == 0 for theta in thetas]
 
     def _last_of_four(self) -> list[bool]:

@@ -192,9 +192,11 @@ def read_kinds(config: ConfigReader) -> list[str]:
     """Read the kind of each layer: `layers_block_type`, or the letters of `hybrid_override_pattern`."""
     kinds = kinds_under(config, "layers_block_type", "hybrid_override_pattern")
     if not kinds:
-        raise config.refusal("hybrid_override_pattern", "a pattern or layers_block_type must name the layers")
+        raise config.refusal("hybrid_override_pattern", "hybrid_override_pattern or layers_block_type must give the "
+                                                        "kind of each layer")
     if config.get("num_hidden_layers", int, len(kinds)) != len(kinds):
-        raise config.refusal("num_hidden_layers", f"the pattern names {len(kinds)} layers")
+        raise config.refusal("num_hidden_layers", f"hybrid_override_pattern or layers_block_type gives {len(kinds)} "
+                                                  "layers")
     return kinds
 
 
@@ -203,7 +205,8 @@ def kinds_under(config: ConfigReader, list_key: str, pattern_key: str) -> list[s
     key, given = (list_key, names) if names is not None else (pattern_key, list(config.get(pattern_key, str, "")))
     kinds = [OLD_NAMES.get(name, LETTERS.get(name, name)) for name in given]
     if set(kinds) - set(LETTERS.values()):
-        raise config.refusal(key, f"known are {', '.join(LETTERS.values())}, or {' '.join(LETTERS)} in a pattern")
+        raise config.refusal(key, f"supported layer kinds: {', '.join(LETTERS.values())} (in a pattern: "
+                                  f"{' '.join(LETTERS)})")
     return kinds
 
 
@@ -254,12 +257,14 @@ def read_rule(config: ConfigReader, scale: float = 1.0) -> moe.RouteRule:
     top_k = config.required("num_experts_per_tok", int)
     num_groups, top_groups = config.get("n_group", int, 1), config.get("topk_group", int, 1)
     if num_groups < 1 or num_experts % num_groups or not 1 <= top_groups <= num_groups:
-        raise config.refusal("n_group", f"it must divide the number of experts ({num_experts}), and topk_group must "
-                             "not exceed it")
+        raise config.refusal("n_group", f"it must divide the number of experts ({num_experts}), and topk_group "
+                                        f"({top_groups}) must be from 1 to n_group")
     if num_groups > 1 and num_experts < 2 * num_groups:
-        raise config.refusal("n_group", "a group is worth its two best experts, so it must have two")
+        raise config.refusal("n_group", "groups are ranked by their two best experts, so each must have at least two "
+                                        f"of the {num_experts} experts")
     if not 1 <= top_k <= top_groups * (num_experts // num_groups):
-        raise config.refusal("num_experts_per_tok", "the groups chosen have fewer experts, or it is below 1")
+        raise config.refusal("num_experts_per_tok", f"it must be from 1 to {top_groups * (num_experts // num_groups)}, "
+                                                    "the experts of the chosen groups")
     return moe.RouteRule(
         num_experts,
         top_k,

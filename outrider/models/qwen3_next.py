@@ -119,7 +119,8 @@ def read_kinds(config: ConfigReader) -> list[str]:
     default = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers)]
     kinds = config.get("layer_types", list[str], default)
     if len(kinds) != num_layers or set(kinds) - {LINEAR, FULL}:
-        raise config.refusal("layer_types", f"it must name {num_layers} layers, each {LINEAR} or {FULL}")
+        raise config.refusal("layer_types", f"it must list the kind of each of the {num_layers} layers: {LINEAR} "
+                                            f"or {FULL}")
     if LINEAR not in kinds:
         config.passes_over(*SHAPE_KEYS)
     return kinds

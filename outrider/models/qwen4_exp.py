@@ -117,12 +117,14 @@ class Qwen4Exp(HybridDecoder):
         numbers = sorted(set(config.get("ple_layer_ids", list[int], [])))
         bad = [number for number in numbers if not 1 <= number <= self.num_layers or kinds[number - 1] != LINEAR]
         if bad:
-            raise config.refusal("ple_layer_ids", f"it must count {LINEAR} layers, from 1 on; {bad[0]} is none of them")
+            raise config.refusal("ple_layer_ids", f"its entries must be numbers of {LINEAR} layers, counted from 1, "
+                                                  f"and {bad[0]} is not one")
         order = config.get("ngram_size", int, 3, least=2)
         per_order = config.get("heads_per_ngram", int, 8, least=1)
         width = config.get("ple_embed_dim", int, self.hidden_size, least=1)
         if numbers and width % ((order - 1) * per_order):
-            raise config.refusal("ple_embed_dim", f"{(order - 1) * per_order} heads of n-grams must divide it")
+            raise config.refusal("ple_embed_dim", f"it must be a multiple of {(order - 1) * per_order}, which is "
+                                                  "(ngram_size - 1) * heads_per_ngram")
         rest: dict[str, Any] = {
             "order": order, "heads_per_order": per_order, "vocab_size": self.vocab_size,
             "vector_size": width // ((order - 1) * per_order),
@@ -153,8 +155,9 @@ class Qwen4Exp(HybridDecoder):
         shape = self.ngrams[int(index)].table.shape
         wanted = {MULTIPLIERS: shape.multipliers, PRIMES: shape.primes, OFFSETS: shape.offsets}[part]
         if tensor.tolist() != list(wanted):
-            raise WeightError(f"tensor {name} has other values than those that follow from the config (seed, "
-                              f"vocab_size, ngram_size, heads_per_ngram, ngram_vocab_size_base): {list(wanted)}")
+            raise WeightError(f"tensor {name} does not hold the values that follow from the config (seed, vocab_size, "
+                              f"ngram_size, heads_per_ngram, ngram_vocab_size_base): {list(wanted)}. Fetch the files "
+                              "again")
 
     # Streams
 
@@ -185,11 +188,12 @@ def read_choice(config: ConfigReader, rotary_dim: int) -> BlockChoice:
     size, budget = config.required("indexer_compress_ratio", int), config.required("indexer_budget", int)
     dim = config.required("indexer_head_dim", int)
     if size & (size - 1):
-        raise config.refusal("indexer_compress_ratio", "it must be a power of two, which divides a page")
+        raise config.refusal("indexer_compress_ratio", "it must be a power of two")
     if budget % size:
         raise config.refusal("indexer_budget", "it must be a multiple of indexer_compress_ratio")
     if dim < rotary_dim:
-        raise config.refusal("indexer_head_dim", f"{rotary_dim} dimensions of a head rotate, and it must hold them")
+        raise config.refusal("indexer_head_dim", f"it must be at least {rotary_dim}, the number of dimensions that "
+                                                 "rotate")
     return BlockChoice(config.required("indexer_n_heads", int), dim, budget // size, TokenBlocks(size, 0))
 
 
@@ -198,7 +202,7 @@ def read_end_id(config: ConfigReader) -> int:
     given = config.raw("eos_token_id")
     first = given[0] if isinstance(given, list) and given else given
     if not isinstance(first, int) or isinstance(first, bool):
-        raise config.refusal("eos_token_id", "n-gram embeddings need an id that ends a text")
+        raise config.refusal("eos_token_id", "it must be a token id, because n-gram embeddings begin anew after it")
     return first
 
 

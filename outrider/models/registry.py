@@ -147,12 +147,13 @@ def build_model(
     except NotImplementedError:  # a family from outside that looks at the values of its tensors
         outline = None
     except (RuntimeError, OverflowError) as error:
-        raise ConfigError(f"{source}: its sizes are too large for a model ({str(error).splitlines()[0]})") from error
+        raise ConfigError(f"{source}: its sizes are too large to build a model ({str(error).splitlines()[0]}). Correct "
+                          "them, or fetch the file again") from error
     if outline is not None:
         reader.refuse_unread()
         if max_len is not None and max_len > outline.max_positions:  # before tables of that length are made
             raise ValueError(f"max_model_len ({max_len}) exceeds the {outline.max_positions} positions the model was "
-                             f"made for ({source}: max_position_embeddings)")
+                             f"made for ({source}: max_position_embeddings). Lower max_model_len")
     if torch.device(device).type == "meta" and outline is not None:
         return outline
     model = make(device=torch.device(device), max_len=max_len)
@@ -170,8 +171,8 @@ def named_architectures(reader: ConfigReader) -> list[Any]:
     wanted = _plain(model_type.removesuffix("_text") + end)
     found = [name for name in _ARCHITECTURES if _plain(name) == wanted]
     if len(found) != 1:
-        named = f", and model_type={model_type!r} names no family here" if model_type else ""
-        raise ConfigError(f"{reader.source}: architectures is missing{named}; known are "
+        named = f", and model_type={model_type!r} names no supported family" if model_type else ""
+        raise ConfigError(f"{reader.source}: architectures is missing{named}. Add one of "
                           f"{', '.join(sorted(_ARCHITECTURES))}")
     return found
 
@@ -190,7 +191,7 @@ def _family(reader: ConfigReader, model_impl: str) -> Callable[..., Model]:
     if has_family(architectures) and model_impl != "transformers":
         return _class_around_text(architectures[0], reader)
     if not architectures or model_impl == "outrider":
-        raise reader.refusal("architectures", f"known are {', '.join(sorted(_ARCHITECTURES))}")
+        raise reader.refusal("architectures", f"supported: {', '.join(sorted(_ARCHITECTURES))}")
     return _class_at("bridge.model:BridgedModel")
 
 
@@ -202,5 +203,5 @@ def _class_around_text(architecture: str, reader: ConfigReader) -> type[Model]:
     if not kind:
         return _class_of(architecture)
     if kind not in classes:
-        raise text.refusal("model_type", f"language models of this architecture are {', '.join(classes)}")
+        raise text.refusal("model_type", f"supported language models of this architecture: {', '.join(classes)}")
     return _class_at(classes[kind])

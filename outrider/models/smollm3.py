@@ -32,5 +32,6 @@ def read_unturned(config: ConfigReader) -> set[int]:
     interval = config.get("no_rope_layer_interval", int, 4, least=1)
     turned = config.get("no_rope_layers", list[int], [int((i + 1) % interval != 0) for i in range(num_layers)])
     if len(turned) < num_layers:
-        raise config.refusal("no_rope_layers", f"it must name {num_layers} layers (num_hidden_layers)")
+        raise config.refusal("no_rope_layers", f"it must have one entry for each of the {num_layers} layers "
+                                               "(num_hidden_layers)")
     return {index for index in range(num_layers) if not turned[index]}

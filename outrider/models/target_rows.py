@@ -70,8 +70,8 @@ class TargetRows:
         elif (dense := held.dense()) is not None:
             rows = dense[self._ids]
         else:
-            raise WeightError(f"the target's output in the format {type(held).__name__} gives no rows to a head: use a "
-                              "head with an output of its own")
+            raise WeightError("this head copies rows of the target's output layer, which the format "
+                              f"{type(held).__name__} does not allow: use a head with an output layer of its own")
         _fill(self.linear, {"weight": rows} if self._coded is None else self._coded.make(rows.float()).parts())
 
 

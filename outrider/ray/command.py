@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
         ray.init(address=address, ignore_reinit_error=True)
     except Exception as error:  # Ray raises plain ones, too
         at = "on this machine" if address is None else f"at {address}"
-        raise ValueError(f"no cluster of Ray could be used {at}: {error}") from None
+        raise ValueError(f"cannot connect to a Ray cluster {at}: {error}. Start one with `ray start --head`, or "
+                         "correct RAY_ADDRESS") from None
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _stop)  # in place of Ray's own handlers, which abort the process within seconds
     try:

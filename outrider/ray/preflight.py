@@ -31,8 +31,8 @@ def check_address(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), ANSWER_SECONDS).close()
     except (OSError, OverflowError, UnicodeError) as error:
-        raise ValueError(f"no cluster of Ray answers at {address} ({error}): set RAY_ADDRESS to one that does, or "
-                         "unset it for a cluster of this machine") from None
+        raise ValueError(f"no Ray cluster answers at {address} ({error}): set RAY_ADDRESS to one that does, or unset "
+                         "it to use this machine alone") from None
 
 
 def versions_here() -> dict[str, str]:

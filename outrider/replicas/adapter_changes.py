@@ -47,7 +47,8 @@ class AdapterChanges:
             if not done:
                 found = [answer for answer in answers if answer is not None]
                 if not found:
-                    raise ApiError(503, "no replica answered", retry_after=5)
+                    raise ApiError(503, "no replica answered, and no adapter was changed: try again when /health says "
+                                        "healthy", retry_after=5)
                 return joined_answer(found)
             given = json.loads(body)  # replicas have read it
             change = AdapterChange(path, [pair for pair in headers if pair[0] not in BODY_HEADERS], given)
@@ -55,7 +56,8 @@ class AdapterChanges:
                 await self._undo(done, change)
                 refused = next(answer for answer in answers if answer is None or answer[0] != 200)
                 if refused is None:
-                    raise ApiError(503, "a replica did not answer, and no adapter was changed", retry_after=5)
+                    raise ApiError(503, "a replica did not answer, and no adapter was changed: try again when /health "
+                                        "says healthy", retry_after=5)
                 return joined_answer([refused])
             self._last.pop(given["lora_name"], None)
             self._last[given["lora_name"]] = change

@@ -61,7 +61,8 @@ async def ask_all(replicas: Sequence[Replica], method: str, target: bytes, heade
     found: list[tuple[int, bytes]] = []
     for replica, answer in zip(replicas, answers, strict=True):
         if answer is None:
-            raise ApiError(503, f"replica {replica.name} did not answer; the others were asked too", retry_after=5)
+            raise ApiError(503, f"replica {replica.name} did not answer; the other replicas were asked too: send the "
+                                "request again when /health says healthy", retry_after=5)
         found.append(answer)
     return joined_answer(found)
 

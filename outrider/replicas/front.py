@@ -101,7 +101,7 @@ class ReplicaFront:
         """Answer that the server is healthy if at least one replica serves. The body has the state of each."""
         states = {each.name: each.state.value for each in self.replicas}
         if not self._serving():
-            raise ApiError(503, f"no replica serves: {_listed(states)}", retry_after=5)
+            raise ApiError(503, f"no replica serves: {_listed(states)}. Try again later", retry_after=5)
         is_whole = all(each.state is ReplicaState.SERVING for each in self.replicas)
         return {"status": "healthy" if is_whole else "degraded", "replicas": states}
 

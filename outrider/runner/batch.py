@@ -133,8 +133,8 @@ def pack_eager(scheduled: ScheduledBatch, padded: PaddedSize) -> tuple[EagerShap
     """Make the shape and the packed integers of a batch that runs uncaptured. The integers leave out its checkpoints,
     which the step's plan lists."""
     if padded.requests < scheduled.num_requests or padded.tokens < scheduled.num_tokens:
-        sizes = f"{scheduled.num_requests}, {scheduled.num_tokens}"
-        raise ValueError(f"padded size {padded} is below the scheduled {sizes}")
+        raise ValueError(f"a batch was padded to {padded.requests} requests and {padded.tokens} tokens, and has more "
+                         f"({scheduled.num_requests} and {scheduled.num_tokens}). This is a bug: please report it")
     query_lens, logit_counts = _lens(scheduled)
     extra = (0,) * (padded.requests - scheduled.num_requests)
     shape = EagerShape(
@@ -152,7 +152,8 @@ def pack_captured(scheduled: ScheduledBatch, shape: CapturedShape) -> list[int]:
     if shape.takes_checkpoints:
         by_row = {write.row: write.boundary for write in scheduled.cache.checkpoints}
         if len(by_row) < len(scheduled.cache.checkpoints):
-            raise ValueError("a request has several checkpoints, and a batch of this shape has room for one each")
+            raise ValueError("a request has several checkpoints in one step, and a captured step has room for one for "
+                             "each request. This is a bug: please report it")
         boundaries = [by_row.get(row, -1) for row in scheduled.rows]
     sharing = scheduled.drafting.sharing if shares_drafts(shape) else None
     if sharing is None:

@@ -41,7 +41,8 @@ def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = Non
     whole_parts: see `Backend.needs_whole_parts`."""
     own_layers = [] if drafter is None else drafter.cache_layers()
     if drafter is not None and any(layer.is_recurrent for layer in own_layers):
-        raise ValueError(f"drafter {drafter.name!r} has recurrent layers, which only a target can have: choose another")
+        raise ValueError(f"drafter {drafter.name!r} has recurrent layers, which a drafter cannot have: choose another "
+                         "drafter")
     target, own = (store_claims(config, model.dtype, claims) for claims in (model.cache_layers(), own_layers))
     return plan_groups(target, config.page_size, config.checkpoint_interval, own, whole_parts=whole_parts)
 
@@ -64,8 +65,8 @@ def check_cache_types(config: EngineConfig, outline: Model, device: torch.device
     numbers = {str(claim.layer) for claim in claims}
     for entry in config.kv_cache_dtype_skip_layers:
         if entry not in (SLIDING, *numbers):
-            raise ValueError(f"kv_cache_dtype_skip_layers: {entry!r} is neither {SLIDING!r} nor the number of a layer "
-                             f"that has a cache: {', '.join(sorted(numbers, key=int))}")
+            raise ValueError(f"kv_cache_dtype_skip_layers: {entry!r} must be {SLIDING!r} or the number of a layer that "
+                             f"has a cache ({', '.join(sorted(numbers, key=int))})")
     stored = store_claims(config, outline.dtype, claims)
     if config.kv_cache_dtype in FP8_NAMES and device.type == "cuda":
         in_fp8 = {claim.layer for claim, own in zip(stored, claims, strict=True) if claim != own}
@@ -77,13 +78,13 @@ def _check_fp8_on_gpu(name: str, layers: Sequence[AttentionLayer | LatentLayer],
                       capability: tuple[int, int] | None) -> None:
     if (capability or torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
         gpu = torch.cuda.get_device_name(device) if capability is None else "the GPU"
-        raise ValueError(f"kv_cache_dtype={name!r}: {gpu} does not convert to fp8: use kv_cache_dtype='auto'")
+        raise ValueError(f"kv_cache_dtype={name!r}: {gpu} cannot convert numbers to fp8: use kv_cache_dtype='auto'")
     for layer in layers:
         what, size, sizes = (("heads", layer.head_dim, FP8_HEAD_DIMS) if isinstance(layer, AttentionLayer) else
                              ("latents", layer.latent_dim, FP8_LATENT_DIMS))
         if size not in sizes:
-            raise ValueError(f"kv_cache_dtype={name!r}: layer {layer.index} has {what} of {size}, and on a GPU the "
-                             f"kernels over fp8 serve multiples of {sizes.step} from {sizes[0]} to {sizes[-1]}: name "
+            raise ValueError(f"kv_cache_dtype={name!r}: layer {layer.index} has {what} of {size} numbers, and the fp8 "
+                             f"kernels of GPUs need a multiple of {sizes.step} from {sizes[0]} to {sizes[-1]}: name "
                              "the layer in kv_cache_dtype_skip_layers, or use kv_cache_dtype='auto'")
 
 
@@ -108,8 +109,9 @@ def _of_heads(scales: list[float], layer: AttentionLayer, group: RankGroup | Non
         held = Ranks.from_group(group).share(ModelSize(len(scales)), min(len(scales), group.count))
         scales = scales[held.start : held.stop]
     if len(scales) not in (0, 1, layer.num_kv_heads) or not all(0 < own < math.inf for own in scales):
-        raise ValueError(f"the files' scales of the cache of layer {layer.index} are {scales}: expected one positive "
-                         f"number, or {layer.num_kv_heads}")
+        raise ValueError(f"the cache scales of layer {layer.index} in the model's files are {scales}, and they must be "
+                         f"one positive number, or {layer.num_kv_heads} (one for each KV head): use "
+                         "kv_cache_dtype='auto', or correct the files")
     return tuple(scales) if len(scales) == layer.num_kv_heads else tuple(scales or [1.0]) * layer.num_kv_heads
 
 

@@ -62,6 +62,6 @@ def pick_dtype(name: str, source: ModelSource, device: torch.device) -> torch.dt
         log.warning("dtype=%r: this CPU has no instructions for it, so steps take several times as long as in float32: "
                     "use dtype='float32' or 'auto' unless the memory is too small", name)
     if device.type != "cpu" and name == "float64":
-        raise ValueError("dtype='float64' is for exact checks on the CPU; use float32 or bfloat16 on a GPU")
+        raise ValueError("dtype='float64' is for exact checks on the CPU; use dtype='float32' or 'bfloat16' on a GPU")
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16,
             "float64": torch.float64}[name]

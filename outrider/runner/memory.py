@@ -199,8 +199,8 @@ def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan:
     if low == limits.max_len:
         return limits
     if low < 1:
-        raise NoDeviceMemory(f"the cache holds {usable} pages besides one that stays empty, too few for one token: "
-                             "give it more memory (num_pages, kv_cache_memory_bytes, gpu_memory_utilization)")
+        raise NoDeviceMemory(f"the cache has {usable} pages that can be used, too few for one token: give it more "
+                             "memory (num_pages, kv_cache_memory_bytes, gpu_memory_utilization)")
     if config.max_model_len is not None and not config.fit:
         raise NoDeviceMemory(
             f"the cache holds {usable} pages, enough for one request of {low} tokens, and max_model_len is "

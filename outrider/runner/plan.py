@@ -88,7 +88,8 @@ class StepPlanner:
 
     def take_edits(self, part: LogitsPart) -> None:
         if self.editing is not None:
-            raise ValueError("two features edit logits, and an engine has room for one: leave one out")
+            raise ValueError(f"two features of this engine edit logits ({type(self.editing).__name__}, "
+                             f"{type(part).__name__}), and only one may: start the engine without one of them")
         self.editing = part
 
     def plan(self, scheduled: ScheduledBatch, shape: EagerShape) -> StepPlan:

@@ -35,7 +35,7 @@ def device_of_rank(name: str, link: RankLink) -> str:
     if link.count == 1 or device.type != "cuda":
         return name
     if device.index is not None:
-        raise ValueError(f"device={name!r} names one device, and tensor_parallel_size={link.count} uses several: say "
+        raise ValueError(f"device={name!r} names one device, and tensor_parallel_size={link.count} uses several: use "
                          "device='cuda', and choose devices with CUDA_VISIBLE_DEVICES")
     if _shares_device():
         return "cuda:0"

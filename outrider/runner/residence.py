@@ -243,12 +243,12 @@ class Residence:
             if stream is None or not stream.has_begun:
                 self._free_again(WEIGHTS)
                 if needs_all:
-                    raise WeightError("the update has no tensor that the model uses")
+                    raise WeightError("the update holds no tensor that the model uses: give it all weights")
                 return UpdateReport()
             missing = stream.missing(self._doubtful) if needs_all or self._was_incomplete else ()
             try:
                 if missing:
-                    raise WeightError(f"it lacks {some_names(missing)}")
+                    raise WeightError(f"the update lacks {some_names(missing)}")
                 self._complete(stream.came)
             except BaseException as error:
                 self._doubt(stream.came)
@@ -260,13 +260,13 @@ class Residence:
         """Compute the checksums of all weights that an update would replace. Refused while weights sleep or are
         incomplete."""
         if WEIGHTS in self._asleep:
-            raise ValueError("the weights sleep: wake_up(tags=['weights']) first")
+            raise ValueError("weights_checksum: the weights are asleep: call wake_up(tags=['weights']) first")
         if self._are_incomplete:
-            raise WeightsIncomplete(f"the weights are not those of one model: {ALL_NEEDED}")
+            raise WeightsIncomplete(f"weights_checksum: the weights are incomplete: {ALL_NEEDED}")
         slots = weight_update.UpdatedWeights(self._parts.model, self._modules()).slots
         if self._parts.model.group is not None:
-            raise ValueError("weights_checksum: several ranks hold parts of the tensors; compare the weights of an "
-                             "engine with one rank")
+            raise ValueError("weights_checksum: with tensor_parallel_size above 1 each rank holds only a part of each "
+                             "tensor: compare the weights of an engine with tensor_parallel_size=1")
         with self._background_paused():
             self._synchronize()
             if all(slot.kind is None for slot in slots.values()):

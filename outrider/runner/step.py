@@ -144,7 +144,9 @@ class DeviceStep:
     def take_deltas(self, source: DeltaSource) -> None:
         """Let a feature give rows their deltas (low-rank changes of the weights). Only one feature may do so."""
         if self.deltas is not NO_DELTAS:
-            raise ValueError("two features change products by row, and an engine has room for one: leave one out")
+            raise ValueError("two features give requests low-rank changes of the weights "
+                             f"({type(self.deltas).__name__}, {type(source).__name__}), and only one may: start the "
+                             "engine without one of them")
         self.deltas = source
         self.add_part(source)
 

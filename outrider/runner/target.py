@@ -87,17 +87,17 @@ def declare_stored(model: Model, config: EngineConfig, source: ModelSource, devi
     config asks for it."""
     asked = config.quantization if config.quantization in QUANTIZATIONS else None  # others name the files' own form
     if asked is not None and not config.keep_quantized:
-        raise ValueError(f"quantization={asked!r} needs keep_quantized")
+        raise ValueError(f"quantization={asked!r} needs keep_quantized=True: set it, or leave quantization out")
     made = None if quantization_section(source.config) else asked  # quantised files stay what they are
     if config.keep_quantized:
         declare_formats(model, stored_formats(model, source), device, made)
     if made is not None and not any(slot.quantize for slot in model.weights().values()):
         if not any(scaled.choose_made(made, linear.declared) for linear in find_modules([model], Linear)):
             groups = f" and inputs that groups of {scaled.INT4_GROUPS} divide" if made == INT4 else ""
-            raise ValueError(f"quantization={made!r}: no linear layer of {config.model} can be coded so, which takes "
-                             f"{scaled.LEAST_OUTPUTS} outputs or more{groups}; leave it out")
-        raise ValueError(f"quantization={made!r}: there is no product of {model.dtype} with such weights on {device}; "
-                         "choose dtype='bfloat16', or leave it out")
+            raise ValueError(f"quantization={made!r}: no linear layer of {config.model} can be quantised so, because a "
+                             f"layer needs {scaled.LEAST_OUTPUTS} outputs or more{groups}: leave quantization out")
+        raise ValueError(f"quantization={made!r}: there is no kernel for {model.dtype} with such weights on {device}; "
+                         "choose dtype='bfloat16', or leave quantization out")
 
 
 def load_target(config: EngineConfig, source: ModelSource, watch: Watch | None = None) -> Model:
@@ -122,8 +122,10 @@ def with_index_keys(config: EngineConfig, values: Mapping[str, Any], device: tor
     if isinstance(section, Mapping) and section.get("index_topk") is not None:
         return {**values, "text_config": with_index_keys(config, section, device)}
     if values.get("index_topk") is None:
-        raise ValueError(f"{asked}: {config.model} has no indexer, so there are no index keys to store")
+        raise ValueError(f"{asked}: {config.model} has no indexer, so it stores no index keys: leave index_key_dtype "
+                         "out")
     is_here = device.type == "cuda" and torch.cuda.is_available()  # a plan may be for a GPU that is elsewhere
     if is_here and torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        raise ValueError(f"{asked}: {torch.cuda.get_device_name(device)} does not convert to fp8; leave it out")
+        raise ValueError(f"{asked}: {torch.cuda.get_device_name(device)} cannot convert numbers to fp8; leave "
+                         "index_key_dtype out")
     return {**values, "index_key_dtype": config.index_key_dtype}

@@ -74,7 +74,7 @@ class UpdatedWeights:
         slot = self.slots[name]
         if slot.kind is not None and slot.quantize is None:
             if not has_form_of_model or tensor.dtype != slot.target.dtype:
-                raise WeightError(f"tensor {name} would replace a weight that stays in the bits of its file "
+                raise WeightError(f"tensor {name} would replace a weight that is kept quantised, as in its file "
                                   f"({slot.kind}): start the engine with keep_quantized=False, or give files of the "
                                   f"same form (a folder with the model's {KEY}, or a GGUF file of the same kinds)")
             return check_shape(name, tensor, slot.shape)
@@ -119,14 +119,15 @@ class WeightUpdate:
         unknown: list[str] = []
         for name, tensor in self._tensors():
             if name in names:
-                raise WeightError(f"tensor {name} came twice")
+                raise WeightError(f"the update has tensor {name} twice: give it once")
             if name in self._weights.slots:
                 self._weights.check(name, tensor, has_form_of_model=self._has_form_of_model)
                 names[name] = None
             elif not self._weights.ignores(name):
                 unknown.append(name)
         if unknown:
-            raise WeightError(f"the model has no weights of these names: {some_names(unknown)}")
+            raise WeightError(f"the model has no weights of these names: {some_names(unknown)}. Give the names of the "
+                              "model's checkpoint, and no others")
         if not names:
             raise WeightError("the update has no tensor that the model uses: give pairs of a name of the checkpoint "
                               "and a tensor, or a folder with safetensors files")
@@ -181,7 +182,8 @@ class WeightStream:
                 self.came[slot] = None  # before the copy, which may fail half-way
                 self._weights.store(slot, part)
             elif not self._weights.ignores(slot):
-                raise WeightError(f"the model has no weight of this name: {name}")
+                raise WeightError(f"the model has no weight of this name: {name}. Give the names of the model's "
+                                  "checkpoint")
 
     def missing(self, doubtful: Collection[str]) -> Collection[str]:
         return self._weights.missing(self.came, doubtful)
@@ -197,7 +199,8 @@ def as_tensor(array: NamedArray) -> torch.Tensor:
     """View an array as a tensor over the same memory."""
     dtype = getattr(torch, array.dtype, None)
     if not isinstance(dtype, torch.dtype):
-        raise WeightError(f"tensor {array.name} has dtype {array.dtype}, which torch does not know")
+        raise WeightError(f"tensor {array.name} has dtype {array.dtype}, which torch cannot hold: give a float dtype "
+                          "such as bfloat16")
     if not array.data.size:  # bytes of nothing cannot be viewed as numbers
         return torch.empty(array.shape, dtype=dtype)
     return torch.from_numpy(array.data).view(dtype).view(array.shape)

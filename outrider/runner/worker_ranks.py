@@ -71,7 +71,8 @@ class WorkerRanks:
         the device has run a step, before its result is read."""
         late = None if self.device_ranks is None else self.device_ranks.late_rank
         if late is not None:
-            raise RankLost(f"rank {late} did not come to a sum of rank {self.rank} in {DEVICE_SECONDS:.0f} s")
+            raise RankLost(f"rank {self.rank} waited {DEVICE_SECONDS:.0f} s for rank {late} in a sum over all ranks, "
+                           f"and rank {late} did not come")
 
 
 ONE_RANK = WorkerRanks(ONE_RANK_LINK, OneRank())
@@ -97,8 +98,9 @@ class WatchedRanks:
     @contextmanager
     def _watched(self) -> Iterator[None]:
         if not self.is_open:
-            raise RuntimeError("a drafter of your own cannot run layers of the target where tensor_parallel_size is "
-                               "above 1: their sums need all ranks")
+            raise RuntimeError("a drafter of your own cannot run layers of the target with tensor_parallel_size above "
+                               "1, because all ranks must compute them together: use tensor_parallel_size=1, or "
+                               "another drafter")
         try:
             with self._status.waiting():
                 yield

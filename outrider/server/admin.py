@@ -44,7 +44,8 @@ def admin_routes(service: Service) -> APIRouter:
         if origin is None or origin in allowed or "*" in allowed:
             return
         if origin.partition("://")[2] != request.headers.get("host"):
-            raise ApiError(403, "web pages of other origins may not call this route: see --allowed-origins")
+            raise ApiError(403, "web pages of other origins may not call this route: see --allowed-origins, the "
+                                "setting of the origins that may")
 
     routes = APIRouter(dependencies=[Depends(check_origin)])
     routes.include_router(trainer_routes(service))

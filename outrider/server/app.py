@@ -143,7 +143,7 @@ def _text_routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> Response:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either prompt or messages", param="prompt")
+            raise ApiError(400, "give either prompt or messages, not both", param="prompt")
         if body.messages is not None:
             ids = await service.encode_chat(body.messages, body.tools, body.chat_template_kwargs,
                                             body.add_generation_prompt, body.continue_final_message,
@@ -169,11 +169,12 @@ def _text_routes(service: Service) -> APIRouter:
         service.check_model(body.model)
         most = max(LEAST_DETOKENIZED, service.host.llm.engine.limits.max_len)
         if len(body.tokens) > most:
-            raise ApiError(400, f"tokens has {len(body.tokens)} ids, and at most {most} are turned into text in one "
-                                "request", param="tokens")
+            raise ApiError(400, f"tokens has {len(body.tokens)} ids, and at most {most} are allowed in one request: "
+                                "send fewer", param="tokens")
         for token in (min(body.tokens, default=0), max(body.tokens, default=0)):
             if not 0 <= token < service.host.llm.engine.limits.vocab_size:
-                raise ApiError(400, f"token id {str(token)[:30]} is outside the vocabulary", param="tokens")
+                raise ApiError(400, f"token id {str(token)[:30]} is outside the vocabulary: ids are from 0 to the "
+                                    "model's vocab_size - 1", param="tokens")
         decode = partial(service.tokenizer.decode, body.tokens, skip_special_tokens=False)
         return {"prompt": await beside_loop(decode)}
 

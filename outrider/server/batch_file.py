@@ -87,13 +87,13 @@ async def _answer(app: ASGIApp, line: bytes | None) -> LineAnswer:
 
 def _parsed(line: bytes | None) -> dict[str, Any]:
     if line is None:
-        raise ApiError(413, "the line is too long: see --max-body-bytes")
+        raise ApiError(413, "the line is too long: shorten it, or raise --max-body-bytes")
     try:
         given = json.loads(line)
     except (ValueError, RecursionError):
-        raise ApiError(400, "the line is not valid JSON") from None
+        raise ApiError(400, "the line is not valid JSON: write one JSON object a line") from None
     if not isinstance(given, dict):
-        raise ApiError(400, "the line is no JSON object")
+        raise ApiError(400, "the line is not a JSON object: write one a line")
     return given
 
 
@@ -106,7 +106,7 @@ def _read(given: dict[str, Any]) -> BatchLine:
     if line.url not in URLS:
         raise ApiError(400, f"there is no url {shown(line.url)} in a batch{did_you_mean(line.url, URLS)}", param="url")
     if line.body.get("stream"):
-        raise ApiError(400, "an answer in a batch is not streamed: leave out stream", param="stream")
+        raise ApiError(400, "answers of a batch cannot be streamed: leave out stream", param="stream")
     return line
 
 

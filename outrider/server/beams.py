@@ -36,7 +36,8 @@ def beam_sampling(body: SamplingFields, max_tokens: int | None, form: Any, limit
     if form is not None:
         wrong.append("structured_outputs")
     if wrong:
-        raise ApiError(400, f"{min(wrong)} is not supported with use_beam_search", param=min(wrong))
+        raise ApiError(400, f"{min(wrong)} is not supported with use_beam_search: leave {min(wrong)} "
+                            "out", param=min(wrong))
     try:
         check_beam_params(beam_params(body, max_tokens or 1), limits)
         return SamplingParams(n=body.n or 1, max_tokens=max_tokens)

@@ -90,7 +90,8 @@ def validated(kind: type[Checked], parsed: Any) -> Checked:
             if (count := error.error_count()) <= MAX_PROBLEMS:
                 raise
         kind.model_validate(_beginning(parsed))
-        raise ApiError(400, f"the body has {count} mistakes, none of them in the first {MOST_READ} items of a list")
+        raise ApiError(400, f"the body has {count} mistakes, all of them beyond the first {MOST_READ} items of its "
+                            "lists: send shorter lists to see which")
     except ValidationError as error:
         problems = [{**problem, "loc": ("body", *problem["loc"])} for problem in error.errors(include_url=False)]
         raise RequestValidationError(problems, body=parsed) from None
@@ -116,8 +117,8 @@ def parse_bounded(body: bytes) -> Any:
         others.append(body[end:first])
         end = last
     if num_numbers > MAX_NUMBERS:
-        raise ApiError(413, f"the body has more than {MAX_NUMBERS} token ids")
+        raise ApiError(413, f"the body has more than {MAX_NUMBERS} token ids: send fewer")
     if count_values(b"".join([*others, body[end:]]), MAX_VALUES) > MAX_VALUES:
         raise ApiError(413, f"the body has more than {MAX_VALUES} values: objects, lists and their items, beside lists "
-                            "of token ids")
+                            "of token ids: send fewer")
     return parse_parts(body, lists)

@@ -92,14 +92,14 @@ def _parse_numbers(body: bytes, first: int, last: int) -> list[int]:
     while start < last:
         end = last if start + SLICE >= last else body.rfind(b",", start, start + SLICE)
         if end < 0:
-            raise ValueError("a number of thousands of digits")
+            raise ValueError("a number has thousands of digits")
         piece = json.loads(b"[" + body[start:end] + b"]")
         if not piece:
-            raise ValueError("a comma with no number before or behind it")
+            raise ValueError("a comma has no number before or after it")
         numbers += piece
         start = end + 1
         if start == last:
-            raise ValueError("a comma with no number behind it")
+            raise ValueError("a comma has no number after it")
     return numbers
 
 

@@ -94,7 +94,7 @@ def _check(body: ChatRequest, tool_format: str | None) -> None:
         raise ApiError(400, "this server was started without --tool-call-parser and cannot read tool calls: leave out "
                             "tools, or set tool_choice to none", param="tools")
     if body.tool_choice == "auto" and not body.tools:
-        raise ApiError(400, "tool_choice is for requests with tools", param="tool_choice")
+        raise ApiError(400, "tool_choice needs tools: give tools, or leave tool_choice out", param="tool_choice")
 
 
 def _own_names(body: ChatRequest) -> dict[str, str]:

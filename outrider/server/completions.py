@@ -31,7 +31,8 @@ async def completions(service: Service, body: CompletionRequest, tenant: str | N
     more: dict[str, Any] = {"logprobs": body.logprobs}
     if body.echo:
         if body.stream and body.logprobs is not None:
-            raise ApiError(400, "echo with logprobs is for answers that are not streamed", param="echo")
+            raise ApiError(400, "echo with logprobs cannot be streamed: leave out stream, echo or "
+                                "logprobs", param="echo")
         more["prompt_logprobs"] = body.prompt_logprobs if body.logprobs is None else body.logprobs
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if body.echo and max_tokens == 0:
@@ -44,11 +45,12 @@ async def completions(service: Service, body: CompletionRequest, tenant: str | N
 
 async def _read_prompts(service: Service, body: CompletionRequest) -> Sequence[TokensOrEmbeds]:
     if (body.prompt is None) == (body.prompt_embeds is None):
-        raise ApiError(400, "give either prompt or prompt_embeds", param="prompt")
+        raise ApiError(400, "give either prompt or prompt_embeds, not both", param="prompt")
     if body.prompt_embeds is not None:
         for name in NEEDS_TOKENS:
             if getattr(body, name):
-                raise ApiError(400, f"{name} needs a prompt of tokens, and prompt_embeds have none", param=name)
+                raise ApiError(400, f"{name} needs the token ids of the prompt, and prompt_embeds have none: leave out "
+                                    f"{name}, or give prompt", param=name)
         return await _read_embeds(service, body.prompt_embeds)
     assert body.prompt is not None
     truncation = service.truncation(body, "left", DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens)
@@ -59,8 +61,8 @@ async def _read_embeds(service: Service, given: str | list[str]) -> list[TokensO
     """Read one file with embeddings, or several, from the field prompt_embeds of a body."""
     files, most = [given] if isinstance(given, str) else given, service.config.max_prompts
     if not 1 <= len(files) <= most:
-        raise ApiError(400, f"prompt_embeds has {len(files)} prompts, and 1 to {most} are served in one request",
-                       param="prompt_embeds")
+        raise ApiError(400, f"prompt_embeds has {len(files)} prompts, and one request may have from 1 to "
+                            f"{most}", param="prompt_embeds")
     limits = service.host.llm.engine.limits
 
     def work() -> list[TokensOrEmbeds]:

@@ -49,7 +49,8 @@ async def create_pooling(service: Service, body: PoolingRequest, tenant: str | N
     classes = service.host.llm.engine.model.classes
     task = body.task or ("embed" if classes is None or body.pooling is not None else "classify")
     if task != "embed" and body.pooling is not None:
-        raise ApiError(400, f"pooling goes with the task embed: {task} pools nothing", param="pooling")
+        raise ApiError(400, f"pooling is not supported with the task {task}: leave it out, or use the task "
+                            "embed", param="pooling")
     more = {} if task == "embed" else {"task": task, "pooling": "last"}
     model, requests = await _prepared(service, body, tenant, **more)
     if task.startswith("token_"):
@@ -78,10 +79,10 @@ async def _encoded(service: Service, body: EmbeddingRequest) -> list[list[int]]:
     if body.input is not None and body.messages is None:
         for name in CHAT_FIELDS:
             if getattr(body, name) is not None:
-                raise ApiError(400, f"{name} goes with messages", param=name)
+                raise ApiError(400, f"{name} needs messages: give messages, or leave {name} out", param=name)
         return await service.encode_prompts(body.input, "input", body.add_special_tokens is not False, truncation)
     if body.messages is None or body.input is not None:
-        raise ApiError(400, "give either input or messages", param="input")
+        raise ApiError(400, "give either input or messages, not both", param="input")
     return [await service.encode_chat(body.messages, None, body.chat_template_kwargs,
                                       body.add_generation_prompt is True, body.continue_final_message,
                                       body.add_special_tokens, truncation)]

@@ -28,17 +28,18 @@ def read_embeds_file(text: str, max_tokens: int, hidden_size: int) -> NDArray[np
     """Read the tensor [tokens, hidden size] of a file. Raise ApiError if it is anything else."""
     max_bytes = LENGTH_BYTES + MAX_HEADER_BYTES + max_tokens * hidden_size * 8
     if len(text) > max_bytes // 3 * 4 + 4:
-        raise _wrong(f"has {len(text)} characters, more than {max_tokens} tokens of {hidden_size} numbers need")
+        raise _wrong(f"has {len(text)} characters, more than {max_tokens} tokens of {hidden_size} numbers need: send "
+                     "at most that many tokens")
     try:
         data = base64.b64decode(text, validate=True)
     except ValueError:
-        raise _wrong("is not valid base64") from None
+        raise _wrong("is not valid base64: encode a safetensors file as base64") from None
     num_header = int.from_bytes(data[:LENGTH_BYTES], "little")
     if not 2 <= num_header <= min(MAX_HEADER_BYTES, len(data) - LENGTH_BYTES):
         if data.startswith(PICKLES):
             raise _wrong("is a file of torch.save, which is a pickle and is never read: send a safetensors file, as "
                          "safetensors.torch.save({'embeds': tensor}) returns it")
-        raise _wrong("is not a safetensors file")
+        raise _wrong("is not a safetensors file: write one with safetensors.torch.save({'embeds': tensor})")
     begin = LENGTH_BYTES + num_header
     dtype, shape = _tensor(data[LENGTH_BYTES:begin], len(data) - begin, max_tokens, hidden_size)
     values = np.frombuffer(data, dtype, offset=begin).reshape(shape)
@@ -63,7 +64,8 @@ def _tensor(header: bytes, num_bytes: int, max_tokens: int, hidden_size: int) ->
                 raise _wrong(f"must have the shape [tokens, {hidden_size}] with at most {max_tokens} tokens, got "
                              f"{shown([num_tokens, width])}")
             if end != num_bytes or prod((num_tokens, width, np.dtype(NUMBERS[kind]).itemsize)) != num_bytes:
-                raise _wrong(f"has {num_bytes} bytes of numbers, which is not what its shape takes")
+                raise _wrong(f"has {num_bytes} bytes of numbers, and its shape and dtype need another number: write "
+                             "the file again")
             return NUMBERS[kind], (num_tokens, width)
     raise _wrong(f"must be a safetensors file with one tensor of the shape [tokens, {hidden_size}]")
 

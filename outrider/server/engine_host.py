@@ -75,8 +75,9 @@ class EngineHost:
             case Loading(reason, wait):
                 raise ApiError(503, reason, retry_after=5 + int(wait))
             case Failed():
-                raise ApiError(503, "the engine has failed and was not started again", retry_after=30)
-        raise ApiError(503, "the engine has failed and starts again", retry_after=5)
+                raise ApiError(503, "the engine has failed too often and is not started again: restart the "
+                                    "server", retry_after=30)
+        raise ApiError(503, "the engine has failed and is being started again: send the request again", retry_after=5)
 
     @property
     def problem(self) -> str | None:

@@ -65,7 +65,7 @@ def forced_calls(body: ChatRequest, tool_format: str | None) -> ForcedCalls | No
     if choice is None or choice in ("none", "auto"):
         return None
     if not tools:
-        raise ApiError(400, "tool_choice is for requests with tools", param="tool_choice")
+        raise ApiError(400, "tool_choice needs tools: give tools, or leave tool_choice out", param="tool_choice")
     own_format = "hermes" if tool_format == "hermes" else None
     most = 1 if body.parallel_tool_calls is False else MAX_CALLS
     if choice == "required":
@@ -76,7 +76,8 @@ def forced_calls(body: ChatRequest, tool_format: str | None) -> ForcedCalls | No
                             '{"name": ...}}', param="tool_choice")
     chosen = [tool for tool in tools if tool.function.name == name]
     if not chosen:
-        raise ApiError(400, f"tool_choice names {name[:100]!r}, which is none of the tools", param="tool_choice")
+        raise ApiError(400, f"tool_choice names {name[:100]!r}, which is not one of tools: name one of "
+                            "them", param="tool_choice")
     return ForcedCalls(chosen[:1], True, 1, own_format)
 
 
@@ -95,8 +96,8 @@ def with_allowed_tools(body: ChatRequest) -> ChatRequest:
     wanted, known = set(names), {tool.function.name for tool in body.tools or []}
     for name in names:
         if name not in known:
-            raise ApiError(400, f"allowed_tools names {str(name)[:100]!r}, which is none of the tools",
-                           param="tool_choice")
+            raise ApiError(400, f"allowed_tools names {str(name)[:100]!r}, which is not one of tools: name one of "
+                                "them", param="tool_choice")
     tools = [tool for tool in body.tools or [] if tool.function.name in wanted]
     return body.model_copy(update={"tools": tools, "tool_choice": mode})
 
@@ -115,8 +116,8 @@ def chat_form(body: ChatRequest, forced: ForcedCalls | None, reasoning: str | No
     """The form of a chat's whole text, including reasoning."""
     asked = body.form()
     if forced is not None and asked is not None:
-        raise ApiError(400, "a forced call has a form of its own: leave out response_format and structured_outputs",
-                       param="tool_choice")
+        raise ApiError(400, "a tool_choice that forces a call sets the answer's form: leave out response_format and "
+                            "structured_outputs", param="tool_choice")
     if forced is None and (asked is None or reasoning is None):
         return asked
     rules = _rules(asked) if asked is not None else forced.rules(tokenizer) if forced is not None else ""

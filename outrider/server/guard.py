@@ -94,7 +94,8 @@ class Guard:
     async def _serve(self, scope: Scope, receive: Receive, send: Send, is_wrong: bool, body: HeldBody) -> None:
         try:
             if is_wrong:
-                raise ApiError(400, "X-Request-Id must be 1 to 128 letters, digits and signs, without spaces")
+                raise ApiError(400, "X-Request-Id must have from 1 to 128 characters: letters, digits and signs, "
+                                    "without spaces")
             self._check_host(scope)
             scope[TENANT] = None if scope["path"] in OPEN_PATHS else self._tenant(scope)
             CURRENT_TENANT.set(scope[TENANT])
@@ -159,7 +160,8 @@ class Guard:
                 body = await self._read(receive, held, scope[TENANT])
         except TimeoutError:
             scope[IS_READ] = True  # nothing more comes
-            raise ApiError(408, f"the request's body did not arrive within {BODY_SECONDS:g} seconds") from None
+            raise ApiError(408, f"the request's body did not arrive within {BODY_SECONDS:g} seconds: send it "
+                                "again") from None
         scope[IS_READ] = True
         if body:
             _check_kind(scope)

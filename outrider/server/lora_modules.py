@@ -35,9 +35,10 @@ def read_modules(given: Sequence[str]) -> dict[str, NamedAdapter]:
     for text in given:
         own = _read_json(text) if text.lstrip().startswith("{") else _read_pair(text)
         if own.name in named:
-            raise ValueError(f"lora_modules: {own.name!r} is there twice")
+            raise ValueError(f"lora_modules: {own.name!r} is given twice: choose another name for one of the two")
         if not (Path(own.path) / CONFIG).is_file():
-            raise ValueError(f"lora_modules: {own.path} is no adapter: it holds no {CONFIG}")
+            raise ValueError(f"lora_modules: {own.path} is no adapter, because it holds no {CONFIG}: name the folder "
+                             "of a LoRA saved by PEFT")
         named[own.name] = own
     return named
 
@@ -53,7 +54,7 @@ def _read_json(text: str) -> NamedAdapter:
     try:
         given: Any = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"lora_modules: {shown(text)} is no JSON ({error}): {NAMED}") from None
+        raise ValueError(f"lora_modules: {shown(text)} is not valid JSON ({error}): {NAMED}") from None
     keys = {"name", "path", "base_model_name"}
     is_right = {"name", "path"} <= given.keys() <= keys
     if not is_right or not all(isinstance(value, str) and value.strip() for value in given.values()):
@@ -69,7 +70,7 @@ def path_below(root: str, path: str) -> str:
         found = (base / path).resolve()
         files = [(found / name).resolve() for name in (CONFIG, TENSORS)]
     except (OSError, ValueError, RuntimeError):  # a loop of links, a null byte
-        raise ValueError(f"lora_path {shown(path)} is no folder below the server's --lora-root") from None
+        raise ValueError(f"lora_path {shown(path)} must be a folder below the server's --lora-root") from None
     if found == base or not all(each.is_relative_to(base) for each in (found, *files)) or not found.is_dir():
-        raise ValueError(f"lora_path {shown(path)} is no folder below the server's --lora-root")
+        raise ValueError(f"lora_path {shown(path)} must be a folder below the server's --lora-root")
     return str(found)

@@ -88,7 +88,7 @@ class MessageToolChoice(Body):
     @model_validator(mode="after")
     def check_name(self) -> MessageToolChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise PydanticCustomError("name", "name goes with the type tool", {})
+            raise PydanticCustomError("name", "name is for the type tool: use it, or leave name out", {})
         return self
 
     def to_chat(self) -> str | Json:
@@ -189,7 +189,7 @@ def _chat(body: MessagesRequest) -> ChatRequest:
 
 def chat_messages(body: MessagesPrompt) -> list[ChatMessage]:
     if not body.messages:
-        raise ApiError(400, "messages is an empty list", param="messages")
+        raise ApiError(400, "messages is an empty list: give at least one", param="messages")
     messages = [ChatMessage(role="system", content=_text(body.system))] if body.system else []
     for message in body.messages:
         messages += [ChatMessage(role=message.role, content=message.content)] if isinstance(message.content, str) else (

@@ -115,9 +115,10 @@ def check_texts(body: Body) -> None:
     for name, most in MAX_TEXTS.items():
         given = getattr(body, name, None) or []
         if isinstance(given, list) and len(given) > most:
-            raise ApiError(400, f"{name} has {len(given)} texts, and at most {most} are served", param=name)
+            raise ApiError(400, f"{name} has {len(given)} texts, and at most {most} are allowed: send "
+                                "fewer", param=name)
         if sum(map(len, given)) > MAX_CHARACTERS:
-            raise ApiError(400, f"{name} has more than {MAX_CHARACTERS} characters", param=name)
+            raise ApiError(400, f"{name} has more than {MAX_CHARACTERS} characters: send fewer", param=name)
 
 
 class Scheduled(RequestBody):
@@ -164,9 +165,10 @@ class ResponseFormat(Body):
     @model_validator(mode="after")
     def check_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
-            raise PydanticCustomError("schema", "json_schema goes with the type json_schema", {})
+            raise PydanticCustomError("schema", "json_schema and the type json_schema must be given together", {})
         if (self.type == "structural_tag") != ((self.structures is None) != (self.format is None)):
-            raise PydanticCustomError("schema", "structures or format goes with the type structural_tag", {})
+            raise PydanticCustomError("schema", "the type structural_tag and one of structures and format must be "
+                                                "given together", {})
         return self
 
     def form(self) -> StructuredOutputsParams | None:
@@ -261,11 +263,14 @@ class SamplingFields(Generated, Prompted):
                 raise ApiError(400, str(error), param="logit_bias") from None
         check_texts(self)
         if self.prompt_logprobs is not None and self.stream:
-            raise ApiError(400, "prompt_logprobs is for answers that are not streamed", param="prompt_logprobs")
+            raise ApiError(400, "prompt_logprobs cannot be streamed: leave out stream or "
+                                "prompt_logprobs", param="prompt_logprobs")
         if self.length_penalty not in (None, 1):
-            raise ApiError(400, "length_penalty goes with use_beam_search", param="length_penalty")
+            raise ApiError(400, "length_penalty needs use_beam_search=true: set it, or leave length_penalty "
+                                "out", param="length_penalty")
         if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options is for requests with stream=true", param="stream_options")
+            raise ApiError(400, "stream_options needs stream=true: set it, or leave stream_options "
+                                "out", param="stream_options")
         try:
             return SamplingParams(**given)
         except ValueError as error:
@@ -355,7 +360,7 @@ class ChatMessage(Said):
     def refuse_misspelt_role(cls, role: str) -> str:
         hint = "" if role in ROLES else did_you_mean(role, ROLES)
         if hint:
-            raise PydanticCustomError("role", "there is no role {role}{hint}", {"role": role, "hint": hint})
+            raise PydanticCustomError("role", "the role {role} is not supported{hint}", {"role": role, "hint": hint})
         return role
 
 

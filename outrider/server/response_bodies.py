@@ -197,5 +197,5 @@ def chat_messages(instructions: str | None, items: list[Item]) -> list[ChatMessa
             case InputCallOutput():
                 messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=item.output))
     if not messages:
-        raise ApiError(400, "input is missing or empty", param="input")
+        raise ApiError(400, "input is missing or empty: give a text, or a list with at least one item", param="input")
     return messages

@@ -70,7 +70,7 @@ def response_routes(service: Service) -> APIRouter:
         """Return all items that the model was given, including those of earlier responses."""
         check_query(request.query_params, ("limit", "order", "after", *INCLUDE))
         if not re.fullmatch("[0-9]{1,9}", limit) or not 1 <= int(limit) <= MAX_ITEMS:
-            raise ApiError(400, f"limit must be 1 to {MAX_ITEMS}, got {shown(limit)}", param="limit")
+            raise ApiError(400, f"limit must be from 1 to {MAX_ITEMS}, got {shown(limit)}", param="limit")
         if order not in ("asc", "desc"):
             raise ApiError(400, f"order must be asc or desc, got {shown(order)}", param="order")
         items = service.responses.find(request.scope[TENANT], response_id).input
@@ -136,10 +136,11 @@ def _earlier_items(service: Service, body: ResponsesPrompt, tenant: str | None) 
     num_bytes = sum(len(item.json) for item in items)
     if num_bytes > most:  # to read it takes as long as if it were in the body
         raise ApiError(413, f"the conversation of previous_response_id exceeds {most} bytes, the most that a body may "
-                            "have", param="previous_response_id")
+                            "have: begin a new conversation, or raise --max-body-bytes", param="previous_response_id")
     if sum(item.num_values for item in items) > MAX_VALUES:
         raise ApiError(413, f"the conversation of previous_response_id has more than {MAX_VALUES} values (objects, "
-                            "lists and their items), the most that a body may have", param="previous_response_id")
+                            "lists and their items), the most that a body may have: begin a new conversation",
+                       param="previous_response_id")
     if num_bytes >= LARGE:
         IS_LARGE.set(True)
     return items

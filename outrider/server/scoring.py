@@ -55,8 +55,8 @@ async def create_score(service: Service, body: ScoreRequest, tenant: str | None)
     truncation = service.truncation(body)
     ones, others = [await service.encode_prompts(getattr(body, name), name, truncation=truncation) for name in names]
     if len(ones) not in (1, len(others)):
-        raise ApiError(400, f"{names[0]} has {len(ones)} texts and {names[1]} has {len(others)}: give one, or as many",
-                       param=names[0])
+        raise ApiError(400, f"{names[0]} has {len(ones)} texts and {names[1]} has {len(others)}: give one in "
+                            f"{names[0]}, or as many as in {names[1]}", param=names[0])
     _check_number(service, len(ones) + len(others), names[1])
     if service.host.llm.engine.model.classes is not None:
         one, other = (_texts(getattr(body, name)) for name in names)
@@ -126,8 +126,8 @@ def _text(document: str | dict[str, Any]) -> str:
 
 def _check_number(service: Service, num_texts: int, param: str) -> None:
     if num_texts > service.config.max_prompts:
-        raise ApiError(400, f"the body has {num_texts} texts, and at most {service.config.max_prompts} are served "
-                            "in one request", param=param)
+        raise ApiError(400, f"the body has {num_texts} texts, and one request may have at most "
+                            f"{service.config.max_prompts}: send fewer", param=param)
 
 
 async def _checked(service: Service, body: PooledRequest, prompts: Sequence[list[int]], param: str,

@@ -42,8 +42,8 @@ class ServedAdapters:
         if self._root is None:
             raise ApiError(403, "this server loads no adapters: start it with --lora-root")
         if name in self._model_names or (name in self._named and not in_place):
-            raise ApiError(400, f"there is a model {name[:100]!r} already; load_inplace replaces an adapter",
-                           param="lora_name")
+            raise ApiError(400, f"there is a model {name[:100]!r} already; choose another name, or set "
+                                "load_inplace=true to replace an adapter", param="lora_name")
         try:
             own = NamedAdapter(name, path_below(self._root, path))
             await llm.add_lora(replace(own.request, load_inplace=True))
@@ -55,6 +55,7 @@ class ServedAdapters:
 
     async def unload(self, llm: AsyncLLM, name: str) -> None:
         if self._named.pop(name, None) is None:
-            raise ApiError(404, f"there is no adapter {name[:100]!r} here", param="lora_name")
+            raise ApiError(404, f"this server has no adapter {name[:100]!r}: GET /v1/models lists those that it "
+                                "has", param="lora_name")
         with suppress(UnknownAdapter):  # no request has asked for it yet
             await llm.remove_lora(name)

@@ -73,8 +73,8 @@ class Service:
         """Refuse a name that is not served. Return the name for the answer: the client's, or the first."""
         if name is None or name in self.all_names:
             return name or self.model_names[0]
-        raise ApiError(404, f"there is no model {name[:100]!r} here; there is {', '.join(self.all_names[:20])}",
-                       param="model")
+        raise ApiError(404, f"this server has no model {name[:100]!r}; use one of "
+                            f"{', '.join(self.all_names[:20])}", param="model")
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -95,12 +95,12 @@ class Service:
         """Tokenize one prompt or several, each a text or token ids, from the field `param` of a body. Many characters
         are tokenized in a thread."""
         if not given and not isinstance(given, str):
-            raise ApiError(400, f"{param} is an empty list", param=param)
+            raise ApiError(400, f"{param} is an empty list: give at least one", param=param)
         prompts: Sequence[str | list[int]] = cast(
             "Sequence[str | list[int]]", [given] if isinstance(given, str) or isinstance(given[0], int) else given)
         if len(prompts) > self.config.max_prompts:
-            raise ApiError(400, f"{param} has {len(prompts)} prompts, and at most {self.config.max_prompts} are served "
-                                "in one request", param=param)
+            raise ApiError(400, f"{param} has {len(prompts)} prompts, and one request may have at most "
+                                f"{self.config.max_prompts}: send fewer", param=param)
 
         def work() -> list[list[int]]:
             return [self._encoded(each, param, add_special_tokens, truncation) if isinstance(each, str)
@@ -118,7 +118,8 @@ class Service:
         that read a variable for it."""
         variables = variables or {}
         for name in variables.keys() & set(RESERVED):
-            raise ApiError(400, f"chat_template_kwargs must not set {name}", param="chat_template_kwargs")
+            raise ApiError(400, f"chat_template_kwargs must not set {name}: set it as a field of the request",
+                           param="chat_template_kwargs")
         tokenizer = self.tokenizer
         hints = (self.config.default_chat_template_kwargs or {}) | _reasoning_hints(reasoning_effort)
 
@@ -174,7 +175,8 @@ class Service:
         for name in ("allowed_token_ids", "stop_token_ids"):
             num_ids = len(getattr(body, name, None) or ())
             if num_ids > vocab_size:
-                raise ApiError(400, f"{name} has {num_ids} ids, and the vocabulary has {vocab_size}", param=name)
+                raise ApiError(400, f"{name} has {num_ids} ids, more than the vocabulary's {vocab_size}: give each id "
+                                    "once", param=name)
 
     async def check(self, body: Scheduled, prompts: Sequence[TokensOrEmbeds], params: RequestParams,
                     tenant: str | None, names: Sequence[tuple[str, str]] = ()) -> list[CheckedRequest]:
@@ -227,8 +229,8 @@ class Service:
         max_len = self.host.llm.engine.limits.max_len
         if len(text) > max_len and len(text) > max_len * self._longest_token:
             if truncation is None:
-                raise ApiError(400, f"the prompt has {len(text)} characters, more than max_model_len ({max_len}) "
-                                    "tokens can hold", param=param)
+                raise ApiError(400, f"the prompt has {len(text)} characters, more than {max_len} tokens "
+                                    "(max_model_len) can have: shorten it", param=param)
             text = truncation.shorten(text, max_len * self._longest_token)
         try:
             if truncation is not None:

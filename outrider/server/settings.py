@@ -60,12 +60,13 @@ class ServerConfig:
         check_fields("", self)
         read_modules(self.lora_modules)
         if self.lora_root is not None and not (self.admin and self.api_key):
-            raise ValueError("lora_root lets clients load adapters: set admin, and api_key to a key of those who may")
+            raise ValueError("lora_root lets clients load adapters: set admin, and api_key to a key that only those "
+                             "clients have")
         if self.lora_root is not None and not Path(self.lora_root).is_dir():
             raise ValueError(f"lora_root must be a folder, got {shown(self.lora_root)}")
         if self.weights_root is not None and not (self.admin and self.api_key):
-            raise ValueError("weights_root lets clients replace weights: set admin, and api_key to a key of those who "
-                             "may")
+            raise ValueError("weights_root lets clients replace weights: set admin, and api_key to a key that only "
+                             "those clients have")
         if self.weights_root is not None and not Path(self.weights_root).is_dir():
             raise ValueError(f"weights_root must be a folder, got {shown(self.weights_root)}")
         for name in self.served_model_name:
@@ -75,7 +76,7 @@ class ServerConfig:
             raise ValueError(f"default_chat_template_kwargs must not set {name}: requests have a field for it")
         for key in self.api_key:
             if not re.fullmatch("[!-~]([ -~]*[!-~])?", key):  # no client could send it in a header
-                raise ValueError("api_key must be ASCII, without spaces or line breaks at its ends")
+                raise ValueError("api_key must be ASCII, without spaces or line breaks at its ends: choose another key")
         for origin in self.allowed_origins:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
                 raise ValueError(f"allowed_origins must be * or as https://example.org, got {shown(origin)}")
@@ -88,7 +89,7 @@ class ServerConfig:
                              f"{shown(self.root_path)}")
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if self.ssl_certfile is None and getattr(self, name) is not None:
-                raise ValueError(f"{name} goes with ssl_certfile, which is missing")
+                raise ValueError(f"{name} needs ssl_certfile, which is missing: add it, or leave {name} out")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not re.fullmatch(r"https?://\S+", endpoint):
             raise ValueError(f"otlp_traces_endpoint must be as http://127.0.0.1:4318/v1/traces, got {shown(endpoint)}")

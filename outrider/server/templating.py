@@ -44,5 +44,5 @@ def _arguments(text: str) -> Any:
     except (ValueError, RecursionError):
         value = None
     if not isinstance(value, dict):
-        raise ApiError(400, "the arguments of a tool call must be a JSON object, as text", param="messages")
+        raise ApiError(400, "the arguments of a tool call must be a text that holds a JSON object", param="messages")
     return value

@@ -79,7 +79,8 @@ def weights_path(root: str | None, path: str) -> Path:
     except (OSError, ValueError, RuntimeError):  # a loop of links, a null byte
         is_below = False
     if not is_below or (found.is_dir() and not any(found.iterdir())):
-        raise ApiError(400, f"path {shown(path)} is nothing below the server's --weights-root", param="path")
+        raise ApiError(400, f"path {shown(path)} must be a file or folder below the server's "
+                            "--weights-root", param="path")
     return found
 
 
@@ -165,7 +166,7 @@ def _add_updates(routes: APIRouter, service: Service) -> None:
         """Compute the SHA-256 of each weight by its name in the checkpoint, or compare it with that of an earlier
         check."""
         if body.action == "reset":
-            raise ApiError(400, "action must be checksum or compare: weights are not destroyed to see that new ones "
-                                "come, as an update that is not whole is refused", param="action")
+            raise ApiError(400, "action must be checksum or compare: the action reset is not supported, because an "
+                                "update that lacks weights is refused anyway", param="action")
         found = await carried_out(service.host.llm.weights_checksum())
         return checker.report(found) if body.action == "checksum" else checker.compare(found, body.baseline)

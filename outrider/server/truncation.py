@@ -30,12 +30,13 @@ class Truncation:
         num_tokens = body.truncate_prompt_tokens
         if num_tokens is None:
             if body.truncation_side is not None:
-                raise ApiError(400, "truncation_side goes with truncate_prompt_tokens", param="truncation_side")
+                raise ApiError(400, "truncation_side needs truncate_prompt_tokens: give it, or leave truncation_side "
+                                    "out", param="truncation_side")
             return None
         if num_tokens == ALL_THAT_FITS:
             num_tokens = max(1, max_len - num_new)
         elif not 1 <= num_tokens <= max_len:
-            raise ApiError(400, f"truncate_prompt_tokens must be 1 to {max_len}, or -1 for all that fit",
+            raise ApiError(400, f"truncate_prompt_tokens must be from 1 to {max_len}, or -1 for as many tokens as fit",
                            param="truncate_prompt_tokens")
         return cls(num_tokens, body.truncation_side or side)
 

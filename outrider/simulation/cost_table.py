@@ -157,17 +157,19 @@ class CostTable:
         try:
             content: Any = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
-            raise ValueError(f"{path} cannot be read as a cost table: {error}") from None
+            raise ValueError(f"{path} cannot be read as a cost table: {error}. Make one with `outrider bench costs "
+                             "MODEL -o FILE`") from None
         if not isinstance(content, dict) or content.pop("format", None) != FORMAT:
-            raise ValueError(f"{path} is no cost table ({FORMAT!r}): make one with"
-                             " `outrider bench costs MODEL -o FILE`")
+            raise ValueError(f"{path} is not a cost table (its format is not {FORMAT!r}): make one with `outrider "
+                             "bench costs MODEL -o FILE`")
         try:
             table = from_plain(content, (cls, ModelFacts, HostCosts, DecodeSteps, PromptSteps))
             if not isinstance(table, cls):
                 raise ValueError(f"the file holds a {type(table).__name__}, not a cost table")
             table.check()
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} cannot be used: {error}") from None
+            raise ValueError(f"{path} is not a usable cost table: {error}. Make it again with `outrider bench costs "
+                             "MODEL -o FILE`") from None
         return table
 
     def check(self) -> None:
@@ -177,36 +179,44 @@ class CostTable:
         for name, low in least.items():
             if getattr(limits, name) < low:
                 raise ValueError(f"limits: {name} must be at least {low}, got {getattr(limits, name)}")
-        if self.info.num_pages < 2 or self.info.lookahead < 0:
-            raise ValueError("info: num_pages must be at least 2 and lookahead at least 0")
+        for name, low in {"num_pages": 2, "lookahead": 0}.items():
+            if getattr(self.info, name) < low:
+                raise ValueError(f"info: {name} must be at least {low}, got {getattr(self.info, name)}")
         if [own.num_drafts for own in self.decoding] != list(range(limits.max_drafts + 1)):
-            raise ValueError(f"decoding must have an entry for each number of drafts, 0 to {limits.max_drafts}")
+            raise ValueError(f"decoding must have one entry for each num_drafts from 0 to {limits.max_drafts} (limits: "
+                             f"max_drafts), got {[own.num_drafts for own in self.decoding]}")
         groups = self.info.layout.groups
-        if not groups or any(group.page_tokens < 1 for group in groups):
-            raise ValueError("layout must have groups, with page_tokens of at least 1")
+        if not groups:
+            raise ValueError("layout: groups must not be empty")
+        if (fewest := min(group.page_tokens for group in groups)) < 1:
+            raise ValueError(f"layout: page_tokens of a group must be at least 1, got {fewest}")
         if not self.prompts or not {own.num_drafts for own in self.prompts} <= {0, limits.max_drafts}:
-            raise ValueError(f"prompts must have an entry, with num_drafts of 0 or {limits.max_drafts}")
+            raise ValueError(f"prompts must not be empty, and each num_drafts must be 0 or {limits.max_drafts} "
+                             f"(limits: max_drafts), got {[own.num_drafts for own in self.prompts]}")
         for decoded in self.decoding:
             _check_points(f"decoding with {decoded.num_drafts} drafts: requests", decoded.requests, decoded.seconds)
         order = [(own.num_drafts, own.requests) for own in self.prompts]
         if order != sorted(set(order)):
-            raise ValueError("prompts must rise by num_drafts and requests")
+            raise ValueError(f"prompts must be sorted by num_drafts and requests, without repeats, got {order}")
         for prompts in self.prompts:
             _check_points(f"prompts with {prompts.num_drafts} drafts: tokens", prompts.tokens, prompts.seconds)
             if prompts.padded_up_to > prompts.tokens[-1]:
-                raise ValueError(f"prompts: padded_up_to must be at most the last of tokens, {prompts.tokens[-1]}")
+                raise ValueError(f"prompts: padded_up_to ({prompts.padded_up_to}) must be at most the last of tokens "
+                                 f"({prompts.tokens[-1]})")
         if isinstance(drafting, MeasuredDrafting):
             _check_points("drafting: tokens", drafting.costs.tokens, drafting.costs.seconds)
         if isinstance(prompt_steps, BoundedSteps):
             _check_points("prompt_steps: tokens", prompt_steps.costs.tokens, prompt_steps.costs.seconds)
         for name, costs in (("reading", self.reading), ("attending", self.attending)):
             if any(cost.seconds < 0 or (cost.window is not None and cost.window < 1) for cost in costs):
-                raise ValueError(f"{name}: seconds must be at least 0, and a window at least 1 token")
+                raise ValueError(f"{name}: seconds must be at least 0, and window at least 1, got "
+                                 f"{[(cost.seconds, cost.window) for cost in costs]}")
 
 
 def _check_points(name: str, at: tuple[int, ...], seconds: tuple[float, ...]) -> None:
     if not at or list(at) != sorted(set(at)) or len(at) != len(seconds) or min(seconds) < 0:
-        raise ValueError(f"{name} must rise, and have as many seconds, none below 0")
+        raise ValueError(f"{name} must be rising numbers with as many seconds, all at least 0, got {list(at)} and "
+                         f"{list(seconds)}")
 
 
 def visible(contexts: list[int], window: int | None) -> int:

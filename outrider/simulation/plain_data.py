@@ -73,7 +73,8 @@ def from_plain(value: Any, more: tuple[type[Any], ...] = ()) -> Any:
         return _dict_from_plain(value.get("items"), more)
     found = next((known for known in (*CLASSES, *more) if known.__name__ == name), None)
     if found is None:
-        raise ValueError(f"the file names a {shown(name)}, which is not known: it was written by another version")
+        raise ValueError(f"the file names a {shown(name)}, which this version does not know: it was written by another "
+                         "version")
     given = {key: from_plain(own, more) for key, own in value.items() if key != "is"}
     declared = get_type_hints(found, include_extras=True)
     for key, own in given.items():
@@ -87,5 +88,5 @@ def from_plain(value: Any, more: tuple[type[Any], ...] = ()) -> Any:
 
 def _dict_from_plain(items: Any, more: tuple[type[Any], ...]) -> dict[Any, Any]:
     if not isinstance(items, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in items):
-        raise ValueError(f"a dict of the file needs `items`, a list of pairs, and has {shown(items)}")
+        raise ValueError(f"each dict of the file needs `items`, a list of [key, value] pairs, got {shown(items)}")
     return {from_plain(key, more): from_plain(own, more) for key, own in items}

@@ -100,7 +100,7 @@ def parse_lengths(text: str, most: int) -> Lengths:
             return FixedLength(int(kind))
     except ValueError:
         pass
-    raise ValueError(f"{text!r} is no length: give tokens, 1 to {most}, or lognormal:MEDIAN:SIGMA "
+    raise ValueError(f"{text!r} is not a length: give a number of tokens from 1 to {most}, or lognormal:MEDIAN:SIGMA "
                      f"with a sigma of at most {MAX_SIGMA}")
 
 
@@ -194,7 +194,7 @@ class RecordedLoad:
         asks = [self._ask(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
         self._asks = sorted(asks, key=lambda ask: ask.arrival)
         if not asks:
-            raise ValueError(f"{path} has no requests")
+            raise ValueError(f"{path} holds no requests: give one JSON object a line")
 
     @property
     def longest(self) -> int:
@@ -210,7 +210,7 @@ class RecordedLoad:
         try:
             given: Any = json.loads(line)
             if not isinstance(given, dict):
-                raise ValueError("it is no JSON object")
+                raise ValueError("it is not a JSON object")
             for name, declared in FIELDS.items():
                 if given.get(name) is not None:
                     check_value(name, declared, given[name])
@@ -218,7 +218,7 @@ class RecordedLoad:
             length = given["prompt_tokens"] if ids is None else len(ids)
             shared = (given.get("prefix_tokens") or 0) if ids is None else 0
             if shared > length or (shared and prefix is None):
-                raise ValueError("prefix_tokens are at most those of the prompt, and need the name of their prefix")
+                raise ValueError("prefix_tokens must be at most prompt_tokens, and need prefix, a name")
             number = self._names.setdefault(str(prefix), len(self._names))
             return TracedRequest(float(given.get("arrival") or 0.0), length, given["output_tokens"], number, shared,
                                  None if ids is None else tuple(ids))

@@ -57,8 +57,9 @@ class AnswerPlan:
         prompt may have."""
         room = self.settings.max_prompt_tokens - own.num_given_tokens(index)
         if room < 1:
-            raise ValueError(f"prompts of {self.settings.max_prompt_tokens} tokens leave the model no room to write "
-                             "one: raise --max-prompt-tokens, or give prompts (--prompts FILE)")
+            raise ValueError("the model writes its own prompts, and with --max-prompt-tokens "
+                             f"{self.settings.max_prompt_tokens} there is no room for one: raise --max-prompt-tokens, "
+                             "or give prompts (--prompts FILE)")
         most = min(PASSAGE_TOKENS if "\n" in own.opener(index) else SELF_PROMPT_TOKENS, room)
         return SamplingParams(temperature=1.0, seed=self.seed_of(index, is_prompt=True), max_tokens=most,
                               detokenize=False)

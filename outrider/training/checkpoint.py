@@ -51,7 +51,8 @@ class TrainingCheckpoint:
                     part, _, name = full.partition("/")
                     parts[part][name] = file.get_tensor(full)
         except Exception as error:  # safetensors has an exception of its own for damaged files
-            raise ValueError(f"{path} is not a checkpoint of a training run: {error}") from None
+            raise ValueError(f"{path} is not a checkpoint of a training run: {error}. Delete it, and training begins "
+                             "anew") from None
         evaluations = [Evaluation(step, loss, HeldOutAcceptance(places, tuple(accepted)))
                        for step, loss, places, accepted in notes["evaluations"]]
         return cls(notes["step"], **parts, evaluations=evaluations, losses=notes["losses"])

@@ -136,8 +136,8 @@ def read_aux_layers(target: Model, settings: TrainingSettings) -> tuple[int, ...
 def check_aux_layers(aux_layers: tuple[int, ...], count: int) -> tuple[int, ...]:
     """Return the layers of the settings. Raises ValueError if a target of `count` layers does not have them."""
     if not all(0 <= each <= count for each in aux_layers):
-        raise ValueError(f"taps={list(aux_layers)}: the target has {count} layers, so taps are 0 (the embedding) to "
-                         f"{count}")
+        raise ValueError(f"taps={list(aux_layers)}: the target has {count} layers, so taps must be from 0 (the "
+                         f"embedding) to {count}")
     return aux_layers
 
 

@@ -98,11 +98,12 @@ class MTPTrainee(Trainee):
 def _checked(target: Model, settings: TrainingSettings) -> Decoder:
     """Return the target if it has exactly one module, and one that can be tuned. Raises ValueError otherwise."""
     if not isinstance(target, Decoder) or target.lm_head.format.dense() is None:
-        raise ValueError("--method mtp needs a decoder whose output rows are stored as numbers: load the checkpoint "
-                         "that is not quantised, or train with --method eagle3")
+        raise ValueError("--method mtp needs an output layer that is not quantised: give the unquantised checkpoint, "
+                         "or train with --method eagle3")
     modules = build_mtp_modules(target, first_layer=target.num_layers, dtype=target.dtype, device=torch.device("meta"))
     if len(modules) != 1:
-        raise ValueError(f"--method mtp tunes one module, and the checkpoint has {len(modules)}: use --method eagle3")
+        raise ValueError("--method mtp can tune only one multi-token-prediction module, and the checkpoint has "
+                         f"{len(modules)}: use --method eagle3")
     _attention_layers(modules[0])
     source, prefix = resolve(_files(target)), modules[0].description.names.prefix
     if not any(name.startswith(prefix) for name in source.tensor_names()):

@@ -116,8 +116,8 @@ class SelfPrompts:
             rendered = tokenizer.render_chat([{"role": "user", "content": MARK}])
             self._turn, found, _ = rendered.partition(MARK)
             if not found:
-                raise ValueError("the model's chat template does not show a user's words as they are, so that the "
-                                 "model cannot write prompts: give some with --prompts")
+                raise ValueError("the model's chat template changes the words of a user message, so the model cannot "
+                                 "write prompts of its own: give some with --prompts")
 
     def opener(self, index: int) -> str:
         """The words that prompt `index` begins with. Two prompts in turn have none, and the next two have the words of

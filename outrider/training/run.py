@@ -68,11 +68,13 @@ def train_drafter(target: ServedTarget, config: EngineConfig, settings: Training
     """Generate texts, train, and write the drafter. Goes on where an earlier run in the workspace was killed."""
     began, model = time.perf_counter(), target.model
     if model.classes is not None:
-        raise ValueError(f"{target.name} scores classes and generates no text that a drafter could be trained on")
+        raise ValueError(f"{target.name} scores classes and generates no text that a drafter could be trained on: name "
+                         "another model")
     most = min(model.max_positions, config.max_model_len or model.max_positions)
     if settings.max_text_tokens >= most:
-        raise ValueError(f"texts of {settings.max_text_tokens} tokens (--max-prompt-tokens + --max-answer-tokens) do "
-                         f"not fit the {most} positions of {target.name} with one to spare: lower one of the two")
+        raise ValueError(f"texts of {settings.max_text_tokens} tokens (--max-prompt-tokens + --max-answer-tokens) need "
+                         f"{settings.max_text_tokens + 1} positions, and {target.name} has {most}: lower one of the "
+                         "two")
     method = trainee_class(settings.method)
     aux_layers = method.aux_layers_for(model, settings)
     prompts = [] if prompts_file is None else read_prompts(prompts_file, target.tokenizer, vocab_size=model.vocab_size,

@@ -159,7 +159,7 @@ class Teacher:
             raise RuntimeError(f"the target cannot compute {len(errors)} of {len(outputs)} texts: {errors[0]}")
         self._wait()  # a result is back before the recorder's part of the step has run
         if not self._recorder.has_recorded_all():
-            raise RuntimeError("the engine did not record the hidden states of all texts; the log may say why")
+            raise RuntimeError("the engine did not record the hidden states of all texts; the engine's log may say why")
         is_answer = torch.zeros(len(recording), dtype=torch.bool)
         for tokens, start in starts.items():
             is_answer[start + answer_from[tokens] - 1 : start + len(tokens) - 1] = True

@@ -68,8 +68,8 @@ class TextStore:
                     file.get_tensor(name).tolist() for name in ("tokens", "lengths", "answer_from", "is_greedy")
                 )
         except SafetensorError as error:
-            raise ValueError(f"{self.shard_path(index)} is damaged ({error}): delete it, and --resume generates its "
-                             "texts again") from None
+            raise ValueError(f"{self.shard_path(index)} is damaged ({error}): delete it and run again with --resume, "
+                             "which generates these texts again") from None
         start = 0
         for length, first, greedy in zip(lengths, answer_from, is_greedy, strict=True):
             yield TrainingText(tuple(tokens[start : start + length]), first, greedy)

@@ -63,7 +63,7 @@ class Trainer:
         shapes, own = ({name: tensor.shape for name, tensor in weights.items()}
                        for weights in (saved.weights, self._trainee.weights))
         if shapes != own:
-            raise ValueError("--resume: the checkpoint in the folder is that of another drafter: delete "
+            raise ValueError("--resume: the checkpoint in the folder is of another drafter: delete "
                              "training/checkpoint.safetensors, and training begins anew with the same texts")
         self._trainee.load(saved.weights)
         if saved.moments:

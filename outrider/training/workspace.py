@@ -86,7 +86,8 @@ class Workspace:
                              "to begin anew")
         if changed:
             listed = ", ".join(f"{name} was {before.get(name)!r} and is {settings.get(name)!r}" for name in changed)
-            raise ValueError(f"--resume: the run in {self.folder} has other settings: {listed}")
+            raise ValueError(f"--resume: the run in {self.folder} has other settings: {listed}. Give the same "
+                             "settings, or name another folder")
 
 
 def digest_model(path: Path) -> str:

@@ -309,12 +309,12 @@ def test_a_reload_without_room_leaves_the_adapter_as_it_is(folders: list[Path]) 
     with served(max_loras=1, max_cpu_loras=1) as (rig, llm):
         registry = registry_of(rig)
         first = registry.begin(asked)
-        with pytest.raises(ValueError, match="all of them have requests: raise max_cpu_loras"):
+        with pytest.raises(ValueError, match="requests use all of them: try again later, or raise max_cpu_loras"):
             registry.begin(again)
         second = registry.begin(asked)
         assert second.number == first.number, "requests may still ask for it"
         registry.release(first)
-        with pytest.raises(ValueError, match="all of them have requests: raise max_cpu_loras"):
+        with pytest.raises(ValueError, match="requests use all of them: try again later, or raise max_cpu_loras"):
             registry.begin(again)
         registry.release(second)
         renewed = registry.begin(again)

@@ -94,7 +94,7 @@ def test_a_request_whose_adapter_is_gone_never_reaches_the_scheduler(folders: li
         (followed,) = llm._loop._followed.values()
         running.close()
         registry_of(rig).remove("own")
-        with pytest.raises(ValueError, match="adapter is not loaded any more: ask for it again"):
+        with pytest.raises(ValueError, match="adapter is not loaded any more: load the adapter again"):
             rig.engine.resume("gone", followed.queued, {0: []})
         assert not rig.engine.has_work and text(llm, None) == text_of("llama", None, tuple(PROMPT))
 

@@ -65,7 +65,7 @@ def test_a_checked_request_whose_adapter_was_removed_is_refused() -> None:
     registry.keep("a", "/adapters/a")
     registry.load_and_release("b")
     registry.remove("a")
-    with pytest.raises(UnknownAdapter, match="has been removed: ask for it again"):
+    with pytest.raises(UnknownAdapter, match="has been removed: load the adapter again"):
         registry.hold(number)
 
 

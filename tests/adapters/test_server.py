@@ -88,7 +88,7 @@ def test_an_adapter_is_a_model_of_its_own_name(served: Served, texts: dict[str, 
     assert cards["sql"]["parent"] == "tiny" and cards["sql"]["root"] == "sql"
     assert cards["tiny"]["parent"] is None
     assert served.http.get("/v1/models/sql").json()["id"] == "sql"
-    assert "there is no model 'law'" in served.error("/v1/completions", 404, model="law", prompt="x")["message"]
+    assert "this server has no model 'law'" in served.error("/v1/completions", 404, model="law", prompt="x")["message"]
 
 
 def test_adapters_are_loaded_and_removed_while_serving(served: Served, texts: dict[str, str]) -> None:
@@ -108,7 +108,7 @@ def test_adapters_are_loaded_and_removed_while_serving(served: Served, texts: di
                                   "Qwen/Qwen2.5-7B-lora"])
 def test_only_folders_below_the_root_are_loaded(served: Served, path: str) -> None:
     error = served.error("/v1/load_lora_adapter", lora_name="new", lora_path=path)
-    assert "is no folder below the server's --lora-root" in error["message"]
+    assert "must be a folder below the server's --lora-root" in error["message"]
     assert served.post("/v1/completions", model="new", prompt="x").status_code == 404
 
 
@@ -167,18 +167,19 @@ def test_modules_are_named_by_pairs_or_objects(root: Path) -> None:
     given = (f"a={root / 'sql'}", f'{{"name": "b", "path": "{root / "law"}", "base_model_name": "base"}}')
     assert read_modules(given) == {"a": NamedAdapter("a", str(root / "sql")),
                                    "b": NamedAdapter("b", str(root / "law"), "base")}
-    for wrong, words in (("a", "write name=folder"), ("{", "is no JSON"), ('{"name": "a"}', "must have name and path"),
+    for wrong, words in (("a", "write name=folder"), ("{", "is not valid JSON"),
+                         ('{"name": "a"}', "must have name and path"),
                          (f"a={root}", "is no adapter"), ("=x", "write name=folder"),
                          ('{"name": "", "path": "x"}', "must have name and path")):
         with pytest.raises(ValueError, match=words):
             read_modules([wrong])
-    with pytest.raises(ValueError, match="'a' is there twice"):
+    with pytest.raises(ValueError, match="'a' is given twice"):
         read_modules([given[0], given[0]])
 
 
 def test_links_are_resolved_before_they_are_compared(root: Path) -> None:
     assert path_below(str(root), "sql") == path_below(str(root), "./law/../sql") == str((root / "sql").resolve())
-    with pytest.raises(ValueError, match="no folder below"):
+    with pytest.raises(ValueError, match="must be a folder below"):
         path_below(str(root), "link")
 
 
@@ -191,7 +192,7 @@ def test_files_that_are_links_out_of_the_root_are_refused(tmp_path: Path) -> Non
     assert path_below(str(tmp_path / "root"), "own") == str(own.resolve()), "links inside the root are followed"
     (own / "adapter_config.json").unlink()
     (own / "adapter_config.json").symlink_to(tmp_path / "secret.json")
-    with pytest.raises(ValueError, match="no folder below"):
+    with pytest.raises(ValueError, match="must be a folder below"):
         path_below(str(tmp_path / "root"), "own")
 
 
@@ -211,7 +212,7 @@ def test_a_request_that_was_checked_before_a_reload_has_the_newer_adapter(root: 
                 assert number_of(request) not in registry_of(llm).sizes
             (request,) = await llm.check([PROMPT], params, 0, LoRARequest("own", 1, str(root / "law")))
             await llm.remove_lora("own")
-            with pytest.raises(UnknownAdapter, match="has been removed: ask for it again"):
+            with pytest.raises(UnknownAdapter, match="has been removed: load the adapter again"):
                 [output async for output in llm.follow(request, "removed")]
 
     asyncio.run(run())
@@ -239,14 +240,14 @@ def test_a_checked_request_whose_adapter_had_to_make_room_reads_it_again(root: P
             await llm.add_lora(other)
             with suppress(UnknownAdapter):  # it is not loaded
                 await llm.remove_lora("own")
-            with pytest.raises(UnknownAdapter, match="has been removed: ask for it again"):
+            with pytest.raises(UnknownAdapter, match="has been removed: load the adapter again"):
                 await tokens_of(first, "removed")
 
     asyncio.run(run())
 
 
 def test_a_request_whose_adapter_is_removed_before_it_starts_names_no_model() -> None:
-    error = bad_value(UnknownAdapter("the request's adapter has been removed: ask for it again"))
+    error = bad_value(UnknownAdapter("the request's adapter has been removed: load the adapter again"))
     assert error.status == 404 and error.param == "model"
 
 
@@ -263,6 +264,6 @@ def test_clients_may_try_again_when_all_adapters_have_requests(root: Path) -> No
                  ("/v1/load_lora_adapter", {"lora_name": "other", "lora_path": "other"})]
         answers = [made.http.post(path, json=body) for path, body in posts]
         assert [(each.status_code, each.headers["retry-after"]) for each in answers] == [(429, "1")] * 2
-        assert "1 adapters are loaded (max_cpu_loras), and all of them have requests" in answers[0].text
+        assert "1 adapters are loaded (max_cpu_loras), and requests use all of them" in answers[0].text
         llm._owner.call(lambda: registry.release(number)).result()
         assert [made.http.post(path, json=body).status_code for path, body in posts] == [200, 200]

@@ -195,7 +195,7 @@ REFUSED = {
     "adapters": ("llm.generate('a', lora_request=object())", "lora_request must be a LoRARequest"),
     "images": ("llm.generate({'prompt': 'a', 'multi_modal_data': {'image': 1}})", "'multi_modal_data' is not"),
     "images in a chat": ("llm.chat([{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {}}]}])",
-                         "a part 'image_url' of a message is not supported"),
+                         "a part of type 'image_url' in a message is not supported"),
     "tools without a template for them": ("llm.chat([{'role': 'user', 'content': 'a'}], tools=[{'type': 'function'}])",
                                           "tools is not supported: the model's chat template does not use it"),
     "an unknown variable": ("llm.chat([{'role': 'user', 'content': 'a'}], enable_thinkin=True)",

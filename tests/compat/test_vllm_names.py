@@ -196,7 +196,7 @@ REFUSED = {
     "a variable": ("import outrider.envs as envs\nenvs.VLLM_BATCH_INVARIANT", "VLLM_BATCH_INVARIANT is not supported: "
                    "use exact=True"),
     "an unknown key of the model's config": (
-        "LLM(model, hf_overrides={'attention_of_tomorrow': 3})", "attention_of_tomorrow=3: no code here"),
+        "LLM(model, hf_overrides={'attention_of_tomorrow': 3})", "attention_of_tomorrow=3: Outrider does"),
     "other ends of text": ("LLM(model, hf_overrides={'eos_token_id': 3})", "eos_token_id is not supported: use stop"),
     "a profile without a place": ("llm.start_profile()", "profiles need a folder: start the engine with profiler_dir"),
     "a profile of some steps": ("LLM(model, profiler_config={'torch_profiler_dir': 'x', 'max_iterations': 3})",
@@ -204,7 +204,7 @@ REFUSED = {
     "groups of devices": ("from outrider.distributed import init_distributed_environment",
                           "outrider.distributed.init_distributed_environment is not supported: a model is cut"),
     "a setting that the groups lack": ("llm.llm_engine.model_config.code_revision",
-                                       "ModelConfig has no 'code_revision' here; it has model, "),
+                                       "ModelConfig has no 'code_revision' in outrider; it has model, "),
     "a field that asks for something": ("SamplingParams(best_of=2)", "best_of is not supported: use n"),
     "a request twice": ("engine = llm.llm_engine\ntry:\n    engine.add_request('a', 'x', SamplingParams())\n"
                         "    engine.add_request('a', 'x', SamplingParams())\nfinally:\n    engine.abort_request('a')",

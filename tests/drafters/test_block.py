@@ -304,12 +304,12 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("dflash", {"hidden_size": 48}, "hidden_size=48 is not supported; the target's hidden size is 32"),
     ("dflash", {"architectures": ["DFlash2DraftModel"]}, "DFlash2 has convolutions"),
     ("dflash", {"block_size": ...}, "block_size is missing"),
-    ("dflash", {"attention_sink": True}, "attention_sink=True: no code here reads this"),
+    ("dflash", {"attention_sink": True}, "attention_sink=True: Outrider does not read this"),
     ("dflash", {"dflash_config": {"target_layer_ids": [0]}}, "mask_token_id is missing"),
-    ("dflash", {"dflash_config": {"mask_token_id": 256, "target_layer_ids": [0]}}, "mask_token_id=256 .* 256 tokens"),
+    ("dflash", {"dflash_config": {"mask_token_id": 256, "target_layer_ids": [0]}}, "mask_token_id=256 .* 0 to 255"),
     ("dspark", {"target_layer_ids": [2]}, r"target_layer_ids=\[2\] is not supported: the target has 2 layers, so ids"),
     ("dspark", {"markov_head_type": "other"}, "markov_head_type='other' is not supported"),
-    ("dspark", {"markov_rank": 0}, "markov_rank=0 is not supported; confidence_head_with_markov needs"),
+    ("dspark", {"markov_rank": 0}, "markov_rank=0 is not supported; it must be above 0"),
     ("dflash_speculators", {"aux_hidden_state_layer_ids": None}, "aux_hidden_state_layer_ids is missing"),
     ("dflash_speculators", {"draft_vocab_size": 300}, "draft_vocab_size=300 is not supported"),
 ]
@@ -340,7 +340,7 @@ def test_files_of_a_block_drafter_are_none_of_an_eagle_head(form: str, tmp_path:
     drafter = make_block(form, tiny_model("llama"), tmp_path)
     for method in ("eagle", "eagle3"):
         config = SpeculativeConfig.parse(drafter.speculative(2) | {"method": method})
-        with pytest.raises(ValueError, match=f"a block drafter and the method is '{method}': use 'block'"):
+        with pytest.raises(ValueError, match=f"a block drafter and the method is '{method}': use method 'block'"):
             build_drafter(config, DraftBuild(tiny_model("llama"), torch.float64, torch.device("cpu"), max_len=64))
 
 

@@ -106,5 +106,5 @@ def test_a_drafter_that_does_not_fit_is_refused_before_weights_are_read(
         raise AssertionError("a weight was read")
 
     monkeypatch.setattr(FolderSource, "read", read)
-    with pytest.raises(ValueError, match=f"{drafter.folder}/config.json: surprise=1: no code here reads this"):
+    with pytest.raises(ValueError, match=f"{drafter.folder}/config.json: surprise=1: Outrider does not read this"):
         LLM(str(folder), speculative_config={"model": str(drafter.folder), "num_speculative_tokens": 2})

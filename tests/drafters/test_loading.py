@@ -56,7 +56,7 @@ def head_of(drafter: AutoregressiveDrafter) -> Any:
 @pytest.mark.parametrize("kind", ["eagle", "eagle3"])
 def test_a_head_for_another_hidden_size(kind: str, tmp_path: Path) -> None:
     drafter = changed(make_drafter(kind, "llama", tmp_path), hidden_size=48)
-    with pytest.raises(ValueError, match=r"hidden_size=48 is not supported; the target's hidden size is 32; use a"):
+    with pytest.raises(ValueError, match=r"hidden_size=48 is not supported; the target's hidden size is 32. Use a"):
         load(drafter)
 
 
@@ -74,7 +74,7 @@ def test_a_reduced_vocabulary_without_d2t(tmp_path: Path) -> None:
 
 def test_a_d2t_that_leaves_the_vocabulary_or_has_another_length(tmp_path: Path) -> None:
     drafter = with_tensors(make_drafter("eagle3", "llama", tmp_path), d2t=torch.full((DRAFT_VOCAB,), 200))
-    with pytest.raises(ValueError, match="d2t leads outside the target's vocabulary of 256"):
+    with pytest.raises(ValueError, match="d2t names tokens outside the target's vocabulary of 256"):
         load(drafter)
     with pytest.raises(ValueError, match="d2t must hold 100 integers"):
         load(with_tensors(drafter, d2t=torch.zeros(7, dtype=torch.int64)))
@@ -148,7 +148,7 @@ def test_mtp_of_a_target_that_has_none(tmp_path: Path) -> None:
             return []
 
     drafter = make_drafter("mtp", "llama", tmp_path)
-    with pytest.raises(ValueError, match="'mtp': Other has no multi-token-prediction module; known are .*Llama"):
+    with pytest.raises(ValueError, match="'mtp': Other has no multi-token-prediction module: use another .*Llama"):
         load(drafter, target=Other())  # type: ignore[arg-type]
     config = SpeculativeConfig.parse({"method": "mtp", "num_speculative_tokens": 1})
     with pytest.raises(ValueError, match="'mtp' needs 'model'"):
@@ -157,7 +157,8 @@ def test_mtp_of_a_target_that_has_none(tmp_path: Path) -> None:
 
 def test_mtp_whose_tensors_are_not_there(tmp_path: Path) -> None:
     drafter = make_drafter("mtp", "llama", tmp_path)
-    with pytest.raises(ValueError, match="'mtp': the files of .* that fits: .*missing: .* and [0-9]+ more"):
+    with pytest.raises(ValueError, match="'mtp': the files of .* cannot be used as this drafter: "
+                                         ".*missing: .* and [0-9]+ more"):
         load(with_tensors(drafter, drop=tuple(load_file(drafter.folder / "model.safetensors"))))
 
 

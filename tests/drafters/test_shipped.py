@@ -125,7 +125,7 @@ def test_the_command_line_can_say_none_and_auto(flags: tuple[str, ...], speculat
 
 def test_synthetic_rates_need_a_config_of_their_own() -> None:
     args = build_parser().parse(["bench", "throughput", MODEL, "--synthetic-rates", "1,0"])
-    with pytest.raises(UsageError, match="--synthetic-rates goes with --speculative-config"):
+    with pytest.raises(UsageError, match="--synthetic-rates needs --speculative-config"):
         engine_config(args)
 
 

@@ -95,7 +95,7 @@ def test_prompts_are_measured_beside_requests_whose_contexts_take_many_steps() -
 def test_an_engine_whose_requests_do_not_fit_together_is_refused() -> None:
     with Rig(tiny_model("llama", torch.float32), **(SETTINGS | {"num_pages": 18})) as rig:
         timed = TimedEngine(EngineConfig("tiny"), rig.engine.runner, 0)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"too small to be measured: all requests have 18 pages \(num_pages\)"):
+        with pytest.raises(ValueError, match=r"too small for the measured steps: it has 18 pages for all"):
             timed.decode_pace([timed.prompt(120) for _ in range(3)], 20)
 
 

@@ -286,13 +286,13 @@ def refusal(family: str = "llama", dtype: torch.dtype = torch.float32, **setting
 def test_what_cannot_be_exact_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {"method": "ngram", "num_speculative_tokens": 2, "synthetic_rates": (0.5,)}
     assert "synthetic acceptance" in refusal(speculative_config=rates)
-    assert "float64 is a library's" in refusal(dtype=torch.float64)
-    assert "bfloat16 is a library's" in refusal(dtype=torch.bfloat16)
+    assert "float64 adds in an order" in refusal(dtype=torch.float64)
+    assert "bfloat16 adds in an order" in refusal(dtype=torch.bfloat16)
     assert "torch: it is not exact" in refusal(attention_backend="torch")
     monkeypatch.setitem(FAMILIES, "narrow", FAMILIES["llama"] | {"head_dim": 8})
-    assert "native attention does not serve layer 0" in refusal("narrow")
+    assert "the native attention kernel cannot compute layer 0" in refusal("narrow")
     monkeypatch.setattr(native, "available", lambda: False)
-    assert "it needs the native kernels" in refusal()
+    assert "exact mode needs the native kernels" in refusal()
 
 
 def test_a_mixer_from_outside_is_refused_until_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +303,7 @@ def test_a_mixer_from_outside_is_refused_until_it_declares(monkeypatch: pytest.M
             return {}
 
     monkeypatch.setitem(cached._MIXERS, FullSpec, OwnMixer)
-    with pytest.raises(ValueError, match="exact=True: OwnMixer cannot be exact: it has no method set_exact"):
+    with pytest.raises(ValueError, match="exact=True: OwnMixer has no exact form, because it lacks a method set_exact"):
         rig_of("llama")
 
 
@@ -328,7 +328,7 @@ def test_bench_exact_compares_both_modes(capsys: pytest.CaptureFixture[str], tmp
     assert all(cell["default_tok_s"] > 0 < cell["exact_tok_s"] for cell in found["results"])
     monkeypatch.setattr(exact_mode, "run_prompts", lambda *_: pytest.fail("something was timed before the refusal"))
     assert cli.main([*asked, "--dtype", "bfloat16"]) != 0
-    assert "exact=True: on a CPU the arithmetic of bfloat16 is a library's" in capsys.readouterr().err
+    assert "exact=True: on a CPU the arithmetic of bfloat16 adds in an order" in capsys.readouterr().err
 
 
 def test_verify_demands_bits(capsys: pytest.CaptureFixture[str], tmp_path: Path,

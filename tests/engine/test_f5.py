@@ -115,7 +115,7 @@ def test_f5_a_step_that_the_index_buffer_cannot_hold_is_refused(short_of: str, m
     assert backend.plan(view, group).pages.shape[1] == whole.columns
     small = replace(whole, tiles=1) if short_of == "tiles" else replace(whole, columns=whole.columns - 1)
     monkeypatch.setattr(FlexExtents, "from_limits", lambda *_: small)
-    with pytest.raises(ValueError, match="and the index buffer of group 0 holds .* FlexExtents.from_limits"):
+    with pytest.raises(ValueError, match="and the index buffer of group 0 has room for .* FlexExtents.from_limits"):
         backend.plan(view, group)
 
 
@@ -221,10 +221,12 @@ def test_masks_that_can_change_are_refused_by_name() -> None:
     def closure(causal: Any, query: Any, keys: Any) -> Any:
         return causal & (keys < limit[0])
 
-    for mask, message in ((Changing(), "Changing is not a value"), (Thawed(), "Thawed can be changed"),
+    for mask, message in ((Changing(), "Changing is not a frozen dataclass"),
+                          (Thawed(), "Thawed is a dataclass that is not frozen"),
                           (Holding(torch.ones(3)), "Holding holds table, a Tensor"),
-                          (closure, "closure is not a value"), (ReadingModule(), "ReadingModule reads LIMITS"),
-                          (ReadingClass(), "ReadingClass reads limit")):
+                          (closure, "closure is not a frozen dataclass"),
+                          (ReadingModule(), "ReadingModule reads the variable LIMITS"),
+                          (ReadingClass(), "ReadingClass reads the variable limit")):
         with pytest.raises(ValueError, match=message):
             PagedMixer([case.layer(0, mask=mask)], case.pool, FlexBackend())
 
@@ -247,7 +249,7 @@ def test_flex_refuses_pages_that_it_cannot_read_when_the_engine_starts() -> None
     draft = random_model(CONFIGS["llama"] | {"vocab_size": 24}, torch.float64, seed=0)
     target = latent_of("deepseek_v32")
     drafter = AutoregressiveDrafter("draft_model", DraftModelNetwork(draft, target.num_layers, 24), 1)
-    with pytest.raises(ValueError, match="'flex' needs pages at multiples of a layer's part .* use 'torch'"):
+    with pytest.raises(ValueError, match="'flex' needs pages whose distance is a multiple of .* use 'torch'"):
         Rig(target, drafter=drafter, attention_backend="flex", page_size=64, num_pages=40)
 
 

@@ -200,7 +200,7 @@ def test_requests_that_are_refused_or_never_added_lease_nothing(compiled: list[s
         assert_nothing_is_leased(rig)
         for number in range(2, 5):
             rig.engine.checks.check("a", params(number))
-        with pytest.raises(FormsBusy, match="not compiled any more: send the request again"):
+        with pytest.raises(FormsBusy, match="compiled grammar has been dropped: send the request again"):
             rig.engine.add({"0": first})
         assert not rig.engine.has_requests
         assert_nothing_is_leased(rig)
@@ -288,12 +288,12 @@ def test_a_client_that_holds_its_part_is_refused_and_others_are_not(compiled: li
         return own.check(form, None if client is None else Caller(client))
 
     held = [check(number, "a") for number in range(4)]
-    with pytest.raises(FormsBusy, match="hold 4 compiled forms: try again"):
+    with pytest.raises(FormsBusy, match="use 4 compiled grammars, .*: try again"):
         check(4, "a")
     assert len(compiled) == 4, "what is refused is not compiled"
     others = [check(number, "b") for number in (5, 6)]
     held.append(check(0, "a"))
-    with pytest.raises(FormsBusy, match="hold 2 compiled forms"):
+    with pytest.raises(FormsBusy, match="use 2 compiled grammars"):
         check(7, "b")
     others.append(check(0, None))  # the program itself has no bound
     del held, others

@@ -268,9 +268,9 @@ def test_forms_of_scales(tmp_path: Path) -> None:
     assert scales_in(tmp_path, fp8, v_scale=[4.0], k_scale=2.0) == {1: ((2.0, 2.0), (4.0, 4.0))}
     assert scales_in(tmp_path, q_scale=3.0) == {}
     for wrong in ([1.0, 2.0, 3.0], -1.0, float("nan")):
-        with pytest.raises(ValueError, match="cache of layer 1 are .*: expected one positive number, or 2"):
+        with pytest.raises(ValueError, match="cache scales of layer 1 .* must be one positive number, or 2"):
             scales_in(tmp_path, k_scale=wrong)
-    with pytest.raises(ValueError, match="kv_cache_scheme is .*int.*, whose scales are not for an fp8 cache"):
+    with pytest.raises(ValueError, match="kv_cache_scheme is .*int.*, and the engine reads scales of an fp8 cache"):
         scales_in(tmp_path, {"kv_cache_scheme": {"type": "int", "num_bits": 8}}, k_scale=0.5)
 
 
@@ -291,7 +291,7 @@ def test_sliding_layers_may_be_left_out() -> None:
 def test_a_number_that_is_no_layer_is_refused(tmp_path: Path) -> None:
     folder = save_folder(tmp_path, CONFIGS["llama"])
     config = EngineConfig(str(folder), device="cpu", kv_cache_dtype="fp8", kv_cache_dtype_skip_layers=("2",))
-    with pytest.raises(ValueError, match="kv_cache_dtype_skip_layers: '2' is neither 'sliding_window' nor .*: 0, 1"):
+    with pytest.raises(ValueError, match="kv_cache_dtype_skip_layers: '2' must be 'sliding_window' or .*0, 1"):
         Worker.load(config, resolve(folder))
 
 
@@ -313,8 +313,8 @@ def test_another_fp8_is_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize(("family", "said", "served"), [
-    ("llama", "layer 0 has heads of 8, .* multiples of 16 from 64 to 512", {"head_dim": 64}),
-    ("deepseek_v3", "layer 0 has latents of 8, .* multiples of 64 from 256 to 512", {"latent_dim": 512}),
+    ("llama", "layer 0 has heads of 8 numbers, .* multiple of 16 from 64 to 512", {"head_dim": 64}),
+    ("deepseek_v3", "layer 0 has latents of 8 numbers, .* multiple of 64 from 256 to 512", {"latent_dim": 512}),
 ])
 def test_a_gpu_serves_sizes_that_were_compared_there(monkeypatch: pytest.MonkeyPatch, family: str, said: str,
                                                      served: dict[str, int]) -> None:

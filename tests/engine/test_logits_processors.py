@@ -143,7 +143,7 @@ def test_ids_that_stand_beside_embeddings_are_the_prompt_of_a_processor() -> Non
     assert run([History], given) == [expected] * 2
     with Rig(tiny_model("llama"), logits_processors=[History]) as rig:
         (output,) = rig.run([Ask([], params, embeds=embeds)])
-        assert "the prompt has embeddings alone" in (output.outputs[0].error or "")
+        assert "this prompt has only embeddings" in (output.outputs[0].error or "")
 
 
 @pytest.mark.parametrize("kind", [History, Incremental])
@@ -197,11 +197,11 @@ def test_parameters_and_settings_are_refused_by_name() -> None:
     with Rig(tiny_model("llama"), logits_processors=[Fragile]) as rig:
         with pytest.raises(ValueError, match="^extra_args: Fragile refuses them: ValueError: only must be an integer"):
             rig.engine.checks.check([1, 2], greedy(4, extra_args={"only": "x"}))
-    with Rig(tiny_model("llama")) as rig, pytest.raises(ValueError, match="this engine has none: start it with"):
+    with Rig(tiny_model("llama")) as rig, pytest.raises(ValueError, match="this engine has none: leave extra_args out"):
         rig.engine.checks.check([1, 2], greedy(4, extra_args={"only": 1}))
     for given in ("nowhere", int, "nowhere:Kind", "outrider.config:EngineConfig"):
         with pytest.raises(ValueError, match=f"must be a list of subclasses .*'package.module:Class', got .*{given}"):
             EngineConfig("tiny", logits_processors=[given])
     EngineConfig("tiny", logits_processors=[f"{__name__}:Fragile"])
-    with pytest.raises(ValueError, match="logits_processors: LogitsProcessor cannot be made: TypeError"):
+    with pytest.raises(ValueError, match="logits_processors: LogitsProcessor raised in its constructor: TypeError"):
         Rig(tiny_model("llama"), logits_processors=[LogitsProcessor])

@@ -223,5 +223,5 @@ def test_rows_that_disagree_are_refused(what: str, group: Group) -> None:
 
 def test_a_padded_size_below_the_scheduled_is_refused() -> None:
     for size in (PaddedSize(1, 8), PaddedSize(2, 2)):
-        with pytest.raises(ValueError, match="below the scheduled"):
+        with pytest.raises(ValueError, match="a batch was padded to"):
             build([Member(5, 1), Member(9, 2)], size)

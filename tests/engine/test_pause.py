@@ -107,7 +107,7 @@ def test_wait_runs_requests_to_their_ends(made: Made) -> None:
         assert {each.finish_reason for each in ended.values()} == {"length"}
         llm.llm_engine.add_request("late", PROMPTS[0], greedy(LENGTH, ignore_eos=True))
         assert llm.llm_engine.step() == [] and llm.is_paused()
-        with pytest.raises(ValueError, match="requests must run, but the engine is paused"):
+        with pytest.raises(ValueError, match="none can run: the engine is paused"):
             llm.pause_generation("wait")
         llm.resume_generation()
         assert step_to_ends(llm)["late"].token_ids == expected[0].token_ids

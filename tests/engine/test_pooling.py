@@ -119,12 +119,12 @@ def test_hidden_states_that_are_not_finite_end_the_request(tmp_path: Path) -> No
     (lambda llm: llm.embed([[1]], PoolingParams(pooling="all")), "use LLM.encode"),
     (lambda llm: llm.embed([[1] * 129]), "129 tokens"),
     (lambda llm: llm.embed([[]]), "the prompt is empty"),
-    (lambda llm: llm.score([[1], [2]], [[1], [2], [3]]), "2 texts to compare with 3"),
+    (lambda llm: llm.score([[1], [2]], [[1], [2], [3]]), "data_1 has 2 texts and data_2 has 3"),
     (lambda llm: llm.encode([[1]], pooling_task="classify"), "this model has no head that classifies"),
     (lambda llm: llm.encode([[1]], pooling_task="plugin"), "pooling_task must be"),
     (lambda llm: PoolingParams(pooling="cls"), "pooling must be one of last, mean, all"),
     (lambda llm: PoolingParams(task="score"), "task must be one of embed, classify, token_embed"),
-    (lambda llm: PoolingParams(task="classify", pooling="mean"), "classes are scored by the last token"),
+    (lambda llm: PoolingParams(task="classify", pooling="mean"), "for classes, pooling must be 'last' or 'all'"),
     (lambda llm: PoolingParams(dimension=3), "did you mean dimensions"),
 ])
 def test_bad_values_are_refused_by_name(llm: LLM, call: Any, words: str) -> None:

@@ -171,7 +171,7 @@ def test_keys_tell_embeddings_of_other_types_apart() -> None:
     (torch.zeros(3, HIDDEN, dtype=torch.int8), "got int8 of shape"),
     (np.zeros((0, HIDDEN)), "the prompt is empty"),
     (np.zeros((96, HIDDEN)), "96 tokens and max_model_len is 96"),
-    (torch.full((3, HIDDEN), torch.nan, dtype=torch.bfloat16), "hold NaN or infinity"),
+    (torch.full((3, HIDDEN), torch.nan, dtype=torch.bfloat16), "hold NaN, infinity"),
 ])
 def test_what_are_no_embeddings_is_refused(embeds: Any, message: str) -> None:
     with Rig(tiny_model("llama")) as rig, pytest.raises(ValueError, match=message):
@@ -179,11 +179,11 @@ def test_what_are_no_embeddings_is_refused(embeds: Any, message: str) -> None:
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({"prompt_token_ids": [5, 6, 7], "prompt_embeds_positions": [0]}, "positions are those of prompt_embeds among"),
+    ({"prompt_token_ids": [5, 6, 7], "prompt_embeds_positions": [0]}, "says where prompt_embeds stand among"),
     ({"prompt_embeds": np.zeros((1, HIDDEN)), "prompt_embeds_positions": [0]}, "among the tokens of 'prompt' or"),
     *(({"prompt_token_ids": [5, 6, 7], "prompt_embeds": np.zeros((2, HIDDEN)), "prompt_embeds_positions": positions},
        message) for positions, message in (
-        ([0, 3], "rising positions in the prompt's 3 tokens"), ([1, 0], "rising"), ([1, 1], "rising"),
+        ([0, 3], "rising positions from 0 to 2 .the prompt has 3 tokens"), ([1, 0], "rising"), ([1, 1], "rising"),
         ([0, 1.0], "rising"), ([-1, 0], "rising"), ([], "rising"), ([1], "2 embeddings and .*positions has 1"),
         ("01", "prompt_embeds_positions must be a list"))),
 ])

@@ -362,7 +362,7 @@ def test_an_update_within_the_prompt_is_told_if_its_pages_stay(in_place: bool, f
 def test_what_no_receipt_can_tell_is_refused(folder: Path, tmp_path: Path) -> None:
     with LLM(str(folder), load_format="dummy", **ENGINE) as llm, pytest.raises(ValueError, match="load_format"):
         llm.generate([[1, 2]], SAMPLED, use_tqdm=False)
-    with LLM(str(folder), **ENGINE) as llm, pytest.raises(ValueError, match="leave these out"):
+    with LLM(str(folder), **ENGINE) as llm, pytest.raises(ValueError, match="leave prompt_embeds or receipt out"):
         llm.generate({"prompt_embeds": torch.zeros(2, 40)}, SAMPLED, use_tqdm=False)
     with pytest.raises(ValueError, match="receipt_key_file: .* cannot be read"):
         LLM(str(folder), receipt_key_file=str(tmp_path / "none"), **ENGINE)
@@ -528,4 +528,4 @@ def test_the_command_replays_what_the_other_command_wrote(folder: Path, tmp_path
     assert json.loads(capsys.readouterr().out)["findings"] == ["params.top_p: it was changed, or its check was"]
     file.write_text(json.dumps(own))
     assert cli.main(["replay", str(file)]) == 2
-    assert "name MODEL" in " ".join(capsys.readouterr().err.split())
+    assert "give MODEL" in " ".join(capsys.readouterr().err.split())

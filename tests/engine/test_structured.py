@@ -266,7 +266,7 @@ BAD = {
                     r"json\['properties'\]\['a'\]\['items'\] cannot be compiled: .*objec"),
     "unsupported keyword": (form(json={"not": {}}), r"json cannot be compiled: .*not"),
     "pattern": (form(json={"type": "string", "pattern": "("}), "json cannot be compiled: .*unclosed group"),
-    "no JSON": (form(json="{"), "structured_outputs.json is no JSON: .*line 1"),
+    "no JSON": (form(json="{"), "structured_outputs.json is not valid JSON: .*line 1"),
     "no object": (form(json="[1]"), "must be a schema"),
     "regex": (form(regex="(a"), "structured_outputs.regex cannot be compiled: .*unclosed group"),
     "grammar": (form(grammar="start: nothing"), "structured_outputs.grammar cannot be compiled: .*nothing"),
@@ -274,9 +274,9 @@ BAD = {
     "long GBNF": (form(grammar="\n".join(f"a{i} ::= a{i + 1}" for i in range(900))), "GBNF grammar has at most 8192"),
     "no text": (form(grammar="start: start"), "no text has this form"),
     "endless": (form(json={"$ref": "#"}), "no text has this form"),
-    "huge": (form(json={"enum": ["x" * 300_000]}), "has 300014 bytes; at most 262144"),
+    "huge": (form(json={"enum": ["x" * 300_000]}), "has 300014 bytes, and at most 262144"),
     "huge choices": (form(choice=["x" * 100] * 3000), "has 300000 bytes"),
-    "deep": (form(json=functools.reduce(lambda inner, _: {"items": inner}, range(300), {})), "more than 100 objects"),
+    "deep": (form(json=functools.reduce(lambda inner, _: {"items": inner}, range(300), {})), "nested more than 100"),
 }
 
 
@@ -388,12 +388,12 @@ def test_structural_tags(given: dict[str, Any], right: list[str], wrong: list[st
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ("no JSON", "is no JSON"), ("[]", "must be a structural tag: a JSON object"), ({}, "format must be a dict"),
-    ({"format": {"type": "poem"}}, "'poem' is none of const_string"),
-    ({"structures": [], "triggers": []}, "empty list"),
+    ("no JSON", "is not valid JSON"), ("[]", "must be a structural tag: a JSON object"), ({}, "needs format, a dict"),
+    ({"format": {"type": "poem"}}, "'poem' is not supported; supported: const_string"),
+    ({"structures": [], "triggers": []}, "a list that is not empty"),
     ({"structures": [{"begin": "a", "end": "b"}], "triggers": ["c"]}, "no tag begins with the trigger 'c'"),
-    ({"format": {"type": "sequence", "elements": [3]}}, "type must be a str"),
-    ({"format": {"type": "const_string"}}, "value must be a str"),
+    ({"format": {"type": "sequence", "elements": [3]}}, "needs type, a str"),
+    ({"format": {"type": "const_string"}}, "needs value, a str"),
     ({"format": {"type": "triggered_tags", "triggers": [3], "tags": [tag("a", NUMBER)]}}, "triggers must be texts"),
 ])
 def test_structural_tags_that_are_none(given: Any, words: str) -> None:

@@ -142,11 +142,11 @@ def bad(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[Any, str]]:
     broken[3, 4] = float("nan")
     return {
         "a name that is unknown": ([(NAME, tensor), ("model.extra", tensor)], "no weights of these names: model.extra"),
-        "a shape": ([(NAME, tensor[1:])], r"has shape \[31, 64\], the model needs \[32, 64\]"),
+        "a shape": ([(NAME, tensor[1:])], r"has shape \[31, 64\], and the model needs \[32, 64\]"),
         "a number": ([("model.norm.weight", tensors["model.norm.weight"] + 1), (NAME, broken)], "holds NaN or Inf"),
         "integers": ([(NAME, tensor.int())], "needs a float type"),
         "twice": ([(NAME, tensor), (NAME, tensor)], "came twice"),
-        "a type": ([(NAME, np.zeros(tuple(tensor.shape), dtype="S4"))], "which torch does not know"),
+        "a type": ([(NAME, np.zeros(tuple(tensor.shape), dtype="S4"))], "which torch cannot hold"),
         "nothing": ([], "no tensor that the model uses"),
         "no tensor": ([(NAME, [1.0])], "must be a tensor of torch or an array of numpy"),
         "no pair": ([NAME], "must be pairs of a name and a tensor"),
@@ -280,7 +280,7 @@ def test_weights_that_are_coded_at_load_are_coded_again(quantization: str, tmp_p
         assert ours != theirs
         llm.update_weights(other)
         assert generated(llm) == theirs
-        for bad, why in ((weight[:, :100], r"has shape \[32, 100\], the model needs \[32, 128\]"),
+        for bad, why in ((weight[:, :100], r"has shape \[32, 100\], and the model needs \[32, 128\]"),
                          (weight[0], r"has shape \[128\]"), (weight[:0], r"has shape \[0, 128\]"),
                          (weight.int(), ".*needs a float type"), (weight / 0, "holds NaN or Inf")):
             with pytest.raises(WeightError, match=f"{NAME} {why}"):
@@ -319,7 +319,7 @@ def test_a_folder_of_another_form_is_refused_or_becomes_the_codes_of_the_engine(
     quantized_files.save_folder(tmp_path / "numbers", numbers, CODED)
     with LLM(str(tmp_path / "int4"), **SETTINGS) as llm:
         ours = generated(llm)
-        with pytest.raises(WeightError, match="stays in the bits of its file .int4.*the model's quantization_config"):
+        with pytest.raises(WeightError, match="is kept quantised, .* .int4.*the model's quantization_config"):
             llm.update_weights(tmp_path / "fp8")
         assert generated(llm) == ours
     settings = SETTINGS | {"quantization": "int4"}
@@ -340,7 +340,7 @@ def test_weights_in_the_bits_of_their_file_are_not_replaced(tmp_path: Path, monk
     with LLM(str(path), **SETTINGS) as llm:
         ours = tokens_of(llm.generate(prompts, greedy(8)))
         name = "model.layers.0.mlp.up_proj.weight"
-        with pytest.raises(ValueError, match=f"{name} .* stays in the bits of its file .Q8_0.: .*keep_quantized=False"):
+        with pytest.raises(ValueError, match=f"{name} .* is kept quantised, .* .Q8_0.: .*keep_quantized=False"):
             llm.update_weights({name: torch.ones(96, 64)})
         for level in (1, 2):
             llm.sleep(level=level)
@@ -351,7 +351,7 @@ def test_weights_in_the_bits_of_their_file_are_not_replaced(tmp_path: Path, monk
         llm.update_weights(path)
         assert tokens_of(llm.generate(prompts, greedy(8))) == ours, "a file of the same kinds has all weights"
         write_gguf(tmp_path / "other.gguf", "Q4_0")
-        with pytest.raises(ValueError, match="stays in the bits of its file .Q8_0.: .*a GGUF file of the same kinds"):
+        with pytest.raises(ValueError, match="is kept quantised, .* .Q8_0.: .*a GGUF file of the same kinds"):
             llm.update_weights(tmp_path / "other.gguf")
 
 

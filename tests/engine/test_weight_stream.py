@@ -145,7 +145,7 @@ def bad(tensors: Tensors) -> dict[str, tuple[Any, str]]:
     broken[3, 4] = torch.nan
     return {
         "name": (("model.extra", tensors[NAME]), "no weight of this name: model.extra"),
-        "shape": ((NAME, tensors[NAME][1:]), r"has shape \[31, 64\], the model needs \[32, 64\]"),
+        "shape": ((NAME, tensors[NAME][1:]), r"has shape \[31, 64\], and the model needs \[32, 64\]"),
         "number": ((NAME, broken), "holds NaN or Inf"),
         "integers": ((NAME, tensors[NAME].int()), "needs a float type"),
         "twice": (("model.norm.weight", tensors["model.norm.weight"]), "model.norm.weight came twice in one update"),
@@ -241,7 +241,7 @@ def test_an_update_of_which_a_weight_was_refused_publishes_nothing(folders: tupl
             with pytest.raises(ValueError, match=r"was refused .*: start_weight_update\(\) begins it again"):
                 more()
             assert generated(llm) == ours and llm.weights_version == 0
-        with pytest.raises(ValueError, match="published nothing: a weight of this update was refused"):
+        with pytest.raises(ValueError, match="without changing what is served: a weight of this update was refused"):
             llm.finish_weight_update()
         llm.update_weights(folder)
         for num in (0, 2):  # weights that come before the one that is refused
@@ -281,7 +281,7 @@ def test_a_weight_belongs_to_the_update_in_which_its_call_began(folders: tuple[P
             yield "model.norm.weight", tensors_of(folder)["model.norm.weight"]
 
         llm.start_weight_update()
-        with pytest.raises(ValueError, match="the update of this weight has ended meanwhile"):
+        with pytest.raises(ValueError, match="the weight came after its update had ended"):
             llm.load_weights(late())
         llm.load_weights(tensors)
         llm.finish_weight_update()

@@ -93,13 +93,13 @@ def test_equal_bits_have_equal_checksums_however_they_came(tmp_path: Path) -> No
         llm.load_weights({NAME: tensors[NAME]})
         assert llm.weights_checksum().differences(of_file(folder)) == [NAME]
         llm.sleep()
-        with pytest.raises(ValueError, match="the weights sleep"):
+        with pytest.raises(ValueError, match="the weights are asleep"):
             llm.weights_checksum()
         llm.wake_up()
         llm.load_weights({NAME: tensors[NAME]})
         with pytest.raises(WeightsIncomplete):
             llm.load_weights([("model.extra", tensors[NAME])])
-        with pytest.raises(WeightsIncomplete, match="not those of one model"):
+        with pytest.raises(WeightsIncomplete, match="the weights are incomplete"):
             llm.weights_checksum()
 
 

@@ -71,5 +71,5 @@ def test_products_of_many_token_rows_have_the_bits_of_few(n: int, k: int) -> Non
 
 @pytest.mark.gpu
 def test_float32_is_refused() -> None:
-    with pytest.raises(ValueError, match="exact=True: on cuda it needs Triton kernels, and 16 bits"):
+    with pytest.raises(ValueError, match="exact=True: on cuda exact mode needs Triton and a dtype of 16 bits"):
         GpuRig(loaded(folder_of("llama")), exact=True)

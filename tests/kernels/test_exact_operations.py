@@ -426,7 +426,7 @@ def test_every_operation_says_how_it_is_exact() -> None:
 
 def test_an_operation_from_outside_is_refused_until_it_declares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops.operation, "_operations", {})
-    with pytest.raises(ValueError, match="exact=True: toy cannot be exact: it declares no exact variant"):
+    with pytest.raises(ValueError, match="exact=True: toy has no exact form .it declares no exact variant"):
         Operation(lambda x: x, name="toy").variant(exact=True)
 
 

@@ -225,9 +225,9 @@ SOURCES = {
     "reconstructed": "Configs reconstructed from memory",
 }
 REASONS = {
-    "neither a family here nor a decoder of text in transformers": "no decoder",
-    "its code in transformers computes attention by itself and cannot be given another "
-    "(no _supports_attention_backend)": "own attention",
+    "neither Outrider nor transformers has a text model of this name": "no decoder",
+    "its code in transformers does not let another package compute its attention "
+    "(it lacks _supports_attention_backend)": "own attention",
     "it keeps a state of its own beside keys and values, which pages cannot hold": "own state",
 }
 
@@ -278,7 +278,7 @@ def outcome_of(name: str) -> Outcome:
     try:
         model = build_model(CHECKPOINTS[name].config, dtype=torch.bfloat16, device="meta")
     except ConfigError as error:
-        key, why = re.split(r" is not supported[;:] |: (?=no code here reads this)", str(error), maxsplit=1)
+        key, why = re.split(r" is not supported[;:] |: (?=Outrider does not read this)", str(error), maxsplit=1)
         why = re.sub(r"transformers [\d.]+\d", "transformers", re.split(r": `outrider|, so |\. ", why)[0])
         why = REASONS.get(why.removesuffix("; the code that auto_map names is never run"), why)
         key = key.removeprefix("config.json: ")

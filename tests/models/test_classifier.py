@@ -69,7 +69,7 @@ def test_scores_are_those_of_transformers(tmp_path: Path, family: str, num_label
         with pytest.raises(ValueError, match="classifies and generates no text: use LLM.classify"):
             llm.generate(PROMPTS, SamplingParams())
         if num_labels > 1:
-            with pytest.raises(ValueError, match=f"has {num_labels} classes, and pairs are scored by a head with one"):
+            with pytest.raises(ValueError, match=f"has {num_labels} classes, and scores of pairs need a model"):
                 llm.score("a", "b")
 
 

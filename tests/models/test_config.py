@@ -50,14 +50,14 @@ def build(config: dict[str, Any], **options: Any) -> Any:
         ("llama", "rms_norm_eps", True, "rms_norm_eps must be a number from 0 to 1, got True"),
         ("llama", "partial_rotary_factor", 0.5, "partial_rotary_factor=0.5 is not supported"),
         ("qwen2", "layer_types", ["linear_attention"] * 4, "layer_types=.* is not supported; supported types are"),
-        ("qwen2", "layer_types", ["full_attention"], "layer_types=.* must name 4 layers"),
-        ("llama", "layer_types", ["sliding_attention"] * 4, "layer_types=.* sliding_attention is off"),
+        ("qwen2", "layer_types", ["full_attention"], "layer_types=.* each of the 4 layers"),
+        ("llama", "layer_types", ["sliding_attention"] * 4, "layer_types=.* sliding_attention are not"),
         ("mistral", "sliding_window", 0, "sliding_window must be an integer from 1 to 2147483647, got 0"),
         ("llama", "rope_parameters", {"rope_type": "longrope"}, "rope_parameters: short_factor is missing"),
         ("llama", "rope_scaling", {"type": "mrope"}, "rope_scaling: type='mrope' is not supported; supported: 'd"),
         ("llama", "rope_parameters", {"rope_type": "linear"}, "rope_parameters: factor is missing"),
-        ("llama", "architectures", [], "architectures=.. is not supported; known are .*Gemma3ForCausalLM, .*Llama"),
-        ("llama", "architectures", ["GPT2"], "architectures=.'GPT2'. is not supported; neither a family here nor"),
+        ("llama", "architectures", [], "architectures=.. is not supported; supported: .*Gemma3ForCausalLM, .*Llama"),
+        ("llama", "architectures", ["GPT2"], "architectures=.'GPT2'. is not supported; neither Outrider nor"),
     ],
 )
 def test_unsupported_values_are_refused_by_key_and_value(family: str, key: str, value: Any, says: str) -> None:
@@ -69,9 +69,9 @@ def test_unsupported_values_are_refused_by_key_and_value(family: str, key: str, 
 def test_a_config_without_architectures_is_of_the_family_that_its_type_names(family: str) -> None:
     config = config_of(family, architectures=None)
     assert type(build(config)) is type(build(config_of(family)))
-    with pytest.raises(ConfigError, match="architectures is missing, and model_type='other' names no family here; kn"):
+    with pytest.raises(ConfigError, match="is missing, and model_type='other' names no supported family. Add"):
         build(config | {"model_type": "other"})
-    with pytest.raises(ConfigError, match="architectures is missing; known are "):
+    with pytest.raises(ConfigError, match="architectures is missing. Add one of "):
         build(config | {"model_type": None})
 
 

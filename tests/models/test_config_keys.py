@@ -158,7 +158,7 @@ def test_sizes_that_no_model_has_are_refused_before_modules_are_made(key: str, v
 
 
 def test_sizes_beyond_all_numbers_are_no_raw_error() -> None:
-    with pytest.raises(ConfigError, match="config.json: its sizes are too large for a model"):
+    with pytest.raises(ConfigError, match="config.json: its sizes are too large to build a model"):
         build(CONFIGS["llama"] | {"vocab_size": 2**31 - 1, "hidden_size": 2**31 - 4, "intermediate_size": 2**31 - 1})
 
 

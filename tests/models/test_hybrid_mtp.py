@@ -247,8 +247,8 @@ def test_attention_of_a_module_is_numbered_after_the_targets_layers(tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"mtp_hybrid_override_pattern": "M*"}, "cannot have recurrent layers"),
-        ({"mtp_hybrid_override_pattern": "-E"}, "must attend"),
+        ({"mtp_hybrid_override_pattern": "M*"}, "no recurrent layers"),
+        ({"mtp_hybrid_override_pattern": "-E"}, "must have an attention layer"),
         ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers=2"),
         ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers=0"),
     ],

@@ -77,7 +77,7 @@ def test_the_makers_form_of_the_config(folder_of: Folders, tmp_path: Path) -> No
     ({"linear_attn_config": {"kda_layers": [1, 2, 4], "full_attn_layers": [3, 4], "head_dim": 8, "num_heads": 4}},
      "kda_layers"),
     ({"num_experts": 9, "n_routed_experts": 8}, "num_experts=9"),
-    ({"num_experts_per_token": 99}, "num_experts_per_token=99 is not supported; the groups chosen have fewer experts"),
+    ({"num_experts_per_token": 99}, "num_experts_per_token=99 is not supported; it must be from 1 to"),
     ({"num_experts": "x"}, "num_experts must be an integer from 1 to 4096, got 'x'"),
     ({"num_experts": None}, r"num_experts \(or n_routed_experts\) is missing"),
     ({"num_key_value_heads": 2}, "num_key_value_heads=2"),

@@ -232,7 +232,7 @@ def test_token_rows_that_disagree_are_refused() -> None:
     with pytest.raises(ValueError, match="queries 20, weights 19"):
         ops.choose_positions(inputs["q"], inputs["weights"][:19], inputs["keys"], inputs["contexts"],
                              torch.empty(20, 7, dtype=torch.int64))
-    with pytest.raises(ValueError, match="32 positions cannot yield 33"):
+    with pytest.raises(ValueError, match="cannot choose 33 of 32 positions"):
         ops.choose_positions(inputs["q"], inputs["weights"], inputs["keys"], inputs["contexts"],
                              torch.empty(20, 33, dtype=torch.int64))
 
@@ -262,7 +262,7 @@ def test_layers_share_the_choice_as_the_config_says() -> None:
     assert kinds(index_topk_pattern="FSSF") == "FSSF"
     assert kinds(index_topk_pattern="FSSF", indexer_types=["full", "full", "shared", "full"]) == "FFSF"
     for wrong in ("SFFF", "FF", "FFXF"):
-        with pytest.raises(ConfigError, match="index_topk_pattern=.* 4 layers, each full or shared, the first one"):
+        with pytest.raises(ConfigError, match="index_topk_pattern=.* 4 layers, full or shared, and the first must"):
             kinds(index_topk_pattern=wrong)
 
 
@@ -273,9 +273,9 @@ def test_layers_share_the_choice_as_the_config_says() -> None:
         ("moe_layer_freq", 2, "supported: 1"),
         ("kv_lora_rank", None, "kv_lora_rank is missing"),
         ("q_lora_rank", None, "q_lora_rank is missing"),
-        ("index_head_dim", 8, "its first 16 dimensions rotate"),
-        ("mlp_layer_types", ["dense"], "it must name 4 layers"),
-        ("n_group", 8, "a group is worth its two best experts"),
+        ("index_head_dim", 8, "it must be at least qk_rope_head_dim .16"),
+        ("mlp_layer_types", ["dense"], "each of the 4 layers"),
+        ("n_group", 8, "groups are ranked by their two best experts"),
     ],
 )
 def test_unsupported_values_are_refused(key: str, value: Any, says: str) -> None:
@@ -381,9 +381,10 @@ def test_fp8_index_keys_are_asked_of_the_engine(values: dict[str, Any], says: st
 
 
 def test_a_card_without_fp8_refuses_fp8_index_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an old card")
-    with pytest.raises(ValueError, match="index_key_dtype='fp8': an old card does not convert to fp8"):
+    with pytest.raises(ValueError, match="index_key_dtype='fp8': an old card cannot convert numbers to fp8"):
         with_index_keys(EngineConfig("m", index_key_dtype="fp8"), {"index_topk": 8}, torch.device("cuda"))
 
 

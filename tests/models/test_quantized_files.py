@@ -123,23 +123,23 @@ WEIGHTS = "config_groups/group_0/weights/"
 
 @pytest.mark.parametrize(("name", "path", "value", "words"), [
     ("fp8 blocks", "weight_block_size", [64, 64], r"weight_block_size=\[64, 64\]"),
-    ("fp8 blocks", "activation_scheme", "static", "activation_scheme='static'.* dynamic activations"),
+    ("fp8 blocks", "activation_scheme", "static", "activation_scheme='static'.* it must be dynamic"),
     ("fp8 static", "fmt", "e5m2", "fmt='e5m2'"),
-    ("fp8 static", "surprise", 3, "surprise=3: no code here reads this"),
-    ("fp8 static", "ignored_layers", ["re:("], "ignored_layers=.* is no name of a module"),
+    ("fp8 static", "surprise", 3, "surprise=3: Outrider does not read this"),
+    ("fp8 static", "ignored_layers", ["re:("], "ignored_layers=.* is neither a module's name nor a regular"),
     ("fp8 static", "quant_method", "hqq", "quant_method='hqq' is not one of fp8, compressed-tensors, gptq"),
     ("W4A16", "quantization_status", "frozen", "quantization_status='frozen'"),
     ("W4A16", "format", "marlin-24", "config: format='marlin-24'"),
     ("W4A16", WEIGHTS + "num_bits", 3, "weights: num_bits=3"),
-    ("W4A16", WEIGHTS + "strategy", "channel", "group_size=32 .*strategy channel has no groups"),
+    ("W4A16", WEIGHTS + "strategy", "channel", "group_size=32 .*must be null with the strategy channel"),
     ("W4A16", WEIGHTS + "extra", 1, "weights: extra=1"),
     ("W4A16", "config_groups/group_0/output_activations", {"num_bits": 8}, "output_activations="),
-    ("W4A16", "config_groups/group_0/targets", ["re:("], "targets=.* is no name of a module"),
-    ("W4A16", "config_groups/group_0/targets", [None], "targets=.* is no name of a module"),
+    ("W4A16", "config_groups/group_0/targets", ["re:("], "targets=.* is neither a module's name nor a regular"),
+    ("W4A16", "config_groups/group_0/targets", [None], "targets=.* is neither a module's name nor a regular"),
     ("W4A16", "sparsity_config", {"format": "sparse-24-bitmask"}, "sparsity_config="),
     ("FP8_DYNAMIC", WEIGHTS + "symmetric", False, "symmetric=False"),
     ("FP8_DYNAMIC", WEIGHTS + "dynamic", True, "dynamic=True"),
-    ("NVFP4", WEIGHTS + "group_size", 32, "groups of 16"),
+    ("NVFP4", WEIGHTS + "group_size", 32, "it must be 16 in the format"),
     ("W8A8", WEIGHTS + "type", "float", "num_bits=8.*int-quantized"),
     ("GPTQ", "bits", 3, "bits=3"),
     ("GPTQ", "group_size", 0, "group_size=0"),
@@ -186,7 +186,7 @@ def test_groups_of_modules_have_schemes_of_their_own() -> None:
 
 
 def test_damaged_tensors_are_refused_by_name(tmp_path: Path) -> None:
-    for name, suffix, words in (("GPTQ", ".qzeros", "zero points beside the middle"), ("GPTQ", ".g_idx", "orders"),
+    for name, suffix, words in (("GPTQ", ".qzeros", "zero points other than the middle"), ("GPTQ", ".g_idx", "orders"),
                                 ("FP8_BLOCK", ".weight_scale", r"shape \[3, 1\]")):
         def write(weight: torch.Tensor, name: str = name, suffix: str = suffix) -> Any:
             parts, numbers = files.FORMS[name].write(weight)
@@ -225,7 +225,7 @@ def cut(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("name", "suffix", "change", "words"), [
-    ("fp8 static", ".weight_scale", none, r"down_proj.weight_scale is missing beside .*down_proj.weight,"),
+    ("fp8 static", ".weight_scale", none, r"down_proj.weight_scale is missing, though .* hold .*down_proj.weight,"),
     ("fp8 blocks", ".weight_scale_inv", none, "down_proj.weight holds .*float8_e4m3fn.*weight_scale_inv .* missing"),
     ("FBGEMM", ".weight_scale", none, "down_proj.weight holds .*float8_e4m3fn.*weight_scale .* missing"),
     ("FP8_DYNAMIC", ".weight_scale", torch.Tensor.long, "scales of .*down_proj have dtype torch.int64"),
@@ -242,8 +242,8 @@ def cut(tensor: torch.Tensor) -> torch.Tensor:
     ("MXFP4", ".weight_scale", as_floats, "scales of .*down_proj have dtype torch.float32"),
     ("GPTQ", ".scales", none, "down_proj.scales is missing"),
     ("GPTQ", ".qzeros", none, "down_proj.qzeros is missing"),
-    ("GPTQ", ".qzeros", cut, r"zero points of .*down_proj have shape \[128, 7\], \[128, 8\] is needed"),
-    ("GPTQ", ".g_idx", cut, "g_idx orders the inputs, though desc_act is not true"),
+    ("GPTQ", ".qzeros", cut, r"zero points of .*down_proj have shape \[128, 7\], and \[128, 8\] is needed"),
+    ("GPTQ", ".g_idx", cut, "g_idx reorders the inputs, but desc_act is not true"),
     ("GPTQ desc_act", ".g_idx", none, "down_proj.g_idx is missing"),
     ("GPTQ desc_act", ".g_idx", cut, "do not give each of its 256 inputs to one group of 32"),
     ("GPTQ desc_act", ".g_idx", lambda tensor: tensor.clamp(0, 2), "do not give each of its 256 inputs to one group"),
@@ -471,7 +471,7 @@ def test_activations_of_8_bits_go_with_codes_too(packing: None, tmp_path: Path,
     assert close.prepare(True) == far.prepare(False) > 0, "rounded token rows have no product without a copy"
     error = (close.product(x) - far.product(x)).abs().max() / close.product(x).abs().max()
     assert 1e-4 < error < 2e-2
-    with pytest.raises(ValueError, match="activation_bits=8 works with weights that stay in the bits"):
+    with pytest.raises(ValueError, match="activation_bits=8 finds no weights that it could be used with"):
         load(folder, dtype="float32", quantization="fp8", activation_bits=8)
 
 
@@ -588,7 +588,7 @@ def test_routers_and_quantised_files_are_left_as_they_are(tmp_path: Path) -> Non
 def test_a_device_without_a_product_refuses_the_quantization(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = files.save_folder(tmp_path / "numbers", files.plain_weights(files.CONFIG), files.CONFIG)
     monkeypatch.setattr(ScaledLinear, "serves", classmethod(lambda *_: False))
-    with pytest.raises(ValueError, match="quantization='fp8': there is no product of torch.float64 with such weights"):
+    with pytest.raises(ValueError, match="quantization='fp8': there is no kernel for torch.float64 with such weights"):
         load(folder, quantization="fp8")
 
 

@@ -88,7 +88,7 @@ def test_other_hashes_than_those_of_the_config_are_refused(folder_of: Folders, p
     tensors = load_file(folder / "model.safetensors")
     tensors[name] = tensors[name] + torch.tensor([0] * (len(tensors[name]) - 1) + [2])
     model = build_model(read_config(folder), dtype=torch.float32, device="cpu")
-    with pytest.raises(WeightError, match=f"tensor {name} has other values .* from the config"):
+    with pytest.raises(WeightError, match=f"tensor {name} does not hold the values .* from the config"):
         load_weights(model, tensors.items())
 
 

@@ -54,7 +54,7 @@ def test_bench_measures_ranks(model: str, capsys: pytest.CaptureFixture[str], ki
 
 def test_experts_cannot_be_spread_over_ranks(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["bench", "throughput", model, "--device", "cpu", "-tp", "2", "--routing", "spread"]) == 2
-    assert "--routing spread draws experts of a model in this process" in capsys.readouterr().err
+    assert "--routing spread changes a model in this process" in capsys.readouterr().err
 
 
 def test_one_rank_that_lacks_memory_is_not_tried(monkeypatch: pytest.MonkeyPatch,

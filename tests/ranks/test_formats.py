@@ -72,8 +72,8 @@ def test_groups_that_cannot_be_cut_are_refused(tmp_path: Path) -> None:
     """Four heads of 32 are one group of 128 inputs; their numbers would be sharded."""
     files.save_form(tmp_path / "model", files.FORMS["fp8 blocks"])
     source = resolve(tmp_path / "model")
-    words = ("model.layers.0.self_attn.o_proj: it is stored as fp8 in groups of inputs, which 2 ranks cannot share as "
-             "whole groups: numbers of ranks that can are 1; or set keep_quantized=False")
+    words = ("model.layers.0.self_attn.o_proj: its quantisation groups .fp8. cannot be split evenly over 2 ranks: "
+             "use a tensor_parallel_size of 1, or set keep_quantized=False")
     with pytest.raises(ValueError, match=words):
         load_model(source, dtype=torch.float32, device="cpu", keep_quantized=True, group=UnsummedRanks(0, 2))
     load_model(source, dtype=torch.float32, device="cpu", group=UnsummedRanks(0, 2))

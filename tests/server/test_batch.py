@@ -81,7 +81,7 @@ def test_every_line_is_answered_in_order_by_its_route(folder: Path, tmp_path: Pa
 @pytest.mark.parametrize(("flags", "said"), [
     (["-i", "{}/none.jsonl", "-o", "{}/out.jsonl"], "is not a file"),
     (["-i", "{}/in.jsonl", "-o", "{}/in.jsonl"], "is the input file"),
-    (["-i", "https://host/in.jsonl", "-o", "{}/out.jsonl"], "on this machine"),
+    (["-i", "https://host/in.jsonl", "-o", "{}/out.jsonl"], "only files of this machine"),
     (["-i", "{}/in.jsonl", "-o", "{}/none/out.jsonl"], "out.jsonl"),
     (["-i", "{}/in.jsonl"], "--output-file"),
     (["-i", "{}/in.jsonl", "-o", "{}/out.jsonl", "--lora-modules", "own={}"], "need --enable-lora"),

@@ -245,9 +245,9 @@ def test_a_schema_that_fails_is_named_as_the_client_gave_it(served: Served, pars
 
 
 @pytest.mark.parametrize(("fields", "words"), [
-    ({"tool_choice": "required"}, "tool_choice is for requests with tools"),
+    ({"tool_choice": "required"}, "tool_choice needs tools"),
     ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice must be"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "none of the tools"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "fly"}}}, "not one of tools"),
 ])
 def test_choices_that_cannot_be_forced(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ApiError, match=words):
@@ -285,9 +285,9 @@ def test_structural_tags_in_a_response_format(served: Served, parsed: Served) ->
     assert same.choices[0].message.content == answer.choices[0].message.content
     empty = {"type": "structural_tag", "format": {}}
     wrong = served.error("/v1/chat/completions", messages=CHAT, response_format=empty)
-    assert wrong["param"] == "response_format" and "type must be a str" in wrong["message"]
+    assert wrong["param"] == "response_format" and "needs type, a str" in wrong["message"]
     neither = served.error("/v1/chat/completions", messages=CHAT, response_format={"type": "structural_tag"})
-    assert "structures or format" in neither["message"]
+    assert "one of structures and format" in neither["message"]
 
 
 def allowed(mode: str, *names: str) -> dict[str, Any]:
@@ -309,7 +309,7 @@ def test_some_tools_may_be_allowed(served: Served) -> None:
 
 @pytest.mark.parametrize(("choice", "words"), [
     ({"type": "allowed_tools"}, "needs a mode"), (allowed("never", "time"), "needs a mode"),
-    (allowed("auto"), "needs a mode"), (allowed("auto", "fly"), "'fly', which is none of the tools"),
+    (allowed("auto"), "needs a mode"), (allowed("auto", "fly"), "'fly', which is not one of tools"),
 ])
 def test_tools_that_cannot_be_allowed(choice: dict[str, Any], words: str) -> None:
     with pytest.raises(ApiError, match=words):

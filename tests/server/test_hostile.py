@@ -41,9 +41,9 @@ def test_a_huge_n_makes_no_parsers(served: Served, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("fields", "param", "words"), [
     ({"stop": ["x"] * 65}, "stop", "at most 64"), ({"stop": "x" * 20_000}, "stop", "16384 characters"),
     ({"bad_words": ["x"] * 1025}, "bad_words", "at most 1024"), ({"bad_words": ["x" * 20_000]}, "bad_words", "16384"),
-    ({"allowed_token_ids": [1] * 257}, "allowed_token_ids", "the vocabulary has 256"),
-    ({"stop_token_ids": [1] * 257}, "stop_token_ids", "the vocabulary has 256"),
-    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "not streamed"),
+    ({"allowed_token_ids": [1] * 257}, "allowed_token_ids", "more than the vocabulary's 256"),
+    ({"stop_token_ids": [1] * 257}, "stop_token_ids", "more than the vocabulary's 256"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "cannot be streamed"),
     ({"spaces_between_special_tokens": False}, "spaces_between_special_tokens", "not supported"),
 ])
 def test_lists_that_are_too_long_and_fields_without_effect(served: Served, fields: dict[str, Any], param: str,
@@ -343,8 +343,8 @@ def test_parameters_that_contradict_each_other(served: Served, fields: dict[str,
 
 
 @pytest.mark.parametrize(("choice", "words"), [
-    ({"type": {}}, "tool_choice.type"), ({"type": "tool"}, "name goes with the type tool"), ({}, "tool_choice.type"),
-    ({"type": "auto", "name": "f"}, "name goes"), ({"type": "any", "parallel": 1}, "no field 'tool_choice.parallel'"),
+    ({"type": {}}, "tool_choice.type"), ({"type": "tool"}, "name is for the type tool"), ({}, "tool_choice.type"),
+    ({"type": "auto", "name": "f"}, "name is for"), ({"type": "any", "parallel": 1}, "no field 'tool_choice.parallel'"),
     ({"type": "any", "disable_parallel_tool_use": "no"}, "disable_parallel_tool_use"),
 ])
 def test_a_choice_of_tools_in_messages_that_is_none(served: Served, choice: Any, words: str) -> None:

@@ -153,8 +153,8 @@ def test_routes_have_the_prefix_of_a_proxy_or_not() -> None:
 @pytest.mark.parametrize(("settings", "said"), [
     ({"root_path": "llm"}, "root_path must begin with a slash"),
     ({"root_path": "/llm/"}, "root_path must begin with a slash"),
-    ({"ssl_keyfile": "key.pem"}, "ssl_keyfile goes with ssl_certfile"),
-    ({"ssl_ca_certs": "ca.pem"}, "ssl_ca_certs goes with ssl_certfile"),
+    ({"ssl_keyfile": "key.pem"}, "ssl_keyfile needs ssl_certfile"),
+    ({"ssl_ca_certs": "ca.pem"}, "ssl_ca_certs needs ssl_certfile"),
 ])
 def test_settings_that_cannot_work_are_refused(settings: dict[str, str], said: str) -> None:
     with pytest.raises(ValueError, match=said):

@@ -25,7 +25,7 @@ def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     card = client.models.retrieve(MODEL)
     assert card.object == "model" and card.max_model_len == 200  # type: ignore[attr-defined]
-    with pytest.raises(openai.NotFoundError, match="there is no model"):
+    with pytest.raises(openai.NotFoundError, match="this server has no model"):
         client.models.retrieve("other")
 
 
@@ -118,7 +118,7 @@ def test_the_prompt_comes_back_with_its_log_probabilities(client: openai.OpenAI,
         assert logprobs.token_logprobs[i] == pytest.approx(given[i][str(ids[i])]["logprob"], abs=1e-4)
     assert logprobs.token_logprobs[3:] == plain.choices[0].logprobs.token_logprobs
     error = served.error("/v1/completions", prompt="a", echo=True, stream=True, logprobs=1)
-    assert error["param"] == "echo" and "not streamed" in error["message"]
+    assert error["param"] == "echo" and "cannot be streamed" in error["message"]
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 9])

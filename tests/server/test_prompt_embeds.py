@@ -103,7 +103,7 @@ ROW = bytes(4 * WIDTH)
     (file_of(EMBEDS, more=EMBEDS.clone()), "with one tensor"), (file_of(EMBEDS[None]), "with one tensor"),
     (file_of(EMBEDS[:, :-1]), f"the shape [tokens, {WIDTH}]"), (file_of(EMBEDS[:0]), "at most 64 tokens"),
     (file_of(EMBEDS[:1].expand(65, -1)), "at most 64 tokens"), (file_of(EMBEDS.int()), "one of the types F64, F32"),
-    (file_of(EMBEDS * float("nan")), "NaN or infinity"), (file_of(EMBEDS[:1].expand(64, -1)), "leaves no room"),
+    (file_of(EMBEDS * float("nan")), "NaN, infinity"), (file_of(EMBEDS[:1].expand(64, -1)), "leaves no room"),
     (written(b"{" * 60_000), "with one tensor"), (written([]), "with one tensor"), (written({}), "with one tensor"),
     (written({"x": None}), "with one tensor"), (written(named(dtype=[]), ROW), "with one tensor"),
     (written(named(data_offsets=[4, 4 + 4 * WIDTH]), ROW), "with one tensor"),

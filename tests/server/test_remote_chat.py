@@ -31,8 +31,8 @@ def test_it_talks_and_remembers(served: Served, monkeypatch: pytest.MonkeyPatch,
 
 
 def test_what_is_wrong_is_one_line(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    for flags, words in [(["--url", "http://127.0.0.1:9"], "no model to talk to at"),
-                         (["--url", served.url], "status 401"), (["--url", "ftp://x"], "is no address"),
+    for flags, words in [(["--url", "http://127.0.0.1:9"], "no server answers at"),
+                         (["--url", served.url], "status 401"), (["--url", "ftp://x"], "is not the address of"),
                          (["--url", served.url, "--chat-template", "x"], "--chat-template is a setting of the server"),
                          (["--url", served.url, "--api-key", "k", "--dtype", "float32"], "--dtype is a setting of")]:
         assert main(["chat", *flags]) != 0

@@ -154,7 +154,7 @@ def test_bad_input_is_one_line_with_what_to_do(capsys: pytest.CaptureFixture[str
 
 @pytest.mark.parametrize(("flags", "words"), [
     (["--max-model-len", "100000"], r"--max-model-len \(100000\) exceeds the 256 positions .*config.json"),
-    (["--chat-template", "nope"], "--chat-template 'nope' is no file"),
+    (["--chat-template", "nope"], "--chat-template 'nope' is neither a file"),
     (["--speculative-config", '{"model": "/nope", "num_speculative_tokens": 2}'], "there is no file or folder /nope"),
     (["--tokenizer", "/nope"], "there is no file or folder /nope"),
     (["--served-model-name", " "], "--served-model-name must be a name"),
@@ -184,10 +184,10 @@ def test_what_only_the_worker_finds_is_said_once(tmp_path: Path) -> None:
 
 def test_a_template_that_is_not_there_is_no_prompt(tmp_path: Path) -> None:
     path = str(tmp_path / "chat.jinja")
-    with pytest.raises(ValueError, match=r"no file, no template and none of the model's own \(default\)"):
+    with pytest.raises(ValueError, match=r"nor a template, nor one of the model's templates \(default\)"):
         check_template_name(chat_template(path), chat_tokenizer())
     (tmp_path / "chat.jinja").write_text("static")
-    with pytest.raises(ValueError, match="holds no template of Jinja"):
+    with pytest.raises(ValueError, match="is not a Jinja template"):
         chat_template(path)
     (tmp_path / "chat.jinja").write_text("{{ messages }}")
     for given in (path, "default", "{{ messages }}", None):

@@ -51,7 +51,7 @@ def test_checksums_are_those_of_the_files_and_can_be_compared(served: Served, fo
     for action in ("reset", "other"):
         assert served.error("/weight_checker", action=action)["param"] == "action"
     served.http.post("/sleep")
-    assert "the weights sleep" in served.error("/weight_checker", action="checksum")["message"]
+    assert "the weights are asleep" in served.error("/weight_checker", action="checksum")["message"]
 
 
 def test_a_pause_over_http_in_all_modes(served: Served, folder: Path) -> None:
@@ -172,7 +172,7 @@ def test_a_chunk_after_one_that_was_refused_does_not_go_live_alone(served: Serve
     for chunk in ("first", "second"):
         assert "start_weight_update() begins it again" in update(chunk, 400)
     assert served.post("/v1/completions", **body).status_code == 200 and served.llm.weights_version == 0
-    assert "published nothing" in served.error("/finish_weight_update")["message"]
+    assert "without changing what is served" in served.error("/finish_weight_update")["message"]
     served.post("/start_weight_update")
     update("first")
     update("second")
@@ -205,5 +205,5 @@ def test_weights_come_from_folders_at_any_depth_and_no_link_leads_out(tmp_path: 
     (root / "itself").symlink_to(root / "itself")
     for path in ("links", "links/deep/key", "around", "folder", "folder/key", "lost", "itself", "../secret", ".",
                  "empty", "run/../../secret/key", str(secret), "nothing", "\0"):
-        with pytest.raises(ApiError, match="is nothing below the server's --weights-root"):
+        with pytest.raises(ApiError, match="must be a file or folder below the server's --weights-root"):
             weights_path(str(root), path)

@@ -66,7 +66,7 @@ def test_messages_that_cannot_be_read_are_named_by_their_line(tmp_path: Path, ch
     assert read("Hi", "", " ", {"prompt": ""}, {"turns": [""]}, {"messages": [{"role": "user"}]}) == said
     picture = [{"role": "user", "content": [{"type": "image_url"}]}]
     for messages, words in ((["Hi"], "must be a list, each a dict"), ([{"content": "Hi"}], "needs a 'role'"),
-                            (picture, "'image_url' of a message is not")):
+                            (picture, "'image_url' in a message is not")):
         with pytest.raises(ValueError, match=f"line 2: .*{words}"):
             read("Hi", {"messages": messages})
 
@@ -131,7 +131,7 @@ def test_prompts_that_the_target_writes_end_at_the_longest_prompt(chat_model: Pa
         assert most is not None
         prompt = own.prompt_from(index, [65] * most, ())
         assert prompt is not None and len(prompt) == 120
-    with pytest.raises(ValueError, match="leave the model no room to write one: raise --max-prompt-tokens"):
+    with pytest.raises(ValueError, match="there is no room for one: raise --max-prompt-tokens"):
         AnswerPlan(replace(settings, max_prompt_tokens=1), 12, []).prompt_params(0, own)
 
 

@@ -78,7 +78,7 @@ def test_resume_does_not_write_into_a_folder_that_holds_no_run(capsys: pytest.Ca
 
 def test_a_target_without_the_taps(tmp_path: Path) -> None:
     """The usual three need three layers at least; a number beyond the layers is no tap."""
-    with pytest.raises(ValueError, match="the target has 4 layers, so taps are 0"):
+    with pytest.raises(ValueError, match="the target has 4 layers, so taps must be from 0"):
         train(tmp_path / "head", taps=(1, 5))
     shallow = Loaded("shallow", tiny_model("llama"), None, ())
     with pytest.raises(ValueError, match=r"has 2 layers and not the three residual streams.*--taps"):
@@ -88,7 +88,7 @@ def test_a_target_without_the_taps(tmp_path: Path) -> None:
 
 
 def test_texts_longer_than_the_model(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"--max-prompt-tokens \+ .* do not fit the 512 positions"):
+    with pytest.raises(ValueError, match=r"--max-prompt-tokens \+ .* need .* positions, and .* has 512"):
         train(tmp_path / "head", max_prompt_tokens=256, max_answer_tokens=256, micro_tokens=1024)
 
 

@@ -136,7 +136,7 @@ def test_a_damaged_file_of_the_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"settings\.json does not hold the settings of a run"):
         workspace.open({})
     TextStore(tmp_path).shard_path(0).write_bytes(b"cut")
-    with pytest.raises(ValueError, match=r"texts-00000\.safetensors is damaged .*: delete it, and --resume"):
+    with pytest.raises(ValueError, match=r"texts-00000\.safetensors is damaged .*: delete it and run again with"):
         TextStore(tmp_path).read_all()
 
 

@@ -130,7 +130,7 @@ def test_misuse_is_noticed() -> None:
         pool.free(page)
     with pytest.raises(AssertionError, match="published without a holder"):
         PagePool(3).publish(1, key(1))
-    with pytest.raises(ValueError, match="at least 2 pages"):
+    with pytest.raises(ValueError, match="num_pages must be at least 2"):
         PagePool(1)
 
 

@@ -71,7 +71,7 @@ def test_a_layer_may_keep_parts_in_two_groups() -> None:
 
 
 def test_two_parts_of_one_name_are_refused() -> None:
-    with pytest.raises(ValueError, match="layer 0 declares two cache parts of one name: index, index"):
+    with pytest.raises(ValueError, match="layer 0 declares two cache parts with the same name \\(index, index\\)"):
         pool_of(LayerCache(0, IndexSpec(8)), LayerCache(0, IndexSpec(4)))
 
 

@@ -157,11 +157,11 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     (["generate", "smollm2", "more"], "unexpected argument 'more'"),
     (["generate", "--speculative-config", "{ngram}"], "is not valid JSON"),
     (["generate", "--speculative-config", "[1]"], "is not a JSON object"),
-    (["generate", "--logit-bias", '{" 5_0 ": 1}'], "the key ' 5_0 ' is no token id"),
+    (["generate", "--logit-bias", '{" 5_0 ": 1}'], "the key ' 5_0 ' is not a token id"),
     (["generate", "--speculative-config", '{"method": "eagle3", "num_speculative_tokens": 1}'],
      "method 'eagle3' needs 'model'"),
     (["bench", "throughput", "--shapes", "٣x4x5"], "is not BATCHxINxOUT"),
-    (["bench", "serve", "--base-url", "http://127.0.0.1:1"], "no model to measure at http://127.0.0.1:1: "),
+    (["bench", "serve", "--base-url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1 ("),
     (["bench", "serve", "--save-result", "no/such/folder/file"], "--save-result: there is no folder"),
     (["bench", "serve", "--request-rate", "0"], "--request-rate must be a number above 0"),
     (["bench", "serve", "--vocab-size", "10"], "--vocab-size must be above 10"),
@@ -184,7 +184,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     (["generate", "--speculative-config", '{"method": "ngram"}'], "num_speculative_tokens must be given: the most"),
     (["serve", "--lora-modules", "a=/nowhere"], "--lora-modules: /nowhere is no adapter"),
     (["serve", "--lora-root", "/"], "--lora-root lets clients load adapters: set admin, and --api-key to a key"),
-    (["generate", "--prompt", "x", "--prompts-file", "y"], "exclude each other"),
+    (["generate", "--prompt", "x", "--prompts-file", "y"], "cannot be given together"),
 ])
 def test_mistakes_are_named(argv: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert expected in refused(capsys, *argv)
@@ -332,7 +332,8 @@ def test_a_chat_template_of_a_file_or_of_the_model(folder: Path, tmp_path: Path,
     assert result.status == 0 and "prompt 5 tokens" in result.err
     for command in (["chat", folder], ["generate", folder, "--chat", "--prompt", "x"]):
         said = refused(capsys, *command, "--chat-template", "nope")
-        assert "--chat-template 'nope' is no file, no template and none of the model's own (default)" in said
+        words = "is neither a file, nor a template, nor one of the model's templates (default)"
+        assert f"--chat-template 'nope' {words}" in said
 
 
 def test_a_chat_that_is_too_long_says_so_and_goes_on(folder: Path, capsys: pytest.CaptureFixture[str],
@@ -476,8 +477,8 @@ def test_what_the_engine_refuses(folder: Path, capsys: pytest.CaptureFixture[str
 def test_messages_name_flags_where_flags_were_given() -> None:
     parser = cli.build_parser().parse(["serve"]).parser
     for said, shown in [
-        ("lora_modules: 'a' is there twice", "--lora-modules: 'a' is there twice"),
-        ("ssl_keyfile goes with ssl_certfile", "--ssl-keyfile goes with --ssl-certfile"),
+        ("lora_modules: 'a' is given twice", "--lora-modules: 'a' is given twice"),
+        ("ssl_keyfile needs ssl_certfile", "--ssl-keyfile needs --ssl-certfile"),
         ("tensor_parallel_size=3: no", "--tensor-parallel-size=3: no"),
         ("seed must be an integer", "--seed must be an integer"),
         ("the model's seed and its max_position_embeddings", None),  # a word, and a key of another file

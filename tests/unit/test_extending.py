@@ -322,7 +322,7 @@ def test_what_a_format_cannot_take_is_refused_by_name(tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj"
     rows = tensors[f"{name}.weight"]
     assert isinstance(rows, Int8Rows)
-    with pytest.raises(WeightError, match=f"{name}.weight has dtype torch.float64, a weight stored as int8_rows needs"):
+    with pytest.raises(WeightError, match=f"{name}.weight has dtype torch.float64, and a weight stored as int8_rows"):
         load_weights(model, (tensors | {f"{name}.weight": rows.dequantize()}).items())
     with pytest.raises(WeightError, match=f"{name}.weight holds NaN or Inf"):
         load_weights(model, (tensors | {f"{name}.weight": Int8Rows(rows.values, rows.scales / 0)}).items())
@@ -366,7 +366,7 @@ def test_slots_of_a_rank_load_exactly_its_part() -> None:
         torch.testing.assert_close(part(x, LOGIT_ROWS), torch.cat((mine, k, *others, copied), dim=1))
     with pytest.raises(ValueError, match="8 features cannot be sharded into 3 equal parts"):
         layer(OutputShard(Ranks(0, 3)))
-    with pytest.raises(ValueError, match="4 pieces cannot be shared by 2 ranks"):
+    with pytest.raises(ValueError, match="4 pieces cannot be held by 2 ranks"):
         layer(OutputShard(Ranks(0, 2), pieces={"k": 4}))
 
 

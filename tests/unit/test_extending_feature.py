@@ -110,7 +110,7 @@ def test_a_failed_step_forgets_what_the_feature_has_on_the_device() -> None:
 
 def test_a_second_feature_that_changes_products_is_refused() -> None:
     """One of the two would do nothing."""
-    with pytest.raises(ValueError, match="two features change products by row"):
+    with pytest.raises(ValueError, match="two features give requests low-rank changes"):
         Rig(model_of("llama"), enable_lora=True, max_lora_rank=8)
 
 
@@ -118,7 +118,7 @@ def test_a_request_for_a_feature_that_is_missing_is_refused_by_name(monkeypatch:
     missing = FeatureEntry("adapters", "outrider.features.gone.on_device:Gone", "outrider.features.gone.in_engine:Gone",
                            is_on=lambda config: config.enable_lora)
     monkeypatch.setattr(feature_list, "FEATURES", (missing,))
-    with pytest.raises(ValueError, match="this installation of outrider has no adapters"):
+    with pytest.raises(ValueError, match="this installation of outrider cannot use adapters"):
         Rig(model_of("llama"), enable_lora=True)
     with pytest.raises(ValueError, match="a feature of the package has the name 'adapters'"):
         register_feature(FEATURES[0])

@@ -50,8 +50,8 @@ def test_what_is_not_known_is_refused(given: str, num_drafts: int, message: str)
         golden_rates(given, num_drafts)
 
 
-@pytest.mark.parametrize("drafts,message", [("auto", "goes with --speculative-config"),
-                                            ('{"method": "ngram"}', "gives num_speculative_tokens")])
+@pytest.mark.parametrize("drafts,message", [("auto", "needs --speculative-config"),
+                                            ('{"method": "ngram"}', "with num_speculative_tokens")])
 def test_the_flag_needs_a_number_of_drafts(drafts: str, message: str) -> None:
     args = build_parser().parse(["bench", "spec", "smollm2", "--speculative-config", drafts, "--acceptance", "golden"])
     with pytest.raises(UsageError, match=message):

@@ -160,7 +160,7 @@ def test_a_cluster_that_does_not_answer_is_told_before_ray_tries_for_minutes() -
         for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}", "auto"):
             check_address(address)
     for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}", "127.0.0.1:99999"):
-        with pytest.raises(ValueError, match=f"no cluster of Ray answers at {address}"):
+        with pytest.raises(ValueError, match=f"no Ray cluster answers at {address}"):
             check_address(address)
 
 

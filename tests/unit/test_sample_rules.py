@@ -317,7 +317,7 @@ class TestRows:
         ({"logit_bias": {VOCAB: 1.0}}, "logit_bias: token id 13"),
         ({"allowed_token_ids": [2, 99]}, "allowed_token_ids: token id 99"),
         ({"bad_words_token_ids": ((2, 77),)}, "bad_words: token id 77"),
-        ({"bad_words_token_ids": ((),)}, "bad_words: a word has no tokens"),
+        ({"bad_words_token_ids": ((),)}, "bad_words: one of the words has no tokens"),
     ])
     def test_what_the_device_cannot_hold_is_refused_by_name(self, fields: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):

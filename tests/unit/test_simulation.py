@@ -83,7 +83,7 @@ def test_steps_with_prompts_take_the_times_of_their_number_of_requests() -> None
         assert simulate(table, load)[0]["mean_ttft_ms"] == pytest.approx(seconds)
     drafted = replace(table, prompts=(few, many, replace(few, num_drafts=2), replace(many, num_drafts=2)))
     assert drafted.prompt_steps(2, proposes=True).num_drafts == 2 == drafted.prompt_steps(99, proposes=True).num_drafts
-    with pytest.raises(ValueError, match="prompts must rise by num_drafts and requests"):
+    with pytest.raises(ValueError, match="prompts must be sorted by num_drafts and requests"):
         replace(table, prompts=(many, few)).check()
 
 
@@ -202,7 +202,7 @@ def test_a_line_that_is_no_request_is_refused_by_its_number(tmp_path: Path, line
 
 @pytest.mark.parametrize("text", ["0", "x", "lognormal:5", "lognormal:0:1", "lognormal:5:inf", "2000"])
 def test_lengths_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no length"):
+    with pytest.raises(ValueError, match="is not a length"):
         parse_lengths(text, 1000)
 
 
@@ -257,8 +257,8 @@ def test_sizes_of_features_are_left_out_of_a_cost_table(tmp_path: Path) -> None:
 
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
-    for text, message in (("[1]", "no cost table"), ("{", "cannot be read"),
-                          ('{"format": "outrider costs 1", "is": "Popen"}', "not known"),
+    for text, message in (("[1]", "is not a cost table"), ("{", "cannot be read"),
+                          ('{"format": "outrider costs 1", "is": "Popen"}', "does not know"),
                           ('{"format": "outrider costs 1", "is": "Limits", "x": 1}', "other fields")):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -271,25 +271,25 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     (("host", "request"), float("nan"), "HostCosts: request must be"),
     (("model", "bandwidth"), 0, "ModelFacts: bandwidth must be"),
     (("model",), None, "CostTable: model must be a ModelFacts"),
-    (("prompts", 0, "num_drafts"), 5, "num_drafts of 0 or"),
-    (("info", "layout", "groups"), [], "layout must have groups"),
-    (("info", "layout", "groups", 0, "page_tokens"), 0, "page_tokens of at least 1"),
+    (("prompts", 0, "num_drafts"), 5, "num_drafts must be 0 or"),
+    (("info", "layout", "groups"), [], "groups must not be empty"),
+    (("info", "layout", "groups", 0, "page_tokens"), 0, "page_tokens of a group must be at least 1"),
     (("acceptance",), [1.5], "CostTable: acceptance must be"),
-    (("decoding",), [], "entry for each number of drafts"),
-    (("decoding", 0, "requests"), [8, 1, 64], "decoding with 0 drafts: requests must rise"),
+    (("decoding",), [], "one entry for each num_drafts"),
+    (("decoding", 0, "requests"), [8, 1, 64], "decoding with 0 drafts: requests must be rising numbers"),
     (("decoding", 0, "seconds"), [0.1], "as many seconds"),
-    (("prompts", 0, "tokens"), [], "prompts with 0 drafts: tokens must rise"),
+    (("prompts", 0, "tokens"), [], "prompts with 0 drafts: tokens must be rising numbers"),
     (("prompts", 0, "padded_up_to"), 4096, "padded_up_to"),
-    (("prompts",), [], "prompts must have an entry"),
+    (("prompts",), [], "prompts must not be empty"),
     (("reading", 0, "seconds"), -1, "reading: seconds"),
     (("reading", 0, "window"), 1.5, "ReadCost: window must be"),
     (("info", "limits", "max_requests"), 0, "limits: max_requests must be at least 1"),
     (("info", "limits", "max_len"), "long", "Limits: max_len must be an integer"),
     (("info", "num_pages"), 1, "num_pages must be"),
-    (("info", "drafting", "costs", "tokens"), [1], "drafting: tokens must rise"),
-    (("info", "prompt_steps", "costs", "seconds"), [1], "prompt_steps: tokens must rise"),
+    (("info", "drafting", "costs", "tokens"), [1], "drafting: tokens must be rising numbers"),
+    (("info", "prompt_steps", "costs", "seconds"), [1], "prompt_steps: tokens must be rising numbers"),
     (("info", "layout"), [], "WorkerInfo: layout must be a CacheLayout"),
-    (("info", "layout", "places", "items"), [[1]], "list of pairs"),
+    (("info", "layout", "places", "items"), [[1]], "list of .key, value. pairs"),
 ])
 def test_an_edited_table_is_refused_when_it_is_read(tmp_path: Path, place: tuple[Any, ...], value: Any,
                                                     message: str) -> None:
@@ -301,7 +301,7 @@ def test_an_edited_table_is_refused_when_it_is_read(tmp_path: Path, place: tuple
     assert place[-1] in part or isinstance(part, list)
     part[place[-1]] = value
     path.write_text(json.dumps(content))
-    with pytest.raises(ValueError, match=f"costs.json cannot be used: .*{message}"):
+    with pytest.raises(ValueError, match=f"costs.json is not a usable cost table: .*{message}"):
         CostTable.read(path)
 
 
@@ -318,7 +318,7 @@ def test_the_command_prints_a_row_for_each_case(tmp_path: Path, capsys: pytest.C
     for flag, value in (("--rate", "inf"), ("--rate", "1e-320"), ("--front-ms", "nan"), ("--link-gb-s", "nan"),
                         ("--link-us", "inf"), ("--zipf", "-1000"), ("--zipf", "nan")):
         assert main([*words, flag, value]) == 2 and flag in capsys.readouterr().err
-    assert main([*words, "--input-len", "9999"]) == 2 and "is no length" in capsys.readouterr().err
+    assert main([*words, "--input-len", "9999"]) == 2 and "is not a length" in capsys.readouterr().err
 
 
 def test_the_command_names_loads_that_cannot_be_served(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -92,5 +92,5 @@ def test_the_core_serves_without_the_folder_of_a_feature(feature: str, wanted: l
     assert done.returncode == 0, done.stderr[-3000:]
     place, refusal, tokens = json.loads(done.stdout.splitlines()[-1])
     assert place == str(tmp_path / "outrider" / "__init__.py"), "the copy is what ran"
-    assert f"this installation of outrider has no {feature}" in refusal
+    assert f"this installation of outrider cannot use {feature}" in refusal
     assert tokens == wanted

@@ -113,8 +113,9 @@ class ExpertsTarget(Target):
         if rest not in ("", "base_layer") or shapes != (self.num_inputs, self.num_outputs):
             return False
         if not self.experts.is_gated and self.num_inputs == self.num_outputs:
-            raise AdapterError(f"{pair.a}: both projections of the experts have the shape {list(shapes[::-1])}: "
-                               "which one is meant is not known; save the factors under the projections' names")
+            raise AdapterError(f"{pair.a}: gate_up_proj and down_proj of the experts both have the shape "
+                               f"{list(shapes[::-1])}, so that it is not clear which one this tensor changes; save the "
+                               "factors under the projections' names")
         return True
 
     def changed_parts(self, rest: str) -> set[tuple[int, int]]:

@@ -53,7 +53,7 @@ def read_adapter(name: str, folder: str, targets: Targets, *, max_rank: int, max
     places = {module: targets.find(module, pair) for module, pair in source.pairs.items()}
     ranks = _check_modules(source, folder, places, max_rank)
     if (size := sum(target.room(rank) for target, rank in ranks.items())) > max_size:
-        raise AdapterError(f"{folder} takes {size * dtype.itemsize} bytes and the engine has room for "
+        raise AdapterError(f"{folder} takes {size * dtype.itemsize} bytes and the engine's room for one adapter is "
                            f"{max_size * dtype.itemsize}: raise max_loras or lora_memory_bytes")
     held: dict[Target, list[NamedPair]] = {}
 
@@ -63,8 +63,8 @@ def read_adapter(name: str, folder: str, targets: Targets, *, max_rank: int, max
         for part in places[module]:
             scale = source.scale(part.target.config_name(module))
             if scale > MAX_SCALE:
-                raise AdapterError(f"{folder}: lora_alpha gives {module} the scale {scale:g}, with which nothing is "
-                                   "finite")
+                raise AdapterError(f"{folder}: lora_alpha gives {module} the scale {scale:g}, and the weights that it "
+                                   "makes are not finite: save the adapter with a smaller lora_alpha")
             held.setdefault(part.target, []).append(NamedPair(part.rest, a, part.of_factor(b), scale))
 
     source.read(take)
@@ -85,31 +85,30 @@ def _check_modules(source: PeftFolder, folder: str, places: Mapping[str, tuple[T
         pair, target = source.pairs[module], part.target
         rank = target.check(part.of_pair(pair))
         if rank > max_rank:
-            raise AdapterError(f"{pair.a} has rank {rank}, and max_lora_rank is {max_rank}: raise it")
+            raise AdapterError(f"{pair.a} has rank {rank}, and max_lora_rank is {max_rank}: raise max_lora_rank")
         _check_rank(source, target.config_name(module), pair, rank)
         parts = target.changed_parts(part.rest)
         if parts & changed.setdefault(target, set()):
-            raise AdapterError(f"{pair.a}: {target.name} is there twice")
+            raise AdapterError(f"{pair.a}: the adapter has two entries for {target.name}: save it again with one")
         changed[target] |= parts
         ranks[target] = max(ranks.get(target, 0), target.held_rank(part.rest, rank))
         base = source.base_shapes.get(module)
         if base is not None and base != target.weight_shape:
-            raise AdapterError(f"{folder}: the base weight of {module} is {list(base)} and the model's "
-                               f"{list(target.weight_shape)}: the vocabulary was resized, so the adapter is for "
-                               "another base model")
+            raise AdapterError(f"{folder}: the adapter was made for a {module} of shape {list(base)}, and this model's "
+                               f"has {list(target.weight_shape)} (a resized vocabulary): use the adapter's own base "
+                               "model")
     return ranks
 
 
 def _check_tensors(folder: str, pair: FactorPair, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> None:
     """Refuse factors that the model cannot compute with in its dtype."""
     if (tuple(a.shape), tuple(b.shape)) != (pair.a_shape, pair.b_shape):
-        raise AdapterError(f"{folder} was changed while it was read: {pair.a} has another shape now")
+        raise AdapterError(f"{folder} was changed while it was read: {pair.a} has another shape now. Load it again")
     for name, tensor in ((pair.a, a), (pair.b, b)):
         if tensor.dtype not in DTYPES:
-            raise AdapterError(f"{folder}: tensor {name} holds {tensor.dtype}: factors must be floats of at least 16 "
-                               "bits")
+            raise AdapterError(f"{folder}: tensor {name} holds {tensor.dtype}: it must hold floats of 16 or 32 bits")
         if not _is_finite(tensor, dtype):
-            raise AdapterError(f"{folder}: tensor {name} holds NaN or Inf (as {dtype})")
+            raise AdapterError(f"{folder}: tensor {name} holds NaN or Inf (as {dtype}): save the adapter again")
 
 
 def _is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -119,7 +118,8 @@ def _is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
 
 def _check_rank(source: PeftFolder, module: str, pair: FactorPair, rank: int) -> None:
     if source.rank(module) != rank:
-        raise AdapterError(f"{pair.a} has rank {rank}, and adapter_config.json says {source.rank(module)}")
+        raise AdapterError(f"{pair.a} has rank {rank}, and adapter_config.json says {source.rank(module)}: save the "
+                           "adapter again")
 
 
 def _packed(name: str, held: dict[Target, list[NamedPair]], dtype: torch.dtype, pin: bool) -> HostAdapter:

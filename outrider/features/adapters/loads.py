@@ -88,7 +88,7 @@ class AdapterRegistry(AdapterLoads):
     def find(self, name: str) -> LoRARequest:
         """The adapter that `keep` has stored under a name."""
         if name not in self._paths:
-            raise UnknownAdapter(f"there is no adapter {name!r}")
+            raise UnknownAdapter(f"no adapter {name!r} is loaded: load it first")
         return LoRARequest(name, 1, self._paths[name])
 
     def keep(self, name: str, path: str) -> None:
@@ -101,7 +101,7 @@ class AdapterRegistry(AdapterLoads):
                 self._dropped[number] = DroppedLoad(name, None)
         loads = [load for load in self._loads.values() if load.name == name and not load.is_replaced]
         if self._paths.pop(name, None) is None and not loads:
-            raise UnknownAdapter(f"there is no adapter {name!r}")
+            raise UnknownAdapter(f"no adapter {name!r} is loaded, so there is none to remove")
         self._current.pop(name, None)
         for load in loads:
             load.is_removed = True
@@ -137,7 +137,8 @@ class AdapterRegistry(AdapterLoads):
             return True
         load = self._loads.get(number)
         if load is None:
-            raise UnknownAdapter("the adapter could not be loaded, or was removed meanwhile")
+            raise UnknownAdapter("the adapter could not be loaded, or was removed while the request waited: load it "
+                                 "again")
         if load.answer is None:
             load.answer = self._order(PollAdapter(number))
         if not load.answer.done():
@@ -175,7 +176,8 @@ class AdapterRegistry(AdapterLoads):
         dropped = self._dropped.get(number)
         newer = None if dropped is None else self._current.get(dropped.name)
         if newer is None:
-            raise UnknownAdapter("the request's adapter has been removed: ask for it again")
+            raise UnknownAdapter("the request's adapter has been removed: load the adapter again, and send the request "
+                                 "again")
         return newer
 
     def renew(self, asked: CheckedRequest) -> CheckedRequest:
@@ -187,7 +189,8 @@ class AdapterRegistry(AdapterLoads):
         and nothing is counted."""
         entering = [part.number for asked in requests if (part := asked.part(LoadedAdapter)) is not None]
         if not self.sizes.keys() >= set(entering):
-            raise UnknownAdapter("the request's adapter is not loaded any more: ask for it again")
+            raise UnknownAdapter("the request's adapter is not loaded any more: load the adapter again, and send the "
+                                 "request again")
         for number in entering:
             self._loads[number].num_requests += 1
             self._loads.move_to_end(number)
@@ -243,8 +246,8 @@ class AdapterRegistry(AdapterLoads):
         while len(self._loads) >= self._max_loaded:
             idle = next((load for load in self._loads.values() if load.is_idle and load is not before), None)
             if idle is None:
-                raise AdaptersInUse(f"{self._max_loaded} adapters are loaded (max_cpu_loras), and all of them have "
-                                    "requests: raise max_cpu_loras")
+                raise AdaptersInUse(f"{self._max_loaded} adapters are loaded (max_cpu_loras), and requests use all of "
+                                    "them: try again later, or raise max_cpu_loras")
             self._drop(idle)
 
     def _serve(self, load: AdapterLoad) -> None:

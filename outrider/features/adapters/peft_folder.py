@@ -135,22 +135,26 @@ class PeftFolder:
 def _read_config(path: Path) -> dict[str, Any]:
     file = path / CONFIG
     if not file.is_file():
-        raise AdapterError(f"{path} is no adapter: it holds no {CONFIG}")
+        raise AdapterError(f"{path} is no adapter, because it holds no {CONFIG}: name the folder of a LoRA saved by "
+                           "PEFT")
     if file.stat().st_size > MAX_CONFIG_BYTES:
-        raise AdapterError(f"{file} has more than {MAX_CONFIG_BYTES} bytes: it is no adapter's config")
+        raise AdapterError(f"{file} has more than {MAX_CONFIG_BYTES} bytes, so it is not the config of an adapter. "
+                           "Name the folder of a LoRA saved by PEFT")
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise AdapterError(f"{file} is damaged ({error})") from error
+        raise AdapterError(f"{file} is damaged ({error}): fetch or save the adapter again") from error
     if not isinstance(config, dict):
-        raise AdapterError(f"{file} is damaged: it holds no object")
+        raise AdapterError(f"{file} is damaged, because it does not hold a JSON object: fetch or save the adapter "
+                           "again")
     if config.get("peft_type") != "LORA":
         raise AdapterError(f"{file}: peft_type {shown(config.get('peft_type'))} is not supported: only LORA is")
     for key, value in config.items():
         if key in REFUSED and value is not None and value not in REFUSED[key][0]:
             raise AdapterError(f"{file}: {key}={shown(value)} is not supported: {REFUSED[key][1]}")
         if key not in READ | HARMLESS and value not in (None, False, [], {}):
-            raise AdapterError(f"{file}: {key}={shown(value)} is not known: it could change what the adapter computes")
+            raise AdapterError(f"{file}: {key}={shown(value)} is not supported: Outrider does not know this key, which "
+                               "could change what the adapter computes. Remove it if it has no effect")
     drawn = config.get("init_lora_weights")
     if isinstance(drawn, str) and drawn.lower().startswith(CHANGES_BASE):
         raise AdapterError(f"{file}: init_lora_weights={shown(drawn)} has changed the base model: save the adapter "
@@ -162,7 +166,7 @@ def _read_pairs(file: Path) -> tuple[dict[str, FactorPair], dict[str, tuple[int,
     """Return the names of each module's factors, and the shapes of base weights that PEFT saves with adapted embeddings
     and heads."""
     if not file.is_file():
-        raise AdapterError(f"{file.parent} holds no {TENSORS}: adapters in other formats are not read")
+        raise AdapterError(f"{file.parent} holds no {TENSORS}: save the adapter as safetensors")
     try:
         with safe_open(file, framework="pt") as handle:
             shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}
@@ -177,22 +181,23 @@ def _read_pairs(file: Path) -> tuple[dict[str, FactorPair], dict[str, tuple[int,
                 own = found.setdefault(module, (is_embedding, {}))
                 other = next(iter(own[1].values())) if own[0] != is_embedding else own[1].get(end[1])
                 if other is not None:
-                    raise AdapterError(f"{file}: {other} and {name} are both for {module}: which one is meant is not "
-                                       "known; save one adapter in a file")
+                    raise AdapterError(f"{file}: {other} and {name} are both for {module}: save only one adapter in a "
+                                       "file")
                 own[1][end[1]] = name
                 break
         else:
             if name.endswith(BASE_WEIGHT):
                 base_shapes[name.removeprefix(PREFIX).removesuffix(BASE_WEIGHT)] = shapes[name]
                 continue
-            raise AdapterError(f"{file}: tensor {name} is no part of a LoRA")
+            raise AdapterError(f"{file}: tensor {name} is no part of a LoRA: save the adapter with PEFT")
     pairs: dict[str, FactorPair] = {}
     for module, (is_embedding, names) in found.items():
         if len(names) < 2:
-            raise AdapterError(f"{file}: {next(iter(names.values()))} has no counterpart: a product needs A and B")
+            raise AdapterError(f"{file}: {next(iter(names.values()))} has no counterpart: each lora_A needs a lora_B. "
+                               "Fetch or save the adapter again")
         pairs[module] = FactorPair(names["A"], names["B"], shapes[names["A"]], shapes[names["B"]], is_embedding)
     if not pairs:
-        raise AdapterError(f"{file} holds no tensors")
+        raise AdapterError(f"{file} holds no tensors: fetch or save the adapter again")
     return pairs, base_shapes
 
 
@@ -208,7 +213,8 @@ def _pattern(path: Path, config: Mapping[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(given, dict):
         raise AdapterError(f"{path / CONFIG}: {key} must be an object, got {shown(given)}")
     if len(given) > MAX_PATTERNS:
-        raise AdapterError(f"{path / CONFIG}: {key} has {len(given)} names, and {MAX_PATTERNS} are read")
+        raise AdapterError(f"{path / CONFIG}: {key} has {len(given)} names, and at most {MAX_PATTERNS} are supported: "
+                           "give fewer")
     for name, value in given.items():
         _number(path, f"{key}: {name}", value)
         is_costly = len(name) > MAX_PATTERN_LENGTH or len(REPEAT.findall(name)) > MAX_REPEATS
@@ -218,7 +224,8 @@ def _pattern(path: Path, config: Mapping[str, Any], key: str) -> dict[str, Any]:
         try:
             re.compile(name)
         except (re.error, RecursionError, OverflowError) as error:
-            raise AdapterError(f"{path / CONFIG}: {key}: {shown(name)} is no regular expression ({error})") from error
+            raise AdapterError(f"{path / CONFIG}: {key}: {shown(name)} is not a valid regular expression ({error}): "
+                               "correct it") from error
     return given
 
 

@@ -230,7 +230,8 @@ class EmbeddingTarget(Target):
 
     def check(self, pair: FactorPair) -> int:
         if not pair.is_embedding:
-            raise AdapterError(f"{pair.a}: {self.name} is an embedding, whose factors are lora_embedding_A and _B")
+            raise AdapterError(f"{pair.a}: {self.name} is an embedding, so its factors must be named lora_embedding_A "
+                               "and lora_embedding_B: save the adapter with PEFT")
         return _check_matrix(pair, self.vocab_size, self.embedding.declared.in_features)
 
     def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:

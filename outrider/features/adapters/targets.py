@@ -116,12 +116,12 @@ class Targets:
             own = next((target for target in targets if target.takes(rest, pair)), None)
             if own is not None:
                 if not own.is_served:
-                    raise AdapterError(f"{pair.a}: experts that stay in the bits of their files take no adapters: "
-                                       "start the engine with keep_quantized=False")
+                    raise AdapterError(f"{pair.a}: adapters cannot change experts that stay quantised: start the "
+                                       "engine with keep_quantized=False")
                 return (TargetPart(own, rest),)
         if any(_below(experts, name, published) is not None for experts in self.fixed):
-            raise AdapterError(f"{pair.a}: experts with biases, or whose weights are stored input by output, take no "
-                               "adapters: train the other layers")
+            raise AdapterError(f"{pair.a}: adapters cannot change this model's experts, which have biases or "
+                               "transposed weights: train an adapter for the other layers")
         raise AdapterError(f"{pair.a}: the model has no {name} that an adapter may change: the adapter is for another "
                            "base model")
 

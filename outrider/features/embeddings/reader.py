@@ -25,8 +25,8 @@ class EmbedsReader(InputReader):
         if embeds is not None:
             self._values = read_embeds(embeds, model.limits.hidden_size)
         if self._positions is not None and (embeds is None or not (has_text or has_own_ids)):
-            raise ValueError("prompt_embeds_positions are those of prompt_embeds among the tokens of 'prompt' or "
-                             "'prompt_token_ids': give these too")
+            raise ValueError("prompt_embeds_positions says where prompt_embeds stand among the tokens of 'prompt' "
+                             "or 'prompt_token_ids': give both too")
         self.has_ids = has_own_ids or self._positions is not None
         if not self.has_ids:
             refuse_id_readers(params)
@@ -50,7 +50,7 @@ def read_embeds(given: Any, hidden_size: int) -> NDArray[np.floating]:
                          f"{list(given.shape)}")
     values: NDArray[np.floating] = given.astype(np.float64 if given.dtype == np.float64 else np.float32, order="C")
     if not (np.abs(values) <= np.finfo(np.float32).max).all():
-        raise ValueError("prompt_embeds hold NaN or infinity, or numbers that are infinity as float32")
+        raise ValueError("prompt_embeds must be finite in float32, and hold NaN, infinity or larger numbers")
     return values
 
 
@@ -58,14 +58,16 @@ def place_embeds(values: NDArray[np.floating], given: Sequence[Any] | None, num_
     """Check the positions of a prompt's embeddings. given: the positions in a prompt of `num_tokens` tokens; None if
     there is an embedding for every token."""
     if given is None and len(values) != num_tokens:
-        raise ValueError(f"prompt_embeds has {len(values)} tokens and prompt_token_ids has {num_tokens}")
+        raise ValueError(f"prompt_embeds has {len(values)} tokens and prompt_token_ids has {num_tokens}: give as many "
+                         "of both, or prompt_embeds_positions")
     places = range(num_tokens) if given is None else given
     are_integers = bool(places) and all(type(position) is int for position in places)
     if not are_integers or sorted({*places} & {*range(num_tokens)}) != [*places]:
-        raise ValueError(f"prompt_embeds_positions must be rising positions in the prompt's {num_tokens} tokens, got "
-                         f"{shown(given)}")
+        raise ValueError(f"prompt_embeds_positions must be rising positions from 0 to {num_tokens - 1} (the prompt has "
+                         f"{num_tokens} tokens), got {shown(given)}")
     if len(places) != len(values):
-        raise ValueError(f"prompt_embeds has {len(values)} embeddings and prompt_embeds_positions has {len(places)}")
+        raise ValueError(f"prompt_embeds has {len(values)} embeddings and prompt_embeds_positions has {len(places)}: "
+                         "give one position for each embedding")
     positions = np.array(places, dtype=np.int64)
     digest = hashlib.blake2b(f"{values.dtype} {values.shape} ".encode(), digest_size=16)
     digest.update(values.data)

@@ -99,7 +99,8 @@ class CompiledForms:
 
     def _start(self, compiled: Future[Any] | None) -> TokenMatcher:
         if compiled is None or not compiled.done():  # a step waits for this, and must not wait for a compiler
-            raise RuntimeError("the form was not compiled before the step")
+            raise RuntimeError("the request's grammar was not compiled before its step. This is a bug: please report "
+                               "it")
         with self._lock:
             own = compiled.result().deep_copy()
         assert self._vocabulary is not None
@@ -114,9 +115,9 @@ class CompiledForms:
             raise ValueError(f"{where} takes longer than {limits.COMPILE_SECONDS:g} seconds to compile: make it "
                              "simpler") from None
         except RuntimeError as error:
-            raise ValueError(f"{where} cannot be compiled: {short(str(error))}") from None
+            raise ValueError(f"{where} cannot be compiled: {short(str(error))}. Correct it") from None
         if wrong:
-            raise ValueError(f"{where} cannot be compiled: {short(wrong)}")
+            raise ValueError(f"{where} cannot be compiled: {short(wrong)}. Correct it")
         return matcher
 
     def _compile(self, text: str) -> tuple[Any, str]:

@@ -58,7 +58,8 @@ class GrammarCompiler:
         except ImportError:
             raise ValueError(INSTALL) from None
         if not self._eos_ids:
-            raise ValueError("structured_outputs: this model has no end token, so no text could end")
+            raise ValueError("structured_outputs: this model has no end token, with which a grammar ends an answer: "
+                             "leave structured_outputs out")
         client = None if caller is None else caller.name
         form = NewForm(asked, _text(asked), limits.parser_limits(), limits.COMPILE_SECONDS, limits.VOCABULARY_SECONDS,
                        caller or Caller())

@@ -125,7 +125,7 @@ class FormLeases(RequestKeeper):
         with self._lock:
             for lease in leases:
                 if self._numbers.get(lease.digest) != lease.number:
-                    raise FormsBusy("the form of the request is not compiled any more: send the request again")
+                    raise FormsBusy("the request's compiled grammar has been dropped: send the request again")
             for lease in leases:
                 self._kept[lease.number].live[lease] += 1
                 self._kept.move_to_end(lease.number)
@@ -179,8 +179,8 @@ class FormLeases(RequestKeeper):
         own = [kept for kept in leased if kept.is_leased_by(client)]
         share = len({client}.union(*(kept.clients() for kept in leased)))
         if own and _is_over([*leased, new], 1) and _is_over([*own, new], share):
-            raise FormsBusy(f"requests of this client that have not ended hold {len(own)} compiled forms: try again "
-                            "when some of them have ended")
+            raise FormsBusy(f"unfinished requests of this client use {len(own)} compiled grammars, the most there may "
+                            "be: try again when some of these requests have ended")
 
     def _make_room(self) -> None:
         """Drop idle forms, least recently used first, until the rest are within the bounds."""

@@ -39,7 +39,7 @@ def regex_terminal(pattern: str) -> str:
 
 def _field(given: Any, name: str, kind: type) -> Any:
     if not isinstance(given, dict) or not isinstance(given.get(name), kind):
-        raise ValueError(f"{name} must be a {kind.__name__} in every object of its kind")
+        raise ValueError(f"every object of this type needs {name}, a {kind.__name__}")
     return given[name]
 
 
@@ -75,7 +75,7 @@ class _Builder:
             case "tags_with_separator":
                 return self._separated(form)
             case other:
-                raise ValueError(f"the type {other[:40]!r} is none of {', '.join(KINDS)}")
+                raise ValueError(f"the type {other[:40]!r} is not supported; supported: {', '.join(KINDS)}")
 
     def _group(self, form: dict[str, Any], name: str, between: str) -> str:
         return f"({between.join(self.expression(each) for each in _some(form, name))})"
@@ -95,7 +95,7 @@ class _Builder:
         with this trigger."""
         triggers, chunks = _some(form, "triggers"), []
         if not all(isinstance(trigger, str) and trigger for trigger in triggers):
-            raise ValueError("triggers must be texts")
+            raise ValueError("triggers must be texts that are not empty")
         # What follows a tag's beginning is written once, however many triggers the tag has.
         tags = [(_field(tag, "begin", str), self._rule(self._behind_begin(tag))) for tag in _some(form, "tags")]
         num_pairs = 0
@@ -103,10 +103,12 @@ class _Builder:
             rests = [f"{_text(begin.removeprefix(trigger))} {behind}" for begin, behind in tags
                      if begin.startswith(trigger)]
             if not rests:
-                raise ValueError(f"no tag begins with the trigger {trigger[:40]!r}")
+                raise ValueError(f"no tag begins with the trigger {trigger[:40]!r}: add such a tag, or remove the "
+                                 "trigger")
             num_pairs += len(rests)
             if num_pairs > MAX_PAIRS:
-                raise ValueError(f"there are more than {MAX_PAIRS} pairs of a trigger and a tag that begins with it")
+                raise ValueError(f"there are more than {MAX_PAIRS} pairs of a trigger and a tag that begins with it: "
+                                 "give fewer triggers or tags")
             chunks.append(f"{self._rule(ANY_TEXT, trigger)} ({' | '.join(rests)})")
         chunk = self._rule(" | ".join(chunks))
         if form.get("stop_after_first"):
@@ -128,7 +130,7 @@ class _Builder:
 def _some(form: dict[str, Any], name: str) -> list[Any]:
     given = _field(form, name, list)
     if not given:
-        raise ValueError(f"{name} is an empty list")
+        raise ValueError(f"{name} must be a list that is not empty")
     return list(given)
 
 

@@ -128,7 +128,7 @@ class GrammarTrial:
                                  f"{form.ready_seconds:g} seconds to read") from None
             else:
                 if found is None:
-                    raise FormsBusy("the request was given up before its form was compiled")
+                    raise FormsBusy("the request was cancelled before its grammar was compiled")
                 return found
         raise AssertionError
 
@@ -173,4 +173,4 @@ def _wait(other: Future[None], caller: Caller) -> None:
         with suppress(TimeoutError):
             other.result(LOOK_SECONDS)
             return
-    raise FormsBusy("the request was given up before its form was compiled")
+    raise FormsBusy("the request was cancelled before its grammar was compiled")

@@ -117,7 +117,7 @@ class Candidate:
             self._adam.step()
         self._adam.zero_grad(set_to_none=False)  # the memory stays
         if not math.isfinite(norm):
-            raise RuntimeError("the gradients are not finite")
+            raise RuntimeError("the gradients are not finite: this training step of the drafter is dropped")
 
     def measure(self, texts: Sequence[ServedText], *, is_serving: bool) -> tuple[int, int]:
         """Draft greedily after every place of the texts, with the weights in training or with the serving ones. Returns

@@ -85,7 +85,7 @@ class EngineProcessor:
             self._own = self._make()
             self.is_argmax_invariant = bool(self._own.is_argmax_invariant())
         except Exception as error:
-            raise ValueError(f"logits_processors: {self.name} cannot be made: {words_of(error)}") from error
+            raise ValueError(f"logits_processors: {self.name} raised in its constructor: {words_of(error)}") from error
         self._failed = False  # in this step
 
     def begin(self, update: BatchUpdate | None, batch: list[ProcessedRequest]) -> BatchUpdate | None:
@@ -119,7 +119,7 @@ class EngineProcessor:
         own.update_state(update)
         processed = own.apply(logits)
         if not isinstance(processed, torch.Tensor) or processed.shape != logits.shape:
-            raise ValueError(f"apply must return logits of shape {tuple(logits.shape)}")
+            raise ValueError(f"apply must return a tensor of the shape of its logits, {tuple(logits.shape)}")
         return processed.to(logits)
 
 

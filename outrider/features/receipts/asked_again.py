@@ -23,7 +23,8 @@ def engine_settings(receipt: Receipt, key: bytes | None = None, *, given: Collec
     told = {name: value for name, value in receipt["settings"].items() if name not in given}
     odd = next((name for name in told if name not in SETTINGS), None)
     if odd is not None:
-        raise ValueError(f"settings.{odd}: this version of outrider has no such setting in a receipt")
+        raise ValueError(f"settings.{odd}: this version of outrider has no such setting in receipts: replay it with "
+                         "the version that made it")
     if told.get("logits_processors") and (key is None or faults(receipt, key)):
         raise ValueError("settings.logits_processors: the receipt names code to run, which takes a signature that "
                          "--receipt-key-file confirms, or the same names as --logits-processors")

@@ -31,8 +31,8 @@ class ReceiptPart(AddingPart):
 
     def make_additions(self, key: SampleKey, asked: CheckedRequest, keepers: RequestKeepers) -> list[SampleAddition]:
         if any(part.vectors(0, len(asked.token_ids)) is not None for part in asked.input_parts):
-            raise ValueError("receipt: a receipt tells the token ids of a prompt, and not prompt_embeds beside them: "
-                             "leave these out")
+            raise ValueError("receipt: a receipt lists the token ids of a prompt and cannot list prompt_embeds: "
+                             "leave prompt_embeds or receipt out")
         told = {"adapter": _describe_adapter(asked, keepers), "sample_index": key.sample_index}
         return [SampleNotes(key.weights_version, lambda run: self._write(asked, told | run))]
 

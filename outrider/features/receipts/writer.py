@@ -32,10 +32,11 @@ class ReceiptWriter:
     def __init__(self, model: ServedModel, key: bytes | None) -> None:
         config = model.config
         if config is None:
-            raise ValueError("receipt: the settings of this engine are not known, because it was built elsewhere")
+            raise ValueError("receipt: the settings of this engine are not known, because it was not built from an "
+                             "EngineConfig: leave receipt out")
         if config.load_format == "dummy":
             raise ValueError("receipt: a receipt names the model's files, and random weights (load_format='dummy') "
-                             "have none")
+                             "have none: leave receipt out")
         self._max_len = model.limits.max_len
         self._key = key
         self._model = asdict(digest_model(find_model(config), model.tokenizer, model.loaded_at))
@@ -47,7 +48,8 @@ class ReceiptWriter:
         try:
             canonical(params_to_json(params))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"receipt: extra_args must be JSON values, to be written down ({error})") from None
+            raise ValueError("receipt: extra_args must be JSON values, because a receipt lists them "
+                             f"({error})") from None
 
     def write(self, asked: CheckedRequest, prompt: bytes, sampled: Mapping[str, Any]) -> Receipt:
         """Write and seal the receipt of one sample, on any thread. prompt: the canonical bytes of its token ids.

@@ -35,14 +35,14 @@ def check_spans(given: object, prompt_len: int, most: int) -> PromptSpans:
             raise ValueError(f"{name} must be a list of [start, end] pairs of integers, got {item!r}")
         start, end = item
         if not 0 <= start < end <= prompt_len:
-            raise ValueError(f"{name}: [{start}, {end}] is not a span of a prompt of {prompt_len} tokens, which has "
-                             "0 <= start < end")
+            raise ValueError(f"{name}: [{start}, {end}] is not a span of this prompt: it must have 0 <= start < end <= "
+                             f"{prompt_len}, the number of the prompt's tokens")
         if end - start > most:
-            raise ValueError(f"{name}: [{start}, {end}] has {end - start} tokens, and a step takes spans of at most "
-                             f"{max(0, most)}: raise max_num_batched_tokens or lower max_num_seqs")
+            raise ValueError(f"{name}: [{start}, {end}] has {end - start} tokens, and a step has room for a span of at "
+                             f"most {max(0, most)}: raise max_num_batched_tokens or lower max_num_seqs")
         spans.append((start, end))
     spans.sort()
     for (_, end), (start, _) in zip(spans, spans[1:], strict=False):
         if start < end:
-            raise ValueError(f"{name}: two spans overlap at position {start}")
+            raise ValueError(f"{name}: two spans overlap at position {start}: join them, or leave one out")
     return PromptSpans(tuple(spans))

@@ -36,7 +36,8 @@ class RopeWrite(NamedTuple):
     rotary_dim: int | None = None
 
     def pack(self, tokens: int, width: int, cache: bytes) -> bytes:
-        """Pack the arguments as the C code takes them, for token rows [tokens, width]. `cache`: the packed cache."""
+        """Return the bytes of the C struct of `rope_write`'s arguments. tokens, width: the shape of `qkv`, the rows of
+        queries, keys and values. cache: the bytes of the C struct of the two caches (`pack_cache`)."""
         positions, cos, sin, slots, k_cache, v_cache, q_norm, k_norm, eps, rotary_dim = self
         kv_heads, dim = k_cache.shape[2:]
         assert v_cache.shape == k_cache.shape, "keys and values have caches of one shape"
@@ -73,7 +74,8 @@ def rope_write(
 
 def check_rows(num_bad: int) -> None:
     if num_bad:
-        raise IndexError(f"rope_write: {num_bad} token rows have a position or slot outside the tables or the cache")
+        raise IndexError(f"rope_write: {num_bad} token rows have a position or slot outside the tables or the cache. "
+                         "This is a bug: please report it")
 
 
 class Requests:
@@ -117,7 +119,8 @@ class Attention(NamedTuple):
     is_chunked: bool = False  # the window begins at a multiple of its size
 
     def pack(self, q: int, q_stride: int, out: int, tokens: int, heads: int, cache: bytes) -> bytes:
-        """Pack the arguments as the C code takes them. Queries and output are given by their addresses."""
+        """Return the bytes of the C struct of `paged_attention`'s arguments. q, out: addresses of the queries and the
+        output. cache: the bytes of the C struct of the two caches (`pack_cache`)."""
         return ATTENTION.pack(
             requests=self.requests.packed, cache=cache, q=q, out=out, q_stride=q_stride, tokens=tokens, heads=heads,
             window=self.window, scale=self.scale, softcap=self.softcap, sinks=_pointer(self.sinks),

@@ -47,7 +47,8 @@ class Structure:
         here = [self.size, *self.offsets]
         stated = list((ctypes.c_int64 * len(here)).in_dll(library, f"layout_{self.name}"))
         if stated != here:
-            raise LayoutError(f"{self.name} has size and offsets {stated} in C, and {here} here")
+            raise LayoutError(f"{self.name} has size and offsets {stated} in C, and {here} in Python. This is a bug: "
+                              "please report it")
 
 
 MATRIX = Structure(

@@ -164,7 +164,8 @@ class Operation(Generic[P, R]):
         prepared."""
         found = self.exact if exact else self
         if isinstance(found, NotExact):
-            raise ValueError(f"exact=True: {self.name} cannot be exact: {found.reason}")
+            raise ValueError(f"exact=True: {self.name} has no exact form ({found.reason}): leave exact out for this "
+                             "model")
         return self if isinstance(found, Exactness) else found
 
     def has_kernel(self, *args: P.args, **options: P.kwargs) -> bool:

@@ -355,8 +355,8 @@ def step_offsets(view: BatchView) -> torch.Tensor:
 
 def check_block_size(layer: int, size: int, page_tokens: int) -> None:
     if page_tokens % size:
-        raise ValueError(f"layer {layer}: a block of {size} tokens, which the indexer chooses at once, must divide a "
-                         f"page of {page_tokens} tokens")
+        raise ValueError(f"layer {layer}: the indexer chooses blocks of {size} tokens, which must divide the page of "
+                         f"{page_tokens} tokens: raise page_size to a multiple of {size}")
 
 
 def plan_group(view: BatchView, group: Group) -> GroupPlan:

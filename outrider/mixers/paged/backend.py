@@ -129,13 +129,15 @@ class Backend(ABC):
 
     def write(self, layer: AttentionLayer, cache: KeyValueCache, k: torch.Tensor, v: torch.Tensor, plan: Any) -> None:
         """See `PagedLayer.write`."""
-        raise NotImplementedError(f"attention_backend={self.name!r} has no write apart from attention, which block "
-                                  "drafters need: use another backend")
+        raise NotImplementedError(f"attention_backend={self.name!r} cannot write keys and values without computing "
+                                  "attention, which block drafters need: use attention_backend='auto', or another "
+                                  "drafter")
 
     def write_fused(self, layer: AttentionLayer, cache: KeyValueCache, kv: torch.Tensor, rope: Rope,
                     norms: HeadNorms | None, plan: Any) -> None:
         """See `PagedLayer.write_fused`."""
-        raise NotImplementedError(f"attention_backend={self.name!r} writes and attends at once")
+        raise NotImplementedError(f"attention_backend={self.name!r} writes keys and values while it computes "
+                                  "attention, so it cannot attend without writing: use attention_backend='auto'")
 
     def probe_prompt(self, layer: AttentionLayer, cache: KeyValueCache, num_tokens: int, context: int,
                      dtype: torch.dtype) -> Callable[[], object] | None:
@@ -242,4 +244,5 @@ class PagedMixer(Mixer):
 
 def check_writes(layer: AttentionLayer) -> None:
     if not layer.writes:
-        raise ValueError(f"layer {layer.index} reads another layer's cache and cannot write it")
+        raise ValueError(f"layer {layer.index} reads another layer's cache, so it must not write keys and values. This "
+                         "is a bug of the model's class: please report it")

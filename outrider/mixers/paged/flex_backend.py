@@ -238,8 +238,8 @@ class FlexBackend(Backend):
         extents = FlexExtents.from_limits(group, limits)
         if tiles > extents.tiles or width >= extents.columns:
             raise ValueError(f"attention_backend='flex': a step has {tiles} query tiles and {width} pages per request, "
-                             f"and the index buffer of group {group.index} holds {extents.tiles} and "
-                             f"{extents.columns - 1}: FlexExtents.from_limits counts too few")
+                             f"and the index buffer of group {group.index} has room for {extents.tiles} and "
+                             f"{extents.columns - 1}. This is a bug in FlexExtents.from_limits: please report it")
         if group.index not in self._buffers:
             self._buffers[group.index] = torch.zeros(extents.tiles, extents.columns, dtype=torch.int32, device=device)
         return self._buffers[group.index][:tiles]
@@ -256,8 +256,9 @@ def pages_apart(cache: torch.Tensor) -> int:
     between them."""
     page_elements = cache.shape[1] * cache.stride(1)
     if cache.stride(0) % page_elements:
-        raise ValueError(f"attention_backend='flex' needs pages at multiples of a layer's part ({page_elements} "
-                         f"elements), and they are {cache.stride(0)} apart: use 'torch' or another page_size")
+        raise ValueError("attention_backend='flex' needs pages whose distance is a multiple of one layer's part "
+                         f"({page_elements} elements), and it is {cache.stride(0)} elements: use 'torch' or another "
+                         "page_size")
     return cache.stride(0) // page_elements
 
 

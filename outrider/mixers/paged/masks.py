@@ -51,19 +51,20 @@ def check_mask(mask: Mask, layer: int) -> None:
     name = getattr(mask, "__name__", type(mask).__name__)
     must = "a mask is a frozen dataclass whose fields are numbers, strings or tuples of them"
     if not dataclasses.is_dataclass(mask) or isinstance(mask, type):
-        raise ValueError(f"layer {layer}: the mask {name} is not a value, so it may read state that changes; {must}")
+        raise ValueError(f"layer {layer}: the mask {name} is not a frozen dataclass, so it may read state that "
+                         f"changes; {must}")
     if not type(mask).__dataclass_params__.frozen:
-        raise ValueError(f"layer {layer}: the mask {name} can be changed; {must}")
+        raise ValueError(f"layer {layer}: the mask {name} is a dataclass that is not frozen; {must}")
     for field in dataclasses.fields(mask):
         value = getattr(mask, field.name)
         if not all(isinstance(item, PLAIN) for item in (value if isinstance(value, tuple) else (value,))):
             raise ValueError(f"layer {layer}: the mask {name} holds {field.name}, a {type(value).__name__}; {must}")
     closed_over = getattr(type(mask).__call__, "__closure__", None)
     if closed_over:
-        raise ValueError(f"layer {layer}: the mask {name} reads variables of the function it was made in; {must}")
+        raise ValueError(f"layer {layer}: the mask {name} reads variables of the function that defines it; {must}")
     for variable in _outer_variables(type(mask)):
-        raise ValueError(f"layer {layer}: the mask {name} reads {variable}, which is no field of it and can change; "
-                         f"{must}")
+        raise ValueError(f"layer {layer}: the mask {name} reads the variable {variable}, which is not one of its "
+                         f"fields and can change; {must}")
 
 
 def _outer_variables(kind: type) -> Iterator[str]:

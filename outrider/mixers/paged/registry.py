@@ -46,7 +46,7 @@ class BackendEntry:
     def refusal_of(self, device: torch.device, dtype: torch.dtype, cache_type: CacheType) -> str | None:
         """Why the backend does not serve them together; None if it does."""
         if not self.serves_type(cache_type):
-            return "it reads keys and values in the model's dtype, or in types that its kernels know"
+            return "it cannot read keys and values of this type"
         return self.refusal(device, dtype)
 
 

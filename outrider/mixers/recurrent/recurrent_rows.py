@@ -44,7 +44,8 @@ class RecurrentRows:
         kind: RecurrentKind = pool.layout.recurrent
         self.takes_checkpoints = takes_checkpoints
         if {layer: mixer.spec for layer, mixer in mixers.items()} != dict(kind.layers):
-            raise ValueError("the model's recurrent layers are not those of the cache layout")
+            raise ValueError("the model's recurrent layers differ from those of the cache layout. This is a bug: "
+                             "please report it")
         device = pool.data.device
         self.device = device
         self.layers = {layer: _layer_rows(spec, limits, pool.dtype, device) for layer, spec in kind.layers}
@@ -196,7 +197,8 @@ class RecurrentRows:
     def _make_targets(self, writes: list[CheckpointWrite], requests: list[int],
                       num_requests: int) -> CheckpointTargets:
         if requests != sorted(requests):
-            raise ValueError("checkpoints are not in the order of their batch")
+            raise ValueError("the checkpoints are not in the order of the batch's rows. This is a bug: please report "
+                             "it")
         counts = [0] * num_requests
         for request in requests:
             counts[request] += 1

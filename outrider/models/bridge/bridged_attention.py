@@ -90,7 +90,7 @@ def _window_of(mask_function: Callable[..., Any], local_size: int | None) -> int
         expected = causal if window is None else causal & (query - key < window)
         if torch.equal(seen, expected):
             return window
-    raise ValueError("its mask is neither causal nor a window of the tokens before")
+    raise ValueError("the model's attention mask is neither causal nor a sliding window")
 
 
 _DESCRIBED: ContextVar[MaskDescriptions] = ContextVar("masks of the outline that is being made")

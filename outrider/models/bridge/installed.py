@@ -43,20 +43,21 @@ def find_class(reader: ConfigReader) -> type[Any]:
     try:
         library = import_transformers()
     except ImportError as error:
-        raise reader.refusal("architectures", "it would run through transformers' own code (model_impl), and the "
-                             f"package transformers cannot be imported: {EXTRA} ({error})") from error
+        raise reader.refusal("architectures", "Outrider has no code of its own for it, and the package transformers, "
+                                              f"which might, cannot be imported ({error})",
+                             f"To try transformers' code: {EXTRA}.") from error
     architecture = str(reader.required("architectures", list)[0])
     version = f"transformers {library.__version__}"
     if architecture not in _decoders():
         code = "; the code that auto_map names is never run" if reader.has("auto_map") else ""
-        raise reader.refusal("architectures", f"neither a family here nor a decoder of text in {version}{code}: "
-                             "`outrider models` lists what runs")
+        raise reader.refusal("architectures", f"neither Outrider nor {version} has a text model of this name{code}",
+                             "`outrider models` lists what can be served.")
     found: type[Any] = getattr(library, architecture)
     if getattr(found, "_is_stateful", False):
         raise reader.refusal("architectures", STATES)
     if not _calls_attention_functions(found):
-        raise reader.refusal("architectures", f"its code in {version} computes attention by itself and cannot be "
-                             "given another (no _supports_attention_backend)")
+        raise reader.refusal("architectures", f"its code in {version} does not let another package compute its "
+                                              "attention (it lacks _supports_attention_backend)")
     return found
 
 
@@ -82,11 +83,12 @@ def make_config(reader: ConfigReader, model_class: type[Any]) -> MadeConfig:
         try:
             read_quantization(quantization)
         except ValueError as error:
-            raise reader.refusal(KEY, str(error)) from None
+            raise reader.refusal(KEY, str(error), "") from None
     config_class = model_class.config_class
     kind = reader.get("model_type", str, "")
     if kind and _config_of(kind) is not config_class:
-        raise reader.refusal("model_type", f"{model_class.__name__} has the type {config_class.model_type!r}")
+        raise reader.refusal("model_type", f"the class {model_class.__name__} has model_type "
+                                           f"{config_class.model_type!r}")
     known = declared_keys(config_class)
     reader.passes_over(*known)
     values = {key: value for key, value in reader.values.items() if key not in LEFT_OUT}
@@ -94,7 +96,8 @@ def make_config(reader: ConfigReader, model_class: type[Any]) -> MadeConfig:
         config = config_class.from_dict(values)
         derived = config_class.from_dict({key: value for key, value in values.items() if key in known})
     except Exception as error:  # the config classes raise errors of several libraries
-        raise ConfigError(f"{reader.source}: {config_class.__name__} refuses it: {words_of(error)}") from error
+        raise ConfigError(f"{reader.source}: {config_class.__name__} of transformers refuses this config: "
+                          f"{words_of(error)}. Correct the config, or fetch it again") from error
     _check_layers(reader, config)
     # What the class computes from other keys, and saves beside them, says nothing new. Other keys mean nothing to the
     # code that runs; those that change a model are refused.
@@ -125,22 +128,23 @@ def _check_layers(reader: ConfigReader, config: Any) -> None:
         raise reader.refusal(LAYERS, f"it must be from 0 to {most}")
     for kind in getattr(config, "layer_types", None) or ():
         if kind not in ("full_attention", "sliding_attention"):
-            raise reader.refusal("layer_types", f"layers of type {kind!r} are not served by the bridge: {STATES}"
-                                 if kind != "chunked_attention" else "the bridge does not serve attention over chunks")
+            why = "" if kind == "chunked_attention" else f": {STATES}"
+            raise reader.refusal("layer_types", f"layers of type {kind!r} cannot run through transformers' code{why}")
     ropes = getattr(config, "rope_parameters", None) or {}
     kinds = [ropes.get("rope_type"), *(rope.get("rope_type") for rope in ropes.values() if isinstance(rope, dict))]
     for kind in kinds:
         if kind in SCALED_BY_LENGTH:
             raise ConfigError(f"{reader.source}: rope_type={kind!r} is not supported with model code of transformers, "
-                              "which chooses the rope's frequencies by the longest text of a batch; it needs a family "
-                              "that outrider implements itself (model_impl='outrider')")
+                              "which chooses the rope's frequencies by the longest text of a batch; this checkpoint "
+                              "cannot be served, unless `outrider models` lists its architecture (then leave "
+                              "model_impl out)")
 
 
 def positions_of(reader: ConfigReader, config: Any) -> int:
     """The number of positions that the model was made for."""
     found = getattr(config, "max_position_embeddings", None)
     if not isinstance(found, int) or found < 1:
-        raise ConfigError(f"{reader.source}: max_position_embeddings is missing: {type(config).__name__} does not say "
-                          f"how many positions the model serves (got {shown(found)})")
+        raise ConfigError(f"{reader.source}: max_position_embeddings must be an integer above 0, got {shown(found)}: "
+                          "add the number of positions that the model was made for")
     return found
 

@@ -52,13 +52,14 @@ class BridgedModel(Model):
         try:
             self._build(model_class, hf_config)
         except Unservable as error:
-            raise config.refusal("architectures", f"the bridge to transformers does not serve it: {error}") from error
+            raise config.refusal("architectures", "it would run through transformers' code, and the engine cannot run "
+                                                  f"that code: {error}") from error
 
     def _build(self, model_class: type[Any], hf_config: Any) -> None:
         model = _make(model_class, hf_config, self.dtype)
         base = model.base_model
         if base is model:
-            raise Unservable("its code does not part hidden states from logits")
+            raise Unservable("the model's code computes hidden states and logits in one module")
         self._names = CheckpointNames(model)
         self._step, self._streams = CurrentStep(), Streams()
         replacements = Replacements(model, self._step, dtype=self.dtype, device=self.device)
@@ -90,9 +91,9 @@ class BridgedModel(Model):
             with torch.no_grad(), reads:
                 logits = self.logits(self.forward(tokens, context).final, context)
         except Exception as error:  # code of another package, called as the engine calls it
-            raise Unservable(f"its code cannot be run in parts: {words_of(error)}") from error
+            raise Unservable(f"the model's code cannot be run in parts: {words_of(error)}") from error
         if tuple(logits.shape) != (NUM_TOKENS, self.vocab_size):
-            raise Unservable(f"its code makes logits of shape {[*logits.shape]} for {NUM_TOKENS} tokens")
+            raise Unservable(f"the model's code makes logits of shape {[*logits.shape]} for {NUM_TOKENS} tokens")
         self.reads_device = reads.found
 
     def _replace_ends(self, model: Any, hf_config: Any, replacements: Replacements) -> None:
@@ -100,18 +101,18 @@ class BridgedModel(Model):
         by_module = {module: name for name, module in model.named_modules()}
         embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
         if type(output) is not nn.Linear or "." in by_module[output]:
-            raise Unservable("its output is not one product of hidden states with a matrix")
+            raise Unservable("the model's output layer is not one linear layer")
         self._output_name = by_module[output]
         self._embedding_name = by_module[embedding]
         self._is_tied = output.weight is embedding.weight
         self.vocab_size = output.out_features
         made = replacements.replace_embedding(self._embedding_name)
         if made is None:
-            raise Unservable(f"{self._embedding_name} does more than to look token ids up")
+            raise Unservable(f"{self._embedding_name} is an embedding that does more than look up token ids")
         self.embed_tokens = made
         if self._is_tied:
             if output.bias is not None:
-                raise Unservable("its output has the embedding's matrix and a bias of its own")
+                raise Unservable("the model's output layer shares the embedding's weight and also has a bias")
             self.lm_head: Linear = TiedLinear(self.embed_tokens)
         else:
             self.lm_head = Linear(output.in_features, output.out_features, bias=output.bias is not None,
@@ -153,7 +154,7 @@ class BridgedModel(Model):
 
     def shard(self, group: RankGroup) -> None:
         raise ValueError(f"{self.config.source}: tensor_parallel_size={group.count} is not supported with "
-                         "model_impl='transformers': use one rank, or replicas")
+                         "model_impl='transformers': use tensor_parallel_size=1, or replicas")
 
     def set_exact(self, exact: bool) -> None:
         """Refuse exact mode. torch computes the last elements of a tensor with other code than the rest, so the result
@@ -229,7 +230,7 @@ def _make(model_class: type[Any], hf_config: Any, dtype: torch.dtype) -> Any:
         with torch.device("meta"):
             model = model_class._from_config(hf_config, dtype=dtype, attn_implementation=NAME)
     except Exception as error:  # whatever the code of one of some hundred models raises
-        raise Unservable(f"{model_class.__name__} cannot be made of this config: {words_of(error)}") from error
+        raise Unservable(f"{model_class.__name__} cannot be built from this config: {words_of(error)}") from error
     for module in model.modules():
         if getattr(module, "rope_type", None) == "dynamic":
             module.rope_type = "default"  # the same within the positions of the config, and no more are served

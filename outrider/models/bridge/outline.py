@@ -83,7 +83,8 @@ def _refuse_mixing(model: nn.Module) -> None:
     """Refuse modules that mix tokens outside attention: in a batch they would mix tokens of different requests."""
     for name, module in model.named_modules():
         if isinstance(module, MIXING):
-            raise Unservable(f"{name} ({type(module).__name__}) mixes neighbouring tokens, which needs a state")
+            raise Unservable(f"{name} ({type(module).__name__}) mixes neighbouring tokens outside attention, and the "
+                             "engine keeps no state for it")
 
 
 def outline_model(model: Any, base: nn.Module) -> Outline:
@@ -112,7 +113,7 @@ def outline_model(model: Any, base: nn.Module) -> Outline:
     except Exception as error:  # code of another package, called as the engine would call it
         name = running[-1] if running else ""
         place = f"{name} ({type(model.get_submodule(name)).__name__})" if name else type(base).__name__
-        raise Unservable(f"its code cannot be run on rows of tokens: in {place} {_reason(error)}") from error
+        raise Unservable(f"the model's code failed in {place}: {_reason(error)}") from error
     finally:
         use_function(model, NAME)
         for hook in hooks:
@@ -121,7 +122,7 @@ def outline_model(model: Any, base: nn.Module) -> Outline:
             object.__delattr__(module, CALLED)
     states = made.last_hidden_state
     if tuple(states.shape[:2]) != (1, NUM_TOKENS):
-        raise Unservable(f"its code makes hidden states of shape {[*states.shape]} from {NUM_TOKENS} tokens")
+        raise Unservable(f"the model's code makes hidden states of shape {[*states.shape]} from {NUM_TOKENS} tokens")
     outline.hidden_size = states.shape[2]
     outline.layers = _find_layers(model, outline.calls)
     outline.makes_tuples = makes_tuple[f"{outline.layers}.0"]
@@ -152,18 +153,21 @@ class _Recorder:
         name, num_tokens = self._name, NUM_TOKENS
         others = [key for key, value in options.items() if key not in KNOWN_OPTIONS and value is not None]
         if others:
-            raise Unservable(f"{name} passes {', '.join(others)} to its attention function, which the engine does not "
-                             "support")
+            raise Unservable(f"{name} passes {', '.join(others)} to its attention, and the engine's attention has no "
+                             f"such {'option' if len(others) == 1 else 'options'}")
         if any(call.name == name for call in self._calls):
-            raise Unservable(f"{name} attends twice for one token, and a layer here has one cache")
+            raise Unservable(f"{name} computes attention twice in one pass, and the engine has one cache for each "
+                             "layer")
         for part, tensor in (("queries", q), ("keys", k), ("values", v)):
             if tensor.dim() != 4 or tensor.shape[0] != 1 or tensor.shape[2] != num_tokens:
                 raise Unservable(f"{name} makes {part} of shape {[*tensor.shape]} for {num_tokens} tokens: the engine "
-                                 "serves one key and one value for each token and head")
+                                 f"needs the shape [1, heads, {num_tokens}, head size]")
         if k.shape[1] != v.shape[1] or q.shape[1] % k.shape[1] or q.shape[3] != k.shape[3]:
-            raise Unservable(f"{name} has queries, keys and values of shapes {[*q.shape]}, {[*k.shape]}, {[*v.shape]}")
+            raise Unservable(f"{name} has queries, keys and values of shapes {[*q.shape]}, {[*k.shape]}, {[*v.shape]}, "
+                             "which the engine's attention cannot combine")
         if not isinstance(attention_mask, torch.Tensor) or attention_mask not in self._masks:
-            raise Unservable(f"{name} makes its mask by itself, so that the engine does not know what tokens see")
+            raise Unservable(f"{name} builds its own attention mask, so that the engine does not know which tokens see "
+                             "each other")
         scale = k.shape[3] ** -0.5 if scaling is None else float(scaling)
         self._calls.append(AttentionCall(
             name, q.shape[1], k.shape[1], k.shape[3], v.shape[3], scale,
@@ -175,7 +179,7 @@ class _Recorder:
         for name, parameter in self._module.named_parameters(recurse=False):
             if parameter is sinks and parameter.dim() == 1:
                 return name
-        raise Unservable(f"{self._name} computes its attention sinks, and the engine serves those of a parameter")
+        raise Unservable(f"{self._name} computes its attention sinks, and the engine needs them as one parameter")
 
 
 def _note_inputs(name: str, module: nn.Module, inputs: list[tuple[str, torch.Tensor]],
@@ -203,7 +207,7 @@ def _note_output(name: str, makes_tuple: dict[str, bool], running: list[str]) ->
 def _find_layers(model: nn.Module, calls: list[AttentionCall]) -> str:
     """The name of the list of decoder layers. Each of them must have called attention once, in order."""
     if not calls:
-        raise Unservable("its code never calls its attention function")
+        raise Unservable("the model's code never calls the attention function that transformers would give it")
     parts = calls[0].name.split(".")
     lists = [".".join(parts[:index]) for index, part in enumerate(parts) if part == "0"]
     for name in lists:
@@ -213,12 +217,13 @@ def _find_layers(model: nn.Module, calls: list[AttentionCall]) -> str:
         for index in range(len(layers)):
             own = [call for call in calls if call.name.startswith(f"{name}.{index}.")]
             if not own:
-                raise Unservable(f"layer {index} never calls its attention function: it mixes tokens in another way, "
-                                 "or keeps a state of its own")
+                raise Unservable(f"layer {index} never calls its attention function, so that it mixes tokens in a way "
+                                 "that the engine does not know")
             if len(own) > 1:
-                raise Unservable(f"layer {index} attends {len(own)} times, and a layer here has one cache")
+                raise Unservable(f"layer {index} computes attention {len(own)} times, and the engine has one cache for "
+                                 "each layer")
             if index >= len(calls) or own[0] is not calls[index]:
-                raise Unservable("its layers do not run one after the other")
+                raise Unservable("the model's layers do not run in the order of their list")
         if len(calls) == len(layers):
             return name
     raise Unservable(f"{calls[0].name} does not belong to a list of decoder layers in which every layer has attention")

@@ -53,7 +53,7 @@ class Replacements:
         for name, module in self.model.named_modules():
             if hasattr(module, "is_transposed") and any(each.dim() == 3 for each in module._parameters.values()
                                                         if each is not None):
-                raise Unservable(f"{name}: experts of this kind ({type(module).__name__}) are not known here")
+                raise Unservable(f"the engine has no kernel for the experts {name} ({type(module).__name__})")
 
     def replace_embedding(self, name: str) -> Embedding | None:
         """Replace the embedding of token ids, with the factor that its module applies. None if the module computes

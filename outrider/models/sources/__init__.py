@@ -55,7 +55,8 @@ def _local_folder(path: Path) -> ModelSource:
         if len(files) == 1:
             return gguf_source(files[0])
         if files:
-            raise SourceError(f"{path} holds several GGUF files; name one: {', '.join(f.name for f in files)}")
+            raise SourceError(f"{path} holds several GGUF files. Give the path of one: "
+                              f"{', '.join(f.name for f in files)}")
         raise SourceError(f"{path} is not a model: it holds neither config.json nor a .gguf file")
     return folder_source(path)
 

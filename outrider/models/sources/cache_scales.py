@@ -25,8 +25,8 @@ def find_scales(names: Iterable[str], section: Mapping[str, Any]) -> list[str]:
     found = [name for name in names if _NAME.search(name) and OTHERS.isdisjoint(name.split("."))]
     scheme = section.get("kv_cache_scheme")
     if found and isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
-        raise ConfigError(f"quantization_config: kv_cache_scheme is {dict(scheme)!r}, whose scales are not for an fp8 "
-                          "cache: use kv_cache_dtype='auto'")
+        raise ConfigError(f"quantization_config: kv_cache_scheme is {dict(scheme)!r}, and the engine reads scales of "
+                          "an fp8 cache only: use kv_cache_dtype='auto'")
     return found
 
 

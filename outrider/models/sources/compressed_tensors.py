@@ -64,13 +64,13 @@ def read_scheme(reader: ConfigReader, default_format: str | None) -> Scheme:
     weights.passes_over(*MADE_BY)
     kind = weights.must_equal("type", "int", "float", default="int"), weights.required("num_bits", int)
     if kind not in FORMATS[form][1]:
-        raise weights.refusal("num_bits", f"the format {form} with type {kind[0]!r} is read for "
+        raise weights.refusal("num_bits", f"the format {form} with type {kind[0]!r} is supported for "
                               + " or ".join(f"{bits} bits of {name}" for name, bits in FORMATS[form][1]))
     if weights.raw("dynamic"):
-        raise weights.refusal("dynamic", "scales of weights are in the files")
+        raise weights.refusal("dynamic", "it must be false, because weights have fixed scales")
     symmetric = weights.get("symmetric", bool, True)
     if not symmetric and kind[0] == "float":
-        raise weights.refusal("symmetric", "numbers of type float have no zero points")
+        raise weights.refusal("symmetric", "it must be true, because weights of type float have no zero points")
     group, block = _sizes(weights, form)
     order = weights.must_equal("actorder", None, False, "weight", "static", "group", "dynamic")
     inputs = reader.section_or_empty("input_activations")
@@ -86,7 +86,7 @@ def _sizes(weights: ConfigReader, form: str) -> tuple[int, int]:
     given = weights.raw("group_size")
     if strategy in ("tensor", "channel"):
         if given not in (None, -1):
-            raise weights.refusal("group_size", f"the strategy {strategy} has no groups")
+            raise weights.refusal("group_size", f"it must be null with the strategy {strategy}")
         weights.must_equal("block_structure", None)
         sizes = 0, 1
     elif strategy == "block":
@@ -96,11 +96,11 @@ def _sizes(weights: ConfigReader, form: str) -> tuple[int, int]:
         weights.must_equal("block_structure", None)
         sizes = weights.required("group_size", int), 1
     if (fixed := FIXED_GROUPS.get(form, sizes[0])) != sizes[0]:
-        raise weights.refusal("group_size", f"the format {form} has groups of {fixed}")
+        raise weights.refusal("group_size", f"it must be {fixed} in the format {form}")
     if sizes[0] and form in ("int-quantized", "naive-quantized"):
-        raise weights.refusal("strategy", f"the format {form} is read with the strategies tensor and channel")
+        raise weights.refusal("strategy", f"it must be tensor or channel in the format {form}")
     if strategy == "block" and form != "float-quantized":
-        raise weights.refusal("strategy", "blocks are read in the format float-quantized")
+        raise weights.refusal("strategy", "block is supported in the format float-quantized only")
     return sizes
 
 
@@ -115,7 +115,7 @@ class CompressedTensors(Quantization):
         for key in ("sparsity_config", "transform_config"):
             section = reader.get(key, dict, {})
             if any(section.values()) and section.get("format") != "dense":
-                raise reader.refusal(key, "weights that are sparse or rotated are not read")
+                raise reader.refusal(key, "sparse or rotated weights cannot be read")
         self._plain = ModuleNames(reader, "ignore")
         form = reader.optional("format", str)
         groups = reader.section("config_groups")
@@ -125,8 +125,8 @@ class CompressedTensors(Quantization):
         self._schemes = [read_scheme(groups.section(name), default) for name in groups.values]
         suffixes = {FORMATS[scheme.form][0] for scheme in self._schemes}
         if len(suffixes) != 1:
-            raise reader.refusal("config_groups", "groups with codes in tensors of different names (weight, "
-                                 "weight_packed) are not read; quantise all in one format")
+            raise reader.refusal("config_groups", "all groups must be in one format",
+                                 "Quantise the model again, with one format for all groups.")
         self.suffix = suffixes.pop()
         reader.refuse_unread()
 
@@ -156,7 +156,8 @@ class CompressedTensors(Quantization):
 
         scheme = self._scheme(name)
         if scheme is None:
-            raise WeightError(f"{name} has scales, but {KEY} leaves it out (by ignore or targets)")
+            raise WeightError(f"{name} has scales in the files, but {KEY} says that it is not quantised (ignore, "
+                              f"targets): fetch the files again, or correct {KEY}")
         codes, scales = tensors[self.suffix], tensors[".weight_scale"]
         match scheme.code:
             case "fp8":
@@ -181,7 +182,8 @@ class CompressedTensors(Quantization):
         shape = tensors[".weight_shape"].tolist()
         inputs = shape[1] if isinstance(shape, list) and len(shape) == 2 and shape[0] == outputs else None
         if not isinstance(inputs, int) or not 0 <= padded - inputs < 32 // scheme.bits:
-            raise WeightError(f"{name}.weight_shape is {shape}, {name}.weight_packed holds {outputs} x {padded} codes")
+            raise WeightError(f"{name}.weight_shape is {shape}, but {name}.weight_packed holds {outputs} x {padded} "
+                              "codes: fetch the files again, or quantise the model again")
         values = values[:, :inputs]
         zeros = None
         if not scheme.is_symmetric:

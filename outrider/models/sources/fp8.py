@@ -30,8 +30,8 @@ class Fp8Files(Quantization):
         if self._is_in_blocks:
             reader.must_equal("weight_block_size", [BLOCK, BLOCK])
         if self._is_in_blocks and scheme == "static":
-            raise reader.refusal("activation_scheme", "weights with scales of blocks (weight_block_size) have dynamic "
-                                                      "activations")
+            raise reader.refusal("activation_scheme", "it must be dynamic for weights with block scales "
+                                                      "(weight_block_size)")
         reader.must_equal("fmt", "e4m3", default="e4m3")
         reader.must_equal("scale_fmt", "ue8m0", "float", default="float")
         self._plain = ModuleNames(reader, "modules_to_not_convert", "ignored_layers")

@@ -80,7 +80,7 @@ def _check_supported(header: Header) -> None:
                           f"{', '.join(FAMILIES)}. Use the model's safetensors folder instead.")
     if meta.get("split.count", 1) not in (0, 1):
         raise SourceError(f"{path} is one of {shown(meta['split.count'])} parts (split.count); merge them into one "
-                          "file first")
+                          "file first (`llama-gguf-split --merge`)")
     family, keys = FAMILIES[architecture], Metadata(header)
     num_layers, num_stored = keys.num_layers, keys.need("block_count")
     if not any(name.startswith(f"blk.{num_layers - 1}.") for name in header.tensors):
@@ -89,24 +89,25 @@ def _check_supported(header: Header) -> None:
     for entry in header.tensors.values():
         if entry.kind.name not in KINDS:
             raise SourceError(f"{path}: tensor {shown(entry.name)} is {entry.kind.name}, which is not supported; "
-                              f"supported: {', '.join(KINDS)}")
+                              f"supported: {', '.join(KINDS)}. Use a file in one of these types")
         if len(entry.shape) < 2 and entry.kind.name not in FLOAT_KINDS:
             raise SourceError(f"{path}: tensor {shown(entry.name)} of shape {entry.shape} is {entry.kind.name}; a "
-                              f"tensor of one dimension is read as {', '.join(FLOAT_KINDS)}")
+                              f"tensor of one dimension must be {', '.join(FLOAT_KINDS)}. Convert the model again")
         layer = re.match(r"blk\.(\d+)\.", entry.name)
         if layer is not None and int(layer[1]) >= num_stored:
-            raise SourceError(f"{path}: tensor {shown(entry.name)} lies behind the last layer: "
-                              f"{architecture}.block_count = {num_stored}; the file is damaged: fetch it again")
+            raise SourceError(f"{path}: tensor {shown(entry.name)} belongs to no layer: {architecture}.block_count = "
+                              f"{num_stored}; the file is damaged: fetch it again")
         if family.places(entry.name, num_layers) is None:
-            raise SourceError(f"{path}: tensor {shown(entry.name)} does not belong to a model of the architecture "
-                              f"{architecture!r} as Outrider knows it")
+            raise SourceError(f"{path}: tensor {shown(entry.name)} is not part of the architecture {architecture!r} as "
+                              "Outrider knows it. Use the model's safetensors folder instead")
 
 
 def build_config(header: Header) -> dict[str, Any]:
     meta, family = Metadata(header), FAMILIES[header.metadata["general.architecture"]]
     embedding = header.tensors.get("token_embd.weight")
     if embedding is None:
-        raise SourceError(f"{header.path}: tensor 'token_embd.weight' is missing; the file is damaged or incomplete")
+        raise SourceError(f"{header.path}: tensor 'token_embd.weight' is missing; the file is damaged or incomplete: "
+                          "fetch it again")
     meta.check_shown_sizes()
     config = {
         "architectures": [family.architecture],

@@ -33,7 +33,7 @@ def _heads(meta: Metadata, heads: int, head_dim: int) -> dict[str, Any]:
 
 
 def llama_config(meta: Metadata) -> dict[str, Any]:
-    meta.must_equal("expert_count", 0, " (mixture of experts) from GGUF; use the model's safetensors folder")
+    meta.must_equal("expert_count", 0, " (mixture of experts)")
     meta.get("expert_used_count")
     return plain_config(meta) | {"attention_bias": False, "mlp_bias": False}
 
@@ -126,7 +126,8 @@ def _gemma4_widths(meta: Metadata, num_own: int) -> dict[str, Any]:
     widths = meta.by_layer("feed_forward_length")
     is_wide = num_own < len(widths) and widths[-1] == 2 * widths[0]
     if any(width != widths[0] * (2 if is_wide and i >= num_own else 1) for i, width in enumerate(widths)):
-        raise meta.refusal("feed_forward_length", "only layers without a cache of their own may differ, by two")
+        raise meta.refusal("feed_forward_length", "only the last layers, which share a cache, may differ, and must be "
+                                                  "twice as wide")
     found = {"intermediate_size": widths[0], "use_double_wide_mlp": is_wide}
     if not meta.get("expert_count", 0):
         return found
@@ -139,8 +140,8 @@ def deepseek_config(meta: Metadata) -> dict[str, Any]:
     """The config of DeepSeek models. Older files have head sizes under keys that newer files use for cache sizes."""
     gating = meta.get("expert_gating_func", SIGMOID)
     if gating != SIGMOID or not meta.layers_with("exp_probs_b.bias"):
-        raise meta.refusal("expert_gating_func", "only experts that are chosen by a sigmoid and a bias "
-                           "(exp_probs_b.bias), as in DeepSeek-V3, are served")
+        raise meta.refusal("expert_gating_func", "only DeepSeek-V3's routing, by a sigmoid and a bias "
+                                                 "(exp_probs_b.bias), is supported")
     is_older = meta.get("attention.key_length_mla") is None
     key_length, value_length = (meta.need(f"attention.{part}_length" + ("" if is_older else "_mla"))
                                 for part in ("key", "value"))
@@ -188,7 +189,8 @@ def nemotron_h_config(meta: Metadata) -> dict[str, Any]:
     missing = [layer for layer in range(meta.num_layers) if layer not in letters]
     if missing:
         raise meta.refusal("block_count", f"layer {missing[0]} has none of the tensors ssm_in, attn_q, ffn_up and "
-                           "ffn_gate_inp, which tell its kind; convert the model or fetch the file again")
+                                          "ffn_gate_inp, which tell its kind",
+                           "Convert the model or fetch the file again.")
     for key in ("feed_forward_length", "rope.dimension_count"):
         meta.get(key)  # said by the tensors; nothing rotates
     dense = meta.layers_with("ffn_up.weight")

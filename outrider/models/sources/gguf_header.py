@@ -172,7 +172,8 @@ def _parse(cursor: _Cursor, *, maps_file: bool) -> Header:
     cursor.take(len(MAGIC))
     version = cursor.scalar("I")
     if version not in VERSIONS:
-        raise SourceError(f"{path}: GGUF version {version} is not supported; supported are {VERSIONS} (little-endian)")
+        raise SourceError(f"{path}: GGUF version {version} is not supported; supported are {VERSIONS} (little-endian). "
+                          "Convert the model again")
     num_tensors, num_keys = cursor.scalar("Q"), cursor.scalar("Q")
     metadata: dict[str, Any] = {}
     for _ in range(num_keys):
@@ -203,7 +204,7 @@ def _place(path: Path, entry: tuple[str, tuple[int, ...], int, int], start: int,
         kind = TensorKind(raw_kind)
     except ValueError:
         raise SourceError(f"{path}: tensor {shown(name)} has the unknown type {raw_kind}; the file is damaged, or "
-                          "newer than this reader") from None
+                          "newer than this version of Outrider. Use the model's safetensors folder instead") from None
     num_elements = 1
     for extent in shape:
         num_elements *= extent
@@ -211,8 +212,8 @@ def _place(path: Path, entry: tuple[str, tuple[int, ...], int, int], start: int,
     if 0 in shape:
         raise SourceError(f"{path} is damaged: tensor {shown(name)} has the shape {shape}. Fetch it again.")
     if shape and shape[-1] % per_group:
-        raise SourceError(f"{path}: tensor {shown(name)} of shape {shape} cannot be {kind.name}, "
-                          f"which stores {per_group} values together")
+        raise SourceError(f"{path}: tensor {shown(name)} of shape {shape} cannot be {kind.name}, whose rows must have "
+                          f"a multiple of {per_group} values. Fetch the file again")
     num_bytes = num_elements // per_group * group_bytes
     if start + offset + num_bytes > file_size:
         raise SourceError(f"{path} is cut off: tensor {shown(name)} ends at byte {start + offset + num_bytes}, "

@@ -10,6 +10,7 @@ from outrider.models.sources.gguf_header import Header, named
 from outrider.models.sources.model_source import SourceError
 
 HARMLESS = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")  # keys that change nothing, or are said twice
+OTHER_FILES = "Use the model's safetensors folder instead."
 Whole: TypeAlias = Annotated[int, Range(0, INT32)]
 # What a key's value may be; of keys that are not listed, a whole number.
 VALUES: dict[str, Any] = {
@@ -63,14 +64,15 @@ class Metadata:
         value = self.get(key)
         if value is None:
             raise SourceError(f"{self.header.path}: metadata {self.prefix}{key} is missing; the file is damaged or "
-                              "incomplete")
+                              "incomplete: fetch it again")
         return value
 
     def need_number(self, key: str) -> Any:
         """A required value that is the same in all layers."""
         value = self.need(key)
         if isinstance(value, list):
-            raise SourceError(f"{self.header.path}: {self.prefix}{key} per layer is not supported")
+            raise SourceError(f"{self.header.path}: {self.prefix}{key} has a value for each layer, and Outrider "
+                              f"supports only one value for all layers. {OTHER_FILES}")
         return value
 
     def by_layer(self, key: str) -> list[Any]:
@@ -79,7 +81,8 @@ class Metadata:
         if not isinstance(value, list):
             return [value] * count
         if len(value) < count:
-            raise SourceError(f"{self.header.path}: {self.prefix}{key} has {len(value)} values for {count} layers")
+            raise SourceError(f"{self.header.path}: {self.prefix}{key} has {len(value)} values for {count} layers; the "
+                              "file is damaged: fetch it again")
         return value[:count]
 
     def check_shown_sizes(self) -> None:
@@ -107,22 +110,26 @@ class Metadata:
     def must_equal(self, key: str, value: Any, why: str) -> None:
         found = self.get(key, value)
         if found != value:
-            raise SourceError(f"{self.header.path}: {self.prefix}{key} = {shown(found)} is not supported{why}")
+            raise SourceError(f"{self.header.path}: {self.prefix}{key} = {shown(found)} is not supported{why}; "
+                              f"supported: {shown(value)}. {OTHER_FILES}")
 
-    def refusal(self, key: str, why: str) -> SourceError:
-        return SourceError(f"{self.header.path}: {self.prefix}{key} = {shown(self.get(key))} is not supported: {why}")
+    def refusal(self, key: str, why: str, advice: str = OTHER_FILES) -> SourceError:
+        found = f"{self.header.path}: {self.prefix}{key} = {shown(self.get(key))}"
+        return SourceError(f"{found} is not supported: {why}. {advice}")
 
     def refuse_unread(self) -> None:
         for key, value in self.header.metadata.items():
             if key.startswith(self.prefix) and key not in self._read:
-                raise SourceError(f"{self.header.path}: {named(key)} = {shown(value)} is not supported")
+                raise SourceError(f"{self.header.path}: Outrider does not read {named(key)} = {shown(value)}, which "
+                                  f"may change the results. {OTHER_FILES}")
 
     @property
     def num_layers(self) -> int:
         """The number of the model's own layers. Layers after them predict further tokens and are not read."""
         count: int = self.need("block_count") - self.get("nextn_predict_layers", 0)
         if count < 1:
-            raise self.refusal("nextn_predict_layers", f"the file has {self.need('block_count')} layers in all")
+            raise self.refusal("nextn_predict_layers", "it must be below the number of all layers, block_count = "
+                                                       f"{self.need('block_count')}", "Fetch the file again.")
         return count
 
     def layers_with(self, tensor: str) -> list[int]:

@@ -147,7 +147,7 @@ class DeltaHeads(NamedTuple):
         inner = meta.need("ssm.inner_size")
         if values % keys or inner % values:
             raise SourceError(f"{meta.header.path}: {meta.prefix}ssm.*: {values} value heads of {inner} features "
-                              f"do not share {keys} key heads evenly")
+                              f"cannot be divided evenly among {keys} key heads; fetch the file again")
         return cls(keys, values // keys, meta.need("ssm.state_size"), inner // values)
 
 

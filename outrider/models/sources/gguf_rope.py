@@ -33,7 +33,8 @@ def rope_scaling(meta: Metadata, head_dim: int) -> dict[str, Any] | None:
         kind, factor = "linear", linear
     if ROPE_FACTORS in meta.header.tensors:
         if kind != "none":
-            raise SourceError(f"{path}: rope scaling {shown(kind)} together with {ROPE_FACTORS} is not supported")
+            raise SourceError(f"{path}: rope scaling {shown(kind)} together with {ROPE_FACTORS} is not supported. Use "
+                              "the model's safetensors folder instead")
         return _llama3_scaling(meta.header, head_dim, float(meta.get("rope.freq_base", 10000.0)))
     match kind:
         case "none":
@@ -42,14 +43,15 @@ def rope_scaling(meta: Metadata, head_dim: int) -> dict[str, Any] | None:
             return {"rope_type": "linear", "factor": float(factor)} if factor != 1.0 else None
         case "yarn":
             if original is None:
-                raise SourceError(f"{path}: yarn rope scaling needs {meta.prefix}rope.scaling.original_context_length")
+                raise SourceError(f"{path}: yarn rope scaling needs {meta.prefix}rope.scaling.original_context_length, "
+                                  "which is missing. Convert the model again")
             meta.must_equal("rope.scaling.yarn_ext_factor", 1.0, "")
             found = {theirs: meta.get(f"rope.scaling.{key}") for key, theirs in YARN_KEYS.items()}
             return {"rope_type": "yarn", "factor": float(factor), "original_max_position_embeddings": original,
                     **{key: float(value) for key, value in found.items() if value is not None}}
         case _:
             raise SourceError(f"{path}: {meta.prefix}rope.scaling.type = {shown(kind)} is not supported; supported: "
-                              "linear, yarn")
+                              "linear, yarn. Use the model's safetensors folder instead")
 
 
 def turning_share(header: Header, head_dim: int) -> float:
@@ -60,8 +62,8 @@ def turning_share(header: Header, head_dim: int) -> float:
     stored = _factors(header)
     turning = int((stored < UNTURNED).sum())
     if stored.shape != (head_dim // 2,) or not turning or not np.allclose(stored[:turning], 1):
-        raise SourceError(f"{header.path}: the rope factors in {ROPE_FACTORS} are not those of a rope on a part of a "
-                          f"head of {head_dim} dimensions")
+        raise SourceError(f"{header.path}: the rope factors in {ROPE_FACTORS} do not fit a rope on a part of a head of "
+                          f"{head_dim} dimensions. Use the model's safetensors folder instead")
     return 2 * turning / head_dim
 
 
@@ -78,7 +80,7 @@ def _llama3_scaling(header: Header, head_dim: int, theta: float) -> dict[str, An
     share = ((original / wavelength - low) / (high - low)).clip(0, 1)  # 1: frequency kept, 0: divided by factor
     expected = 1 / ((1 - share) / factor + share)
     if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
-        raise SourceError(f"{header.path}: the rope factors in {ROPE_FACTORS} are not those of Llama 3.1 scaling; "
-                          "no other kind is supported from GGUF")
+        raise SourceError(f"{header.path}: the rope factors in {ROPE_FACTORS} are not those of Llama 3.1 scaling; no "
+                          "other kind is supported from GGUF. Use the model's safetensors folder instead")
     return {"rope_type": "llama3", "factor": round(factor, 4), "low_freq_factor": low, "high_freq_factor": high,
             "original_max_position_embeddings": original}

@@ -121,8 +121,8 @@ def _changed(
     name = f"{entry.name.removesuffix(entry.name.split('.', 2)[2])}{place.beside}"
     other = meta.header.tensors.get(name)
     if other is None:
-        raise SourceError(f"{meta.header.path}: tensor {shown(name)} is missing beside {shown(entry.name)}; the file "
-                          "is damaged or incomplete")
+        raise SourceError(f"{meta.header.path}: tensor {shown(name)} is missing, though the file holds "
+                          f"{shown(entry.name)}; it is damaged or incomplete: fetch it again")
     beside = _weight(other.kind.name, _read_rows(meta.header, other), other.shape, TensorPlace(name), meta)
     return place.change(_numbers(weight), _numbers(beside))
 

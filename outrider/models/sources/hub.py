@@ -40,14 +40,15 @@ def hub_folder(model: str, revision: str | None = None, weights: bool = True,
         raise SourceError(f"{model} is neither a local path nor a model on the hub (or it is private: set HF_TOKEN)") \
             from error
     except RevisionNotFoundError as error:
-        raise SourceError(f"{model} has no revision {revision!r} on the hub") from error
+        raise SourceError(f"{model} has no revision {revision!r} on the hub: leave revision out, or name "
+                          "another") from error
     except OfflineModeIsEnabled as error:
         raise SourceError(f"{model} is not in the local cache and HF_HUB_OFFLINE is set. Unset it. {LOCAL}") from error
     except LocalEntryNotFoundError as error:
         raise SourceError(f"{model} is not in the local cache (HF_HOME) and the hub cannot be reached: no network, "
                           f"or HF_HUB_OFFLINE is set. {LOCAL}") from error
     except HFValidationError as error:
-        raise SourceError(f"{model!r} is neither a local path nor a hub id (owner/name)") from error
+        raise SourceError(f"{model!r} is neither a local path nor a hub id (owner/name): correct it") from error
     except HfHubHTTPError as error:
         raise SourceError(f"{model}: the hub answered with an error: {error}. {LOCAL}") from error
     except OSError as error:

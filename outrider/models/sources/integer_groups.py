@@ -35,7 +35,7 @@ class IntegerGroups(Quantization):
         self._bits = reader.must_equal(bits_key, *bits)
         given = reader.raw(group_key)
         if not isinstance(given, int) or isinstance(given, bool) or not (given == -1 or given > 0):
-            raise reader.refusal(group_key, "it must be the inputs of a group, or -1 for all of a row")
+            raise reader.refusal(group_key, "it must be the number of inputs in a group, or -1 for one group per row")
         self._group = max(given, 0)
         self._plain = ModuleNames(reader, "modules_to_not_convert")
 
@@ -57,7 +57,8 @@ class GptqFiles(IntegerGroups):
         reader.must_equal("pack_dtype", "int32", default="int32")
         reader.must_equal("is_marlin_format", False, default=False)
         if reader.raw("dynamic"):
-            raise reader.refusal("dynamic", "settings for single modules are not read; quantise all alike")
+            raise reader.refusal("dynamic", "settings for single modules are not supported",
+                                 "Quantise the model again with one setting for all modules.")
         reader.refuse_unread()
 
     def stored_format(self, name: str) -> StoredFormat | None:
@@ -78,11 +79,13 @@ class GptqFiles(IntegerGroups):
         require_groups(name, "zero points", zeros, outputs, -(-inputs // width))
         groups = tensors[".g_idx"] if self._is_ordered else tensors.get(".g_idx")
         if self._is_symmetric and not bool((zeros == 1 << self._bits - 1).all()):
-            raise WeightError(f"{name}.qzeros has zero points beside the middle of the range, though sym is true")
+            raise WeightError(f"{name}.qzeros has zero points other than the middle of the range, but sym is true: "
+                              "correct sym in quantization_config, or quantise the model again")
         order = None
         if groups is not None and not torch.equal(groups.long(), torch.arange(inputs) // width):
             if not self._is_ordered:
-                raise WeightError(f"{name}.g_idx orders the inputs, though desc_act is not true")
+                raise WeightError(f"{name}.g_idx reorders the inputs, but desc_act is not true: correct desc_act in "
+                                  "quantization_config, or quantise the model again")
             order = order_by_groups(name, groups, inputs, width)
             values = values[:, order]
         made = integer_groups(name, values, self._bits, self._group, tensors[".scales"].T,
@@ -121,8 +124,8 @@ class AwqFiles(IntegerGroups):
         self._read_sizes(reader, *names, 4)
         reader.must_equal("zero_point", True, default=True)
         reader.passes_over("version")
-        if (layout := str(reader.raw("version") or "gemm").lower()) != "gemm":
-            raise reader.refusal("version", f"the layout {layout} is not read; supported: 'gemm'")
+        if str(reader.raw("version") or "gemm").lower() != "gemm":
+            raise reader.refusal("version", "supported: 'gemm'")
         reader.refuse_unread()
 
     def stored_format(self, name: str) -> StoredFormat | None:

@@ -66,7 +66,8 @@ class ModuleNames:
                 try:
                     re.compile(name.removeprefix("re:"))
                 except (re.error, AttributeError) as error:
-                    raise reader.refusal(key, f"{name!r} is no name of a module ({error})") from None
+                    raise reader.refusal(key, f"{name!r} is neither a module's name nor a regular expression "
+                                              f"({error})") from None
 
     def __contains__(self, name: object) -> bool:
         return any(is_module(pattern, str(name)) for pattern in self.patterns)

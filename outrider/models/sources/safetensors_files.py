@@ -78,7 +78,8 @@ class MatrixTensors(dict[str, torch.Tensor]):
 
     def __missing__(self, suffix: str) -> torch.Tensor:
         held = ", ".join(self._matrix + end for end in self)
-        raise WeightError(f"tensor {self._matrix}{suffix} is missing beside {held}; download the files again")
+        raise WeightError(f"tensor {self._matrix}{suffix} is missing, though the files hold {held}; download the files "
+                          "again")
 
 
 def safetensors_names(folder: str | Path) -> set[str]:
@@ -104,7 +105,8 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     if single.is_file():
         return {single: None}
     if not index.is_file():
-        raise FileNotFoundError(f"{folder} holds neither {single.name} nor {index.name}")
+        raise FileNotFoundError(f"{folder} holds neither {single.name} nor {index.name}: give a folder with all of the "
+                                "model's files")
     try:
         weight_map = dict(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError) as error:
@@ -112,7 +114,7 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
     files: dict[Path, set[str] | None] = {}
     for name, file in weight_map.items():
         if not isinstance(file, str) or not file or Path(file).is_absolute() or ".." in Path(file).parts:
-            raise WeightError(f"{index}: {file!r} is not a file in its folder")  # the index may be a stranger's
+            raise WeightError(f"{index} names {file!r}, which is not a plain file name: download the index again")
         names = files.setdefault(folder / file, set())
         assert names is not None
         names.add(name)

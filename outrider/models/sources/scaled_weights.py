@@ -13,6 +13,7 @@ from outrider.kernels.scaled import Scaled, pack_nibbles
 from outrider.models.sources.model_source import WeightError
 
 EXPONENTS = torch.uint8, torch.float8_e8m0fnu  # scales that are powers of two
+AGAIN = "fetch the files again, or quantise the model again"
 BFLOAT16_FRACTION = 7  # bits below the exponent
 
 
@@ -33,7 +34,7 @@ def spread_of_each(name: str, scales: torch.Tensor, shape: Sequence[int], group:
         return spread(name, scales, outputs, inputs, group, block)
     if scales.shape[:1] != (*experts,):
         raise WeightError(f"the scales of {name} have shape {list(scales.shape)}; the weight holds {experts[0]} "
-                          f"experts, so the first size must be {experts[0]}: quantize the checkpoint again")
+                          f"experts, so the first size must be {experts[0]}: {AGAIN}")
     return torch.stack([spread(name, own, outputs, inputs, group, block) for own in scales])
 
 
@@ -44,15 +45,15 @@ def spread(
     bytes of exponents."""
     scales = from_exponents(scales) if scales.dtype in EXPONENTS else scales
     if not scales.is_floating_point():
-        raise WeightError(f"the scales of {name} have dtype {scales.dtype}, a float type is needed")
+        raise WeightError(f"the scales of {name} have dtype {scales.dtype}, and a float type is needed: {AGAIN}")
     scales = scales if scales.dtype == torch.float8_e4m3fn or block == 0 else scales.float()
     groups = -(-inputs // group) if group else 1
     if not group and scales.numel() == 1:
         return scales.reshape(1, 1).expand(outputs, 1)
     rows = -(-outputs // max(block, 1))
     if tuple(scales.shape) != (rows, groups) and not (groups == 1 and tuple(scales.shape) == (rows,)):
-        raise WeightError(f"the scales of {name} have shape {list(scales.shape)}, a matrix of {outputs} x {inputs} "
-                          f"needs {[rows, groups]}")
+        raise WeightError(f"the scales of {name} have shape {list(scales.shape)}, and a matrix of {outputs} x {inputs} "
+                          f"needs {[rows, groups]}: {AGAIN}")
     scales = scales.view(rows, groups)
     return scales if rows == outputs else scales.repeat_interleave(block, 0)[:outputs]
 
@@ -61,7 +62,7 @@ def from_exponents(exponents: torch.Tensor) -> torch.Tensor:
     """Powers of two from bytes (E8M0), in bfloat16, which represents them exactly."""
     bytes_ = exponents.view(torch.uint8)
     if bool((bytes_ == 255).any()):
-        raise WeightError("a scale of type E8M0 is NaN")
+        raise WeightError(f"a scale (of type E8M0) is NaN: {AGAIN}")
     bits = torch.where(bytes_ == 0, 1 << BFLOAT16_FRACTION - 1, bytes_.short() << BFLOAT16_FRACTION)
     return bits.short().view(torch.bfloat16)
 
@@ -91,7 +92,8 @@ def integer_groups(name: str, values: torch.Tensor, bits: int, group: int, scale
 
 def require_groups(name: str, what: str, tensor: torch.Tensor | None, outputs: int, groups: int) -> None:
     if tensor is not None and tuple(tensor.shape) != (outputs, groups):
-        raise WeightError(f"the {what} of {name} have shape {list(tensor.shape)}, {[outputs, groups]} is needed")
+        raise WeightError(f"the {what} of {name} have shape {list(tensor.shape)}, and {[outputs, groups]} is needed: "
+                          f"{AGAIN}")
 
 
 def order_by_groups(name: str, groups: torch.Tensor, inputs: int, width: int) -> torch.Tensor:
@@ -100,7 +102,7 @@ def order_by_groups(name: str, groups: torch.Tensor, inputs: int, width: int) ->
     order = groups.argsort(stable=True)
     if tuple(groups.shape) != (inputs,) or not torch.equal(groups[order].long(), torch.arange(inputs) // width):
         raise WeightError(f"the indices of groups of {name} (g_idx, shape {list(groups.shape)}) do not give each of "
-                          f"its {inputs} inputs to one group of {width}")
+                          f"its {inputs} inputs to one group of {width}: {AGAIN}")
     return order
 
 
@@ -119,15 +121,15 @@ def fp4_weight(name: str, packed: torch.Tensor, scales: torch.Tensor, group: int
     require(name, "packed weight", packed, torch.uint8, dims=(2, 3))
     *outputs, width = packed.shape
     if tuple(scales.shape) != (*outputs, 2 * width // group) or 2 * width % group:
-        raise WeightError(f"the scales of {name} have shape {list(scales.shape)}, codes of {[*outputs, 2 * width]} "
-                          f"need {[*outputs, 2 * width // group]}")
+        raise WeightError(f"the scales of {name} have shape {list(scales.shape)}, and codes of {[*outputs, 2 * width]} "
+                          f"need {[*outputs, 2 * width // group]}: {AGAIN}")
     nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
     if factor is not None and not (factor.numel() == 1 and factor.is_floating_point() and 0 < factor < torch.inf):
         raise WeightError(f"the factor of {name} must be one number above 0, got {factor.flatten()[:4].tolist()} in "
-                          f"{factor.dtype}")
+                          f"{factor.dtype}: {AGAIN}")
     if scales.dtype not in (torch.float8_e4m3fn, *EXPONENTS):
-        raise WeightError(f"the scales of {name} have dtype {scales.dtype}, its quantization_config needs "
-                          f"{torch.float8_e4m3fn} or exponents of powers of two")
+        raise WeightError(f"the scales of {name} have dtype {scales.dtype}, and its quantization_config needs "
+                          f"{torch.float8_e4m3fn} or powers of two (E8M0): {AGAIN}")
     factors = None if factor is None else factor.float().reshape(1, 1).expand(outputs[-1], 1)
     scales = scales if scales.dtype == torch.float8_e4m3fn else from_exponents(scales)
     return ScaledWeight(Scaled(FP4, group, pack_nibbles(nibbles, group), scales, factors=factors))
@@ -135,5 +137,5 @@ def fp4_weight(name: str, packed: torch.Tensor, scales: torch.Tensor, group: int
 
 def require(name: str, what: str, tensor: torch.Tensor, dtype: torch.dtype, dims: Collection[int] = (2,)) -> None:
     if tensor.dtype != dtype or tensor.dim() not in dims:
-        raise WeightError(f"the {what} of {name} has dtype {tensor.dtype} and shape {list(tensor.shape)}, "
-                          f"its quantization_config needs {dtype} and a matrix")
+        raise WeightError(f"the {what} of {name} has dtype {tensor.dtype} and shape {list(tensor.shape)}, and its "
+                          f"quantization_config needs a matrix of {dtype}: {AGAIN}")

@@ -82,8 +82,8 @@ def counters_for(device: torch.device, size: int) -> torch.Tensor:
     overlap."""
     if (device, size) not in _counters_of:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise RuntimeError("decode_attention: run it once before it is captured, so that "
-                               "its counters are allocated outside of the graph")
+            raise RuntimeError("decode_attention: run it once before it is captured in a graph, because its counters "
+                               "must be allocated outside the graph")
         with torch.inference_mode(False):  # they stay, and are changed in whatever mode comes later
             _counters_of[device, size] = torch.zeros(size, dtype=torch.int32, device=device)
     return _counters_of[device, size]
