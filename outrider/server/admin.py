@@ -1,8 +1,8 @@
 """Routes of the server's operator, under vLLM's names: sleep, wake up, empty the prefix cache. They need --admin.
 
 These routes change the server for all clients. Their requests have no body, so a browser would send them for any web
-page without asking the server first. So web pages may call them only from an allowed origin. The guard has already
-checked the host.
+page without asking the server first. Therefore web pages may call them only from an allowed origin. The guard has
+already checked the host name.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def admin_routes(service: Service) -> APIRouter:
 
     @routes.post("/wake_up")
     async def wake_up(request: Request, tags: Annotated[list[str], Query()] = []) -> dict[str, Any]:  # noqa: B006
-        """Restore everything, or the parts that `tags` names."""
+        """Restore the weights and the cache, or only the parts that `tags` names."""
         check_query(request.query_params, ("tags",))
         return asdict(await carried_out(service.host.llm.wake_up(tags or None)))
 

@@ -1,8 +1,8 @@
 """QueueBound: the number of samples that may be in the engine at once, and the error for requests beyond it.
 
-The queue is bounded by samples, because a request for n samples takes n rows. Samples are counted in the event loop, so
-that a request is refused before it is tokenized. A full queue refuses only tenants that already have their equal part
-of it, so one tenant's requests never keep out another's.
+Samples are counted, not requests, because a request for n samples takes n batch rows. They are counted in the event
+loop, so that a request is refused before it is tokenized. A full queue refuses only tenants that already have an equal
+share of the queue, so one tenant's requests never keep out another's.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ class QueueBound:
             self._mean_seconds += 0.1 * (time.monotonic() - began - self._mean_seconds)
 
     def check_room(self, max_running: int, num_keys: int) -> None:
-        """Raise the error 429 if a sample would be refused whichever key it has. If one key alone fills the queue, the
-        server stays ready: otherwise a load balancer would send it no requests of other keys."""
+        """Raise the error 429 if no API key could add a sample to the queue. This decides whether the server is ready.
+        If one key alone fills the queue, the server stays ready: otherwise a load balancer would send it no requests of
+        other keys."""
         if len(self._live) < num_keys:
             return
         if all(self._is_full(1, max_running + self._max_queued, tenant) for tenant in self._live or (None,)):

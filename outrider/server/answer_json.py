@@ -1,4 +1,4 @@
-"""Writes large answers as JSON in a thread, with calls of the encoder that each take a bounded time.
+"""Writes large answers as JSON in a thread. Each call of the JSON encoder gets a small slice of the answer.
 
 No other thread runs during a call of the encoder, and the log-probabilities of a few thousand tokens take it a second.
 Parts that several choices of an answer share, such as log-probabilities of their prompt, are written and kept once.
@@ -19,14 +19,15 @@ BLOCK = 1 << 16  # bytes that are sent at once
 
 
 class Written(list[bytes]):
-    """A value that is already written as JSON. Several places of an answer may contain it."""
+    """JSON text of a value, in pieces of bytes. An answer that repeats the value contains this text instead of encoding
+    the value again."""
 
     @classmethod
     def from_value(cls, value: Any) -> Written:
         return cls(_blocks(_parts(value, DEPTH)))
 
     def extended(self, more: list[Any]) -> Written:
-        """Make a new list: this list, followed by more items."""
+        """Return the JSON of a longer list: the items of this list, then the items of `more`."""
         parts = _parts(more, DEPTH)
         if self == [b"[]"]:
             return Written(parts)
@@ -36,7 +37,8 @@ class Written(list[bytes]):
 
 
 async def write_answer(make: Callable[[], dict[str, Any]], num_values: int) -> list[bytes]:
-    """Make an answer and write it, in a thread if it has many values: token ids and log-probabilities."""
+    """Call `make` for the answer, and write the answer as JSON. Runs in a thread if `num_values`, the number of token
+    ids and log-probabilities in the answer, is large."""
     def work() -> list[bytes]:
         return _blocks(_parts(make(), DEPTH))
 
@@ -64,7 +66,7 @@ def _parts(value: Any, depth: int) -> list[bytes]:
 
 
 def _blocks(parts: Iterable[bytes]) -> list[bytes]:
-    """Join short parts, because each part is sent separately. Long parts are not copied."""
+    """Join short pieces of JSON into blocks, because each block is sent separately. Long pieces are not copied."""
     blocks: list[bytes] = []
     short: list[bytes] = []
     size = 0

@@ -182,7 +182,8 @@ def _text_routes(service: Service) -> APIRouter:
 
 
 def _token_lists(head: dict[str, Any], ids: list[int], name: Callable[[int], str | None] | None) -> bytes:
-    """Write the answer of /tokenize as JSON, in slices, because no other thread runs during a call of the encoder."""
+    """Write the answer of /tokenize as JSON, a slice of the lists at a time, because no other thread runs during a call
+    of the JSON encoder."""
     slices = [ids[start : start + WRITTEN_AT_ONCE] for start in range(0, len(ids), WRITTEN_AT_ONCE)]
     numbers = ",".join(compact(part)[1:-1] for part in slices)
     names = "null" if name is None else f"[{','.join(compact([name(i) for i in part])[1:-1] for part in slices)}]"
@@ -209,8 +210,8 @@ def _state_routes(service: Service) -> APIRouter:
     @routes.get("/ready")
     @routes.head("/ready", include_in_schema=False)
     async def ready() -> Response:
-        """Answer 200 if a request of some key would be served now: the engine is healthy and awake, and the queue has
-        room."""
+        """Answer 200 if the server would accept a request of at least one API key now: the engine is healthy and awake,
+        and the queue has room."""
         await health()
         pause = service.host.pause
         if pause:

@@ -27,8 +27,8 @@ OTHERS = ("stream", "logprobs", "top_logprobs", "prompt_embeds", "return_run_len
 
 
 def beam_sampling(body: SamplingFields, max_tokens: int | None, form: Any, limits: Limits) -> SamplingParams:
-    """Make the sampling parameters for a body with `use_beam_search`. Fields that beam search does not have are
-    refused. form: the form that the text must have, if any."""
+    """Make the sampling parameters for a body with `use_beam_search`. Fields that beam search does not support are
+    refused. form: the body's structured output, which beam search does not support either; None without it."""
     default = SamplingParams()
     wrong = [name for name in SamplingParams.__dataclass_fields__.keys() - set(SERVED)
              if getattr(body, name, None) not in (None, getattr(default, name), [], "")]

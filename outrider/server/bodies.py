@@ -36,7 +36,8 @@ Checked = TypeVar("Checked", bound=BaseModel)
 
 
 async def beside_loop(work: Callable[[], Made]) -> Made:
-    """Do work whose time depends on the size of the body. For a large body it is done in a thread."""
+    """Call `work`, whose time grows with the size of the request's body. For a large body it runs in a thread, so that
+    the event loop is not blocked."""
     return await asyncio.to_thread(work) if IS_LARGE.get() else work()
 
 
@@ -69,7 +70,7 @@ class BodyRoute(APIRoute):
 
 
 def _read(body: bytes, kind: Any) -> Any:
-    """Read the body and check it as the type that its route takes."""
+    """Parse the body, and check it as the type that its route takes."""
     try:
         parsed = parse_bounded(body)
     except (ValueError, RecursionError):

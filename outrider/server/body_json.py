@@ -1,8 +1,8 @@
-"""Parses the JSON of a large body, and lets other threads run meanwhile.
+"""Parses the JSON of a large body in short steps, so that other threads can run meanwhile.
 
 `json.loads` is one call into C, which lets no other thread run until it is done: a third of a second for 15 MB. Here
-every such call gets a bounded number of bytes. Long lists of numbers and long texts are read in pieces, and are
-replaced by marks. If the rest is still long, it is parsed by the Python code of the standard decoder.
+every such call gets a bounded number of bytes. Long lists of numbers and long strings are read in slices, and random
+marks take their places in the body. If the rest is still long, the standard decoder's Python code parses it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def parse_large(body: bytes) -> Any:
 
 
 def parse_parts(body: bytes, lists: list[tuple[int, int]]) -> Any:
-    """Parse a body. lists: the begin and end of each of its long lists of numbers."""
+    """Parse a body as `parse_large` does. lists: the first and last byte positions of its long lists of numbers
+    (`numeric_lists`)."""
     pieces: list[bytes] = []
     read: dict[str, list[int] | str] = {}
     end = 0  # end of the part of the body that is in `pieces`
@@ -60,7 +61,7 @@ def _decoded(body: bytes) -> str:
 
 
 def numeric_lists(body: bytes) -> list[tuple[int, int]]:
-    """Find long runs of numbers that are complete lists, between brackets and outside texts."""
+    """Find the long lists in a body that contain only natural numbers. Lists of numbers inside strings are left out."""
     runs = [(first, last) for first, last in _numeric_runs(body)
             if body[first - 1 : first] == b"[" and body[last : last + 1] == b"]"]
     in_texts = are_in_texts(body, [first for first, _ in runs])
@@ -68,7 +69,8 @@ def numeric_lists(body: bytes) -> list[tuple[int, int]]:
 
 
 def _numeric_runs(body: bytes) -> list[tuple[int, int]]:
-    """Find the runs of the bytes IN_NUMBERS that are longer than a few slices."""
+    """Find stretches of a body that consist only of bytes of number lists (IN_NUMBERS) and are longer than a few
+    slices."""
     runs: list[tuple[int, int]] = []
     for start in range(0, len(body), SLICE):
         if body[start : start + SLICE].translate(None, IN_NUMBERS):
@@ -115,8 +117,8 @@ def _parse_text(body: bytes, first: int, last: int) -> str:
 
 
 def _whole_characters(piece: bytes) -> int:
-    """Count the bytes of a piece of a text that form whole characters. A character that is escaped as two surrogates is
-    whole if both escapes are in the piece."""
+    """Count the bytes at the start of a piece of a JSON string that form whole characters, so that the string can be
+    decoded piece by piece. A character that is escaped as two surrogates is whole if both escapes are in the piece."""
     end = len(piece)
     while end > 1 and piece[end - 1] & 0xC0 == 0x80:  # the last character of several bytes is left out, perhaps whole
         end -= 1

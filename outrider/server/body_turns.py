@@ -1,4 +1,4 @@
-"""BodyTurns: the pace at which large bodies are received, by tenant.
+"""BodyTurns: limits how fast the large bodies of one tenant are received.
 
 The event loop copies the bytes that arrive. If eight clients of one tenant sent 10 MB each at full speed, every event
 of other tenants would wait while the loop copies a piece of all eight. Instead the bodies of one tenant take turns, and
@@ -15,7 +15,8 @@ TURN_SECONDS = 0.002  # between two turns of one tenant: 1 Gbit/s
 
 
 class BodyTurns:
-    """The queue of turns, for one event loop."""
+    """Queues, one for each tenant, in which the receivers of bodies wait for their turns. One object serves one event
+    loop."""
 
     def __init__(self) -> None:
         self._lines: dict[str, deque[asyncio.Future[None]]] = {}  # by tenants who had a turn just now

@@ -15,8 +15,8 @@ QUOTE, BACKSLASH, COMMA, LIST, OBJECT = b'"\\,[{'
 
 
 def count_values(body: bytes, most: int) -> int:
-    """Count commas and opening brackets outside texts, and stop soon after `most`. The count is at least the number of
-    lists and objects, plus the number of their items after the first ones."""
+    """Estimate the number of values in a body from its commas and opening brackets outside strings. Each list or object
+    counts as one value, and so does each of its items after the first. Counting stops soon after `most`."""
     total, in_text = 0, False
     for _, part, quotes in _slices(body):
         marks = np.flatnonzero((part == COMMA) | (part == LIST) | (part == OBJECT))
@@ -36,8 +36,8 @@ def count_byte(body: bytes, byte: int, first: int, last: int) -> int:
 
 
 def long_texts(body: bytes, least: int) -> list[tuple[int, int]]:
-    """Find the texts of more than `least` bytes. Returns for each text the place after its opening quote and the place
-    of its closing quote."""
+    """Find the strings of more than `least` bytes. Returns for each string the position after its opening quote and the
+    position of its closing quote."""
     found: list[tuple[int, int]] = []
     before, num_before = -1, 0  # the place of the last quote, and the number of quotes
     for start, _, quotes in _slices(body):
@@ -50,7 +50,7 @@ def long_texts(body: bytes, least: int) -> list[tuple[int, int]]:
 
 
 def are_in_texts(body: bytes, places: Sequence[int]) -> list[bool]:
-    """For each of some places, in ascending order, whether it is inside a text."""
+    """Return for each byte position whether it is inside a JSON string. The positions must be in ascending order."""
     found: list[bool] = []
     num_before = 0  # quotes that begin and end texts
     for start, part, quotes in _slices(body) if places else ():
@@ -61,7 +61,8 @@ def are_in_texts(body: bytes, places: Sequence[int]) -> list[bool]:
 
 
 def _slices(body: bytes) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
-    """Yield (place, bytes, places of quotes) for each slice. Only quotes that begin or end a text are included."""
+    """Yield (position, bytes, positions of quotes) for each slice of the body. Only quotes that begin or end a string
+    are included, not escaped ones."""
     num_backslashes = 0  # at the end of the slice before
     for start in range(0, len(body), SLICE):
         part = np.frombuffer(body, np.uint8, min(SLICE, len(body) - start), start)

@@ -98,7 +98,7 @@ def _check(body: ChatRequest, tool_format: str | None) -> None:
 
 
 def _own_names(body: ChatRequest) -> dict[str, str]:
-    """The names of chat fields that the engine's error messages call differently."""
+    """Map a parameter's name in the engine to the chat field that it came from, for error messages."""
     own = {"logprobs": "top_logprobs"}
     return own if body.max_completion_tokens is None else own | {"max_tokens": "max_completion_tokens"}
 
@@ -110,7 +110,7 @@ def _max_tokens(body: ChatRequest) -> int | None:
 
 
 class _Chat:
-    """Runs one request to the route: from the checked request to the answer."""
+    """One request to /v1/chat/completions: runs it in the engine and makes the answer, streamed or whole."""
 
     def __init__(self, service: Service, body: ChatRequest, requests: Sequence[CheckedRequest], model: str,
                  choices: Sequence[ParsedChoice]) -> None:

@@ -11,8 +11,8 @@ Delta = dict[str, Any]
 
 
 class ParsedChoice:
-    """The parsed text of one sample. Reasoning is sent under both names that clients use, because each reads only one
-    of them."""
+    """Makes the answer of one sample from its text: deltas of a stream, or one message. Reasoning is sent in two fields
+    with different names, because each client reads only one of them."""
 
     def __init__(self, parser: OutputParser, *, includes_reasoning: bool, tool_format: str | None,
                  is_named: bool = False) -> None:
@@ -27,7 +27,7 @@ class ParsedChoice:
         return [delta for event in self.events(text, is_last) for delta in self._deltas(event)]
 
     def message(self, text: str) -> Delta:
-        """Return the message of a whole text."""
+        """Return the message for the complete text of a sample."""
         content, thoughts, calls = "", "", []
         for event in settled(self.events(text, is_last=True)):
             match event:
@@ -52,8 +52,8 @@ class ParsedChoice:
         return self._parser.feed(text) + (self._parser.finish() if is_last else [])
 
     def _deltas(self, event: Event) -> list[Delta]:
-        """Make the deltas of an event. Id, type and name of a call are sent once, because clients join texts that are
-        sent twice."""
+        """Convert a parser's event to deltas. The id, type and name of a call are sent once, because clients
+        concatenate the strings of all deltas."""
         match event:
             case Content(text):
                 return [{"content": text}]
@@ -73,8 +73,8 @@ class ParsedChoice:
 
 
 def plain_message(content: str | None) -> Delta:
-    """An answer without reasoning and calls. It has the reasoning fields too, because clients read them in every
-    answer."""
+    """The assistant's message for text without reasoning or calls. The reasoning fields are null: clients read them in
+    every answer."""
     return {"role": "assistant", "content": content, "refusal": None, **_thoughts(None)}
 
 

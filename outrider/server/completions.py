@@ -58,7 +58,7 @@ async def _read_prompts(service: Service, body: CompletionRequest) -> Sequence[T
 
 
 async def _read_embeds(service: Service, given: str | list[str]) -> list[TokensOrEmbeds]:
-    """Read one file with embeddings, or several, from the field prompt_embeds of a body."""
+    """Read the field prompt_embeds of a body: one file with embeddings, or a list of them."""
     files, most = [given] if isinstance(given, str) else given, service.config.max_prompts
     if not 1 <= len(files) <= most:
         raise ApiError(400, f"prompt_embeds has {len(files)} prompts, and one request may have from 1 to "
@@ -72,7 +72,8 @@ async def _read_embeds(service: Service, given: str | list[str]) -> list[TokensO
 
 
 class _PromptParts(NamedTuple):
-    """The parts of an answer that repeat the prompt. All choices of the prompt contain them."""
+    """The JSON parts of an answer that repeat the prompt, such as its tokens and log-probabilities. They are written
+    once and used in all choices of the prompt."""
 
     text: str  # empty unless the answer begins with it
     token_ids: Written | None
@@ -81,7 +82,7 @@ class _PromptParts(NamedTuple):
 
 
 class _Completion:
-    """Runs one request to the route: from the checked requests of its prompts to the answer."""
+    """One request to /v1/completions: runs its prompts in the engine and makes the answer, streamed or whole."""
 
     def __init__(self, service: Service, body: CompletionRequest, requests: Sequence[CheckedRequest],
                  model: str) -> None:
@@ -175,7 +176,7 @@ class _Completion:
                 f'"logprobs":{logprobs},"finish_reason":{reason}{stop}{ids}}}]{usage}}}\n\n')
 
     def _prompt_parts(self, output: RequestOutput) -> _PromptParts:
-        """Write the parts that the choices of one prompt repeat of it."""
+        """Write the parts of an answer that repeat one prompt. All choices of the prompt contain them."""
         text, ids, logprobs, before = "", None, None, None
         if self._body.echo:
             text = self._prompt_text(output.prompt_token_ids)
@@ -218,7 +219,8 @@ class _Completion:
 
 
 def mixed_versions_to_json(output: RequestOutput) -> dict[str, Any]:
-    """The field that says which of a prompt's log-probabilities came from which weights, if they came from several."""
+    """The field that tells which weights computed which of the prompt's log-probabilities. It exists only if the
+    weights were updated in between."""
     versions = output.prompt_weight_versions
     return {"prompt_weight_versions": versions} if len(versions) > 1 else {}
 

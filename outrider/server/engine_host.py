@@ -92,8 +92,8 @@ class EngineHost:
 
     @property
     def pause(self) -> str:
-        """The reason why requests wait although the engine is healthy, such as a pause or sleep; empty if they do
-        not."""
+        """Why requests wait although the engine is healthy, for example because it sleeps. Empty if they do not
+        wait."""
         return self.state.llm.engine.pause.why_requests_wait if isinstance(self.state, Serving) else ""
 
     async def run(self) -> None:
@@ -190,7 +190,7 @@ class EngineHost:
 
 def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[AsyncLLM], llm: AsyncLLM | None,
           error: BaseException | None) -> bool:
-    """Pass the result to the event loop. Returns False if the loop is closed."""
+    """Give the loaded engine, or the error of loading it, to the event loop. Returns False if the loop is closed."""
     def resolve() -> None:
         if done.done():  # cancelled
             if llm is not None:

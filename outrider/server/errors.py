@@ -28,7 +28,8 @@ PROMPTS = ("prompt", "messages", "input")  # fields that hold one, of which a bo
 
 
 class ApiError(Exception):
-    """An error with a status and a body. Anything below a route may raise it, and the application answers with it."""
+    """An error response with a status and a body. Any code of a route may raise it; the application sends it as the
+    answer."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, retry_after: int | None = None) -> None:
         super().__init__(message)
@@ -48,7 +49,8 @@ class ApiError(Exception):
         return {"type": "error", "error": self.body["error"] | {"type": MESSAGES_TYPES.get(self.status, "api_error")}}
 
     def renamed(self, names: Mapping[str, str]) -> ApiError:
-        """The same error with the body's field names. `names`: the body's name for each name in the message."""
+        """Return a copy of the error in which engine parameters have the names of the body's fields. `names`: the
+        body's name for each name in the message."""
         if self.param is None or self.param not in names:
             return self
         name = names[self.param]

@@ -26,7 +26,7 @@ class Job(NamedTuple):
 
 
 class FairThreads(ThreadPoolExecutor):
-    """The pool of threads. `submit` reads the tenant from the calling context."""
+    """The pool of threads. `submit` reads the tenant from the caller's context variables."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads or max(LEAST_THREADS, (os.cpu_count() or 1) // 2)

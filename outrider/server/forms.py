@@ -1,6 +1,7 @@
-"""The form that an answer must have: from a response format, from structured output, or from forced calls of tools.
+"""Constraints on an answer's text: from a response format, from structured output, or from forced tool calls.
 
-If the chat's model may reason first, the form holds for the text after the reasoning.
+The constraint is called the form of the answer, and is given to the engine as a grammar. If the chat's model may reason
+first, only the text after the reasoning is constrained.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class ForcedCalls:
         return FORCED_LIST if self.tool_format is None else TOOL_FORMATS[self.tool_format]
 
     def rules(self, tokenizer: Tokenizer) -> str:
-        """Grammar rules for the calls. The first rule is `form`."""
+        """Write grammar rules that allow only calls of these tools. The first rule is `form`, the form of the
+        answer."""
         calls = [self._call(index, tool) for index, tool in enumerate(self.tools)]
         any_call = "any_call: " + " | ".join(f"call_{index}" for index in range(len(calls)))
         if self.tool_format == "hermes":
@@ -113,7 +115,7 @@ def _named(choice: str | dict[str, Any]) -> str | None:
 
 def chat_form(body: ChatRequest, forced: ForcedCalls | None, reasoning: str | None, prompt_end: str,
               tokenizer: Tokenizer) -> StructuredOutputsParams | None:
-    """The form of a chat's whole text, including reasoning."""
+    """The grammar or other constraint for the whole output of a chat, reasoning included. None if the text is free."""
     asked = body.form()
     if forced is not None and asked is not None:
         raise ApiError(400, "a tool_choice that forces a call sets the answer's form: leave out response_format and "
@@ -126,7 +128,8 @@ def chat_form(body: ChatRequest, forced: ForcedCalls | None, reasoning: str | No
 
 
 def _thoughts(reasoning: str, prompt_end: str, tokenizer: Tokenizer) -> str | None:
-    """The first rules of a grammar that lets the model reason before `form`. None if the model does not reason."""
+    """The grammar rules for reasoning that comes before the rule `form`. None if the prompt has already closed the
+    reasoning."""
     region = next(region for region in REASONING_FORMATS[reasoning] if isinstance(region, ReasoningRegion))
     said = prompt_end.rstrip()
     if said.endswith(region.end):
@@ -142,7 +145,8 @@ def _thoughts(reasoning: str, prompt_end: str, tokenizer: Tokenizer) -> str | No
 
 
 def _rules(asked: StructuredOutputsParams) -> str:
-    """The requested form, written as grammar rules."""
+    """Convert the structured output that the body asks for to grammar rules, so that reasoning can be allowed before
+    it."""
     try:
         form_rule = feature_object("grammars", "outrider.features.grammars.answer_rules:form_rule")
         return str(form_rule(asked.to_plain()))
@@ -153,7 +157,7 @@ def _rules(asked: StructuredOutputsParams) -> str:
 
 
 def _markers(text: str, tokenizer: Tokenizer) -> str:
-    """Write a text that may contain several markers as an expression of a grammar."""
+    """Convert a text that may contain several markers, such as `<|start|>`, to a grammar expression."""
     return " ".join(_marker(part, tokenizer) for part in re.split(r"(<\|?[^<>|]+\|?>)", text) if part)
 
 
@@ -162,6 +166,6 @@ def _is_special(marker: str, tokenizer: Tokenizer) -> bool:
 
 
 def _marker(marker: str, tokenizer: Tokenizer) -> str:
-    """Write a marker as an expression of a grammar. A special token is written as its id, because it has no text
-    there."""
+    """Convert a marker to a grammar expression. A marker that is a special token is written as its id, because grammars
+    cannot match special tokens as text."""
     return f"<[{tokenizer.token_to_id(marker)}]>" if _is_special(marker, tokenizer) else json.dumps(marker)

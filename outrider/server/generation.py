@@ -1,4 +1,4 @@
-"""The way from one HTTP request to the engine and back: prompts in, changes of samples out.
+"""Runs the requests of one HTTP request on the engine, and turns the results into changes to send.
 
 The engine yields increments: an increment is what one step added to one sample. A change is the part of a sample that
 has not been sent to the client yet, from one token to hundreds.
@@ -49,7 +49,7 @@ class Change(NamedTuple):
 
 
 def extra_fields(change: Change) -> str:
-    """Write what features add to a sample, as further fields of its choice."""
+    """Write the values that features have added to a sample, as JSON fields of its choice."""
     return "".join(f",{compact(name)}:{compact(value)}" for name, value in change.extras.items())
 
 
@@ -135,7 +135,8 @@ class Usage:
         self._num_completion = sum(output.num_output_tokens for output in outputs)
 
     def leave_out_completions(self) -> None:
-        """Report no completion tokens, because the client asked for no completion."""
+        """Report no completion tokens. Called when the client asked for an empty completion, and the engine made a
+        token anyway."""
         self._num_completion = 0
 
     def metrics_to_json(self) -> dict[str, Any]:
@@ -157,7 +158,8 @@ def drafts_to_json(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
 
 async def checked(llm: AsyncLLM, prompts: Sequence[Prompt], params: RequestParams, priority: int,
                   adapter: LoRARequest | None, tenant: str | None) -> list[CheckedRequest]:
-    """See `llm.check`. If a form must be compiled, this may take long. It ends if the client disconnects."""
+    """Check prompts with `llm.check`, which makes requests of them. Compiling a grammar may take long, so the check is
+    cancelled if the client disconnects."""
     check = llm.check(prompts, params, priority, adapter, tenant)
     has_form = isinstance(params, SamplingParams) and params.structured_outputs is not None
     return await (while_client_waits(check) if has_form else check)
@@ -178,7 +180,7 @@ async def generate(llm: AsyncLLM, requests: Sequence[CheckedRequest], request_id
 
 
 async def whole_outputs(parts: Increments, requests: Sequence[CheckedRequest], usage: Usage) -> list[RequestOutput]:
-    """The finished output of each prompt."""
+    """Run the requests to their ends, and return the finished output of each prompt."""
     outputs = [cast(RequestOutput, empty_output("", request)) for request in requests]
     async with aclosing(parts):
         async for i, increments in parts:
@@ -248,13 +250,14 @@ def named(entries: Sequence[TokenLogprobs]) -> list[dict[int, Logprob]]:
 
 
 def finite(logprob: float | None) -> float | None:
-    """A log-probability as JSON has it. None: there is none, or the model's logits are not finite."""
+    """Convert a log-probability to a JSON number. None (null) if there is none, or if the model's logits are not
+    finite."""
     return None if logprob is None or isnan(logprob) else max(logprob, LOWEST)
 
 
 def num_values(num_tokens: int, num_logprobs: int | None, vocab_size: int) -> int:
-    """The number of values in an answer with so many tokens, each with its log-probability and those of the likeliest
-    `num_logprobs` tokens (-1: all; None: no log-probabilities). The time to write the answer grows with it."""
+    """Count the values in an answer: `num_tokens` token ids, each with its log-probability and those of the likeliest
+    `num_logprobs` tokens (-1: all; None: no log-probabilities). The time to write the answer grows with this number."""
     if num_logprobs is None:
         return num_tokens
     return num_tokens * (2 + (vocab_size if num_logprobs == MAX_LOGPROBS_ALL else min(num_logprobs, vocab_size)))
@@ -262,7 +265,8 @@ def num_values(num_tokens: int, num_logprobs: int | None, vocab_size: int) -> in
 
 def answer_values(outputs: Sequence[RequestOutput], params: SamplingParams, vocab_size: int, *,
                   repeats_prompt: bool) -> int:
-    """The number of values in an answer with these outputs of requests with the same parameters."""
+    """Count the token ids and log-probabilities that the answer to a request will contain. A large answer is written in
+    a thread. All outputs come from requests with the same `params`."""
     num_output = sum(output.num_output_tokens for output in outputs)
     num_prompt = sum(len(output.prompt_token_ids or ()) * len(output.outputs) for output in outputs)
     if not repeats_prompt:

@@ -1,9 +1,9 @@
 """The guard before every route: checks host names, API keys, and size and time of bodies, and gives every answer an id.
 
-A key is compared with every known key in constant time, so that timing reveals neither a key nor its place. The used
-key goes into the scope. It salts the prefix cache, so that one tenant's hits tell nothing about another. An answer has
-the client's `X-Request-Id` or a new one, and the request's log line has it too. The guard is plain ASGI without a
-framework.
+A key is compared with every known key in constant time, so that timing reveals neither a key nor its position in the
+list. The key of the request is stored in the ASGI scope. It salts the prefix cache, so that one tenant's hits tell
+nothing about another. An answer has the client's `X-Request-Id` or a new one, and the request's log line has it too.
+The guard is plain ASGI without a framework.
 """
 
 from __future__ import annotations
@@ -132,8 +132,8 @@ class Guard:
         return hmac.digest(self._secret, key, "sha256")
 
     def _paced(self, scope: Scope, receive: Receive) -> Receive:
-        """Make the receive function that takes turns with the other bodies of the tenant, or of all clients without a
-        key."""
+        """Wrap the receive function of a request, so that its body takes turns with other bodies of the same tenant.
+        All clients without a key count as one tenant."""
         num_bytes = 0  # since the last turn
 
         async def receive_in_turn() -> Message:

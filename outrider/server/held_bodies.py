@@ -19,7 +19,7 @@ class HeldBodies:
 
 
 class HeldBody:
-    """The body of one request. It counts from its first bytes until the answer to the request begins."""
+    """Counts the bytes of one request's body as held, from the first bytes until the answer begins."""
 
     def __init__(self, bodies: HeldBodies) -> None:
         self._bodies = bodies

@@ -33,13 +33,14 @@ class HeadTooLarge(Exception):
 
 
 class TooManyParts(Exception):
-    """A connection sent too many requests before the first of them was answered, or a body with too many chunks. The
-    parser reads all received bytes without a pause, so the number of these parts has a bound."""
+    """Raised when a connection sent too many requests before the first of them was answered, or a body with too many
+    chunks. The parser handles all received bytes without a pause, so the number of requests and chunks must be
+    bounded."""
 
 
 class StayingParser(httptools.HttpRequestParser):
-    """A parser that ignores offers to switch to another protocol: it gives the connection the request without the
-    offer."""
+    """An HTTP parser that stays in HTTP/1.1. If a request offers to switch to another protocol, the connection gets the
+    request as if there were no offer."""
 
     def __init__(self, connection: BoundedHttp) -> None:
         super().__init__(connection)
@@ -62,7 +63,7 @@ class StayingParser(httptools.HttpRequestParser):
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """The protocol of one connection. Between requests uvicorn's own timeout for idle connections applies."""
+    """The protocol object of one connection. Between requests uvicorn's own timeout for idle connections applies."""
 
     parser: StayingParser
     _num_unread_bytes = 0  # bytes received of the current head; the piece that completes the head is not counted

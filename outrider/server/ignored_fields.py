@@ -1,4 +1,4 @@
-"""Names the fields of a body that have no effect in a header of the answer, so that no client is misled by silence."""
+"""Lists the body's fields without effect in a header of the answer. Otherwise a client would believe that they work."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outrider.server.guard import IGNORED_HEADER, App, Message, Receive, Scope, 
 
 
 class IgnoredFields:
-    """The fields of one request's body that have no effect here."""
+    """Collects the fields of one request's body that have no effect here."""
 
     def __init__(self, is_strict: bool) -> None:
         self.names: set[str] = set()
@@ -37,7 +37,7 @@ def ignore(name: str, why: str) -> None:
 
 
 class IgnoredFieldsHeader:
-    """Adds the header to every answer to a body with ignored fields."""
+    """ASGI middleware that adds the header to every answer to a body with ignored fields."""
 
     def __init__(self, app: App, *, is_strict: bool) -> None:
         self._app, self._is_strict = app, is_strict

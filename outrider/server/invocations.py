@@ -1,4 +1,5 @@
-"""/invocations: SageMaker's single route for all kinds of bodies. The fields of a body tell its kind."""
+"""/invocations: the single route of SageMaker, for bodies of all kinds. The fields of a body tell which route it is
+for."""
 
 from __future__ import annotations
 

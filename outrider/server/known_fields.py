@@ -1,7 +1,7 @@
-"""The table of body fields that other servers know and that nothing here serves, by the schema that has them.
+"""A table of body fields that other servers serve and this one does not, for each type of body.
 
-A field is ignored if the answer is what was asked for without it, and refused with what to use if it is not. A field
-that a body serves itself is not looked up here.
+A field is ignored if leaving it out does not change what the answer means. Otherwise it is refused with a hint what to
+use instead. A field that a body serves itself is not looked up here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Log lines: text for people, or one JSON object a line for machines that collect logs."""
+"""The format of log lines: text for people, or one JSON object a line for log collectors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TextFormatter(logging.Formatter):
 
 
 def _field(value: object) -> object:
-    """Write a field; quote a text that could be read as several fields."""
+    """Format a value for a text log line; a string that could be read as several fields is quoted."""
     return json.dumps(value) if isinstance(value, str) and not PLAIN.fullmatch(value) else value
 
 

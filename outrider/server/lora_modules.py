@@ -1,6 +1,6 @@
-"""Names and folders of adapters, as the operator gives them at start and as clients give them later.
+"""Checks the names and folders of LoRA adapters that the operator or a client wants to serve.
 
-The operator gives names at start (`--lora-modules`). Clients of a server with --admin may load further adapters, but
+The operator names adapters at start (`--lora-modules`). Clients of a server with --admin may load further adapters, but
 only from folders below `--lora-root`: a client's path is resolved, links included, before anything is read.
 """
 

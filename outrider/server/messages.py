@@ -1,4 +1,5 @@
-"""/v1/messages: Anthropic's API over the same chat, streamed or whole. Its errors have this server's common form."""
+"""/v1/messages: Anthropic's API, served by the same code as chat completions, streamed or whole. Its errors have this
+server's common form."""
 
 from __future__ import annotations
 
@@ -112,8 +113,8 @@ class OutputConfig(Body):
 
 
 class MessagesPrompt(RequestBody):
-    """The fields of a request from which the prompt is made, and the form of the answer, which `count_tokens` does not
-    count."""
+    """The fields of a /v1/messages body that become the prompt. They also say how the answer is constrained, which does
+    not matter for `count_tokens`."""
 
     model: str | None = None
     messages: Annotated[list[Message], Field(fail_fast=True)]
@@ -204,7 +205,8 @@ def continues_last(messages: list[ChatMessage]) -> bool:
 
 
 def _messages(role: Literal["user", "assistant"], blocks: list[Block]) -> list[ChatMessage]:
-    """Convert blocks to chat messages. Results of tools become separate messages before the user's text."""
+    """Convert the content blocks of one message to chat messages. Results of tools become separate messages before the
+    user's text."""
     results = [ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=_text(block.content))
                for block in blocks if isinstance(block, ResultBlock)]
     text = "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
@@ -221,7 +223,7 @@ def _text(content: str | list[TextBlock] | None) -> str:
 
 
 class _Message:
-    """Runs one request to the route: from the prepared conversation to the answer."""
+    """One request to /v1/messages: runs it and makes the answer from the parser's events, streamed or whole."""
 
     def __init__(self, conversation: TranslatedChat, body: MessagesRequest) -> None:
         self._conversation, self._body = conversation, body
@@ -274,7 +276,8 @@ class _Message:
 
 
 class ContentBlocks:
-    """The blocks of the answer, and the changes of them that a stream sends. One block is open at a time."""
+    """Builds the content blocks of the answer, and the events of a stream that report changes of the blocks. One block
+    is open at a time."""
 
     KEYS = {"text": ("text", "text_delta"), "thinking": ("thinking", "thinking_delta")}
 

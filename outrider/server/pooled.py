@@ -1,4 +1,4 @@
-"""Requests for hidden states: the common part of embeddings, scores and /pooling.
+"""Shared code of the routes that return hidden states or scores: embeddings, scores and /pooling.
 
 A thread writes vectors as text, row by row. The JSON encoder lets no other thread run until it is done, and the answer
 to a few hundred texts would hold up every stream for half a second.

@@ -1,4 +1,4 @@
-"""Routes of requests that read their prompts and write no text: embeddings, classes, scores."""
+"""The routes that generate no text: embeddings, classification, scoring."""
 
 from __future__ import annotations
 

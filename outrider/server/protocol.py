@@ -57,7 +57,8 @@ class Body(BaseModel):
 
     @classmethod
     def _check_other(cls, name: str, value: Any) -> None:
-        """Note a field that has no effect here. Refuse a field that would change the answer or that is unknown."""
+        """Record a field that has no effect here. Refuse a field that would change the answer, and a field that is
+        unknown."""
         match cls.known_elsewhere.get(name):
             case IgnoredField(why):
                 ignore(name, why)
@@ -77,12 +78,13 @@ class RequestBody(Body):
 
 @cache
 def field_names(kind: type[BaseModel]) -> Mapping[str, None]:
-    """The names that a body may use, in their order."""
+    """The names of the fields that a body may have, in the order of their definition."""
     return {field.alias or name: None for name, field in kind.model_fields.items()}
 
 
 def type_tag(value: Any) -> str:
-    """The tag of an object in a union: its type, in brackets, because a type may also be the name of a field."""
+    """The tag by which pydantic chooses a member of a union: the object's `type`, in brackets, because a type may also
+    be the name of a field."""
     return f"<{value.get('type') or 'message'}>" if isinstance(value, dict) else f"<{getattr(value, 'type', '')}>"
 
 
@@ -122,7 +124,7 @@ def check_texts(body: Body) -> None:
 
 
 class Scheduled(RequestBody):
-    """The fields that say when a request is scheduled, and which requests may share its pages."""
+    """The body fields that say when a request is scheduled, and which requests may share its cached pages."""
 
     priority: int | None = Field(default=None, description="requests of a lower number are served first")
     cache_salt: str | None = Field(default=None, description="prefix hits come only from requests with the same salt")
@@ -136,7 +138,7 @@ class Scheduled(RequestBody):
 
 
 class Prompted(Scheduled):
-    """The fields of requests with prompts. Prompts are converted to token ids."""
+    """The body fields of requests with prompts. Prompts are converted to token ids."""
 
     request_id: Annotated[str, Field(pattern="^[!-~]{1,128}$")] | None = Field(
         default=None, description="the answer's id ends with it")
@@ -182,7 +184,7 @@ class ResponseFormat(Body):
 
 
 class Generated(Scheduled):
-    """The fields that all requests for text share, in every API."""
+    """The body fields that all requests for text share, in every API."""
 
     model: str | None = None
     temperature: float | None = None
@@ -195,7 +197,7 @@ class Generated(Scheduled):
 
 
 class SamplingFields(Generated, Prompted):
-    """The fields that completions and chats share."""
+    """The body fields that completions and chats share."""
 
     n: int | None = None
     presence_penalty: float | None = None
@@ -232,7 +234,7 @@ class SamplingFields(Generated, Prompted):
                                   "structural_tag")
 
     def form(self) -> StructuredOutputsParams | None:
-        """The form that the request's body asks for, or None."""
+        """The structured output that the request's body asks for, or None."""
         try:
             own = None if self.response_format is None else self.response_format.form()
         except ValueError as error:
@@ -277,7 +279,7 @@ class SamplingFields(Generated, Prompted):
             raise bad_value(error, type(self).model_fields) from None
 
     def implied_fields(self) -> dict[str, Any]:
-        """Values of empty fields that other fields ask for."""
+        """Values for fields that the body leaves empty but that its other fields imply."""
         if not self.receipt or self.use_beam_search or getattr(self, "logprobs", None) not in (None, False):
             return {}
         return {"logprobs": True if "top_logprobs" in type(self).model_fields else 0}
@@ -315,7 +317,7 @@ OTHER_MEDIA = ("image", "audio", "video", "file", "document")  # in the types of
 
 
 class Said(Body):
-    """A message with content that may be a list of parts."""
+    """A chat message whose content may be a list of parts."""
 
     @model_validator(mode="before")
     @classmethod

@@ -49,7 +49,7 @@ def _row(name: str, field: dict[str, Any], is_required: bool) -> str:
 
 
 def _kind(field: dict[str, Any]) -> str:
-    """Describe in words the values that a field takes."""
+    """Describe in words which values a field takes, from its schema."""
     match field:
         case {"$ref": str() as place}:
             return place.rpartition("/")[2]

@@ -1,4 +1,4 @@
-"""Bodies of /v1/responses: the items of a conversation, the fields of a request, and the chat messages they become."""
+"""Bodies of /v1/responses: the types of input items and of a request, and their conversion to chat messages."""
 
 from __future__ import annotations
 
@@ -111,7 +111,8 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesPrompt(RequestBody):
-    """The fields that become the prompt, and fields about the answer, which add no tokens to it."""
+    """The fields of a /v1/responses body that become the prompt, and fields about the answer, which add no tokens to
+    the prompt."""
 
     model: str | None = None
     input: str | Annotated[list[Item], Field(fail_fast=True)] | None = None
@@ -131,7 +132,7 @@ class ResponsesPrompt(RequestBody):
 
     @property
     def input_items(self) -> list[Item]:
-        """The input as items. A text is a user's message."""
+        """The input as a list of items. If the input is a string, it becomes one item: a user's message."""
         if isinstance(self.input, str):
             return [InputMessage(role="user", content=self.input)]
         return self.input or []

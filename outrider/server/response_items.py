@@ -13,7 +13,8 @@ Json = dict[str, Any]
 
 
 class ResponseItems:
-    """The items of the output, and the changes of them that a stream sends. At most one item is open at a time."""
+    """Builds the output items, and the events of a stream that report changes of the items. At most one item is open at
+    a time."""
 
     def __init__(self) -> None:
         self.items: list[Json] = []

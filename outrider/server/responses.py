@@ -1,4 +1,5 @@
-"""/v1/responses: OpenAI's newer API over the same chat. Responses are stored, so that a conversation can continue."""
+"""/v1/responses: OpenAI's newer API, served by the same code as chat completions. Responses are stored, so that a
+conversation can continue."""
 
 from __future__ import annotations
 
@@ -95,8 +96,8 @@ def _item_page(items: tuple[StoredItem, ...], limit: int, after: str | None) -> 
 
 
 async def _ready(parts: list[bytes]) -> list[bytes]:
-    """Make an answer that is sent in parts. The parts are the stored items themselves, so a client that reads slowly
-    causes no copies."""
+    """Make a response from parts that are already JSON. The parts are the stored items themselves, so a client that
+    reads slowly causes no copies."""
     return parts
 
 
@@ -160,8 +161,8 @@ def _messages(body: ResponsesPrompt, earlier: tuple[StoredItem, ...]) -> list[An
 
 
 class _Response:
-    """Runs one request to the route: from the prepared conversation to the answer. `earlier`: the items of the response
-    that this one continues."""
+    """One request to /v1/responses: runs it and makes the answer from the parser's events, streamed or whole.
+    `earlier`: the items of the response that this one continues."""
 
     def __init__(self, service: Service, conversation: TranslatedChat, body: ResponsesRequest, tenant: str | None,
                  earlier: tuple[StoredItem, ...]) -> None:
@@ -223,8 +224,8 @@ class _Response:
                               tuple(map(StoredItem.from_json, response["output"])))
 
     def _keep(self, response: StoredResponse) -> None:
-        """Store the response. This is called before the client learns that the response has ended and may continue
-        it."""
+        """Store the response. This is called before the client learns that the response has ended, because the client
+        may then continue it at once."""
         if self._is_stored:
             self._store.add(self._tenant, response)
 

@@ -21,7 +21,7 @@ class Restarts:
         self._times: deque[float] = deque()  # of the restarts within the window, when they were decided
 
     def next_wait(self, now: float) -> float | None:
-        """Count a restart and return the seconds to wait before it. None if no restarts are left."""
+        """Record a restart and return the seconds to wait before it. None if no more restarts are allowed now."""
         while self._times and now - self._times[0] > WINDOW_SECONDS:
             self._times.popleft()
         if len(self._times) >= self._most:

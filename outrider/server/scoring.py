@@ -146,7 +146,7 @@ def _texts(given: Any) -> list[Any]:
 
 async def _pairs(service: Service, body: PooledRequest, ones: list[Any], others: list[Any],
                  tenant: str | None) -> list[CheckedRequest]:
-    """Make one request for each pair of texts, for a model that scores two texts together."""
+    """Make one request for each pair of texts, for a model that reads both texts in one prompt."""
     truncation = service.truncation(body)
     try:
         prompts = await asyncio.to_thread(service.host.llm.engine.checks.join_pairs, ones, others)

@@ -170,7 +170,8 @@ class Service:
         return await self.check(body, prompts, params, tenant, names)
 
     def check_id_counts(self, body: Scheduled) -> None:
-        """Refuse lists of more token ids than there are, before each of millions is checked."""
+        """Refuse a field with more token ids than the vocabulary has. Otherwise checking each of millions would take
+        long."""
         vocab_size = self.host.llm.engine.limits.vocab_size
         for name in ("allowed_token_ids", "stop_token_ids"):
             num_ids = len(getattr(body, name, None) or ())
@@ -180,8 +181,8 @@ class Service:
 
     async def check(self, body: Scheduled, prompts: Sequence[TokensOrEmbeds], params: RequestParams,
                     tenant: str | None, names: Sequence[tuple[str, str]] = ()) -> list[CheckedRequest]:
-        """Make one checked request for each prompt, or raise ApiError. `names`: pairs of a name in the engine's error
-        messages and the body's field that it came from."""
+        """Make one checked request for each prompt, or raise ApiError. `names`: pairs of a parameter's name in the
+        engine's error messages and the body field that it came from."""
         salt = body.cache_salt if tenant is None else f"{tenant}:{body.cache_salt or ''}"
         given: list[Prompt] = [{"prompt_token_ids" if isinstance(prompt, list) else "prompt_embeds": prompt,
                                 "cache_salt": salt} for prompt in prompts]
@@ -275,7 +276,7 @@ def new_id(prefix: str) -> str:
 
 
 def name_request(prefix: str, body: Prompted) -> RequestName:
-    """Make the request's id, from the client's own id if the body has one."""
+    """Make the request's id. It contains the client's own id if the body has one."""
     if body.request_id is None:
         own = new_id(prefix)
         return RequestName(own, own)

@@ -1,4 +1,5 @@
-"""ServerConfig: every setting of the HTTP front with its default, frozen. Names are vLLM's where the settings agree."""
+"""ServerConfig: a frozen dataclass with every setting of the HTTP server and its default. Names are vLLM's where the
+settings agree."""
 
 from __future__ import annotations
 

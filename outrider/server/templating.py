@@ -1,4 +1,5 @@
-"""Converts messages and tools to the form that chat templates read: contents as text, arguments of calls as objects."""
+"""Converts messages and tools to the form that chat templates read: message contents as text, arguments of calls as
+objects."""
 
 from __future__ import annotations
 

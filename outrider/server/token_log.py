@@ -14,10 +14,11 @@ Entry: TypeAlias = dict[int, Logprob] | None  # None: the first token of a promp
 
 
 class TokenLog:
-    """The tokens of one text with their log-probabilities and offsets, as OpenAI's API has them.
+    """Collects the tokens of one text with log-probabilities and text offsets, for the field `logprobs` of OpenAI's
+    API.
 
     An offset never lies beyond the text sent so far: in a stream, a token waits until the text in which it begins was
-    sent. A token with text that a stop string cut off has the offset of the text's end.
+    sent. If a stop string cut off a token's text, the token's offset is the end of the text.
 
     begin: the offset at which this text begins. by_id: name tokens by their ids instead of their texts.
     """
@@ -34,8 +35,8 @@ class TokenLog:
         self._waiting += zip(offsets, token_ids, entries, strict=True)
 
     def take(self, num_characters: int, is_last: bool) -> dict[str, list[Any]]:
-        """Return the entries of all tokens that begin within the text so far, including the given characters that are
-        next."""
+        """Return the entries of tokens that are ready: those that begin in the text sent so far, or in the
+        `num_characters` that are sent next. If `is_last`, all tokens are ready."""
         self._num_given += num_characters
         num_ready = len(self._waiting) if is_last else sum(offset <= self._num_given for offset, _, _ in self._waiting)
         ready, self._waiting = self._waiting[:num_ready], self._waiting[num_ready:]

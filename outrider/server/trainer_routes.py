@@ -1,4 +1,5 @@
-"""Routes of a trainer, under vLLM's names. They need --admin; the same web pages may call them as the operator's."""
+"""Routes for an RL trainer, under vLLM's names. They need --admin. Web pages may call them only from an allowed origin,
+as the operator's routes."""
 
 from __future__ import annotations
 
@@ -135,8 +136,8 @@ def _add_updates(routes: APIRouter, service: Service) -> None:
 
     @routes.post(UPDATE)
     async def update_weights(body: UpdateWeightsRequest) -> dict[str, Any]:
-        """Replace weights by those of a file below --weights-root. The file is the next chunk of an update that has
-        begun. Otherwise it is a complete update, which is applied as a whole or not at all."""
+        """Replace weights by those of a file below --weights-root. If an update in chunks has begun, the file is its
+        next chunk. Otherwise the file is a complete update, which is applied as a whole or not at all."""
         llm, info = service.host.llm, body.update_info
         path = await asyncio.to_thread(weights_path, service.config.weights_root, info.path)
         try:

@@ -1,5 +1,5 @@
-"""TranslatedChat: a chat that arrives through another API than chat completions. It takes messages and yields events,
-for one sample."""
+"""TranslatedChat: runs a chat that came through another API than chat completions. It takes messages and yields the
+parser's events, for one sample."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class ChatPart(NamedTuple):
 
 class TranslatedChat:
     def __init__(self, service: Service, body: ChatRequest, names: Mapping[str, str]) -> None:
-        """names: maps chat fields to the names that this API has for them."""
+        """names: the name that this API has for each chat field, used in error messages."""
         self._service, self._body, self._names = service, body, names
         self.model = ""
         self.finish_reason: str | None = None
@@ -30,7 +30,7 @@ class TranslatedChat:
         self._waiting: list[dict[str, Any]] = []  # log-probabilities of tokens that no event has been made of
 
     async def prepare(self, tenant: str | None) -> None:
-        """Check the request. Raises ApiError if it is refused."""
+        """Check the request and prepare to run it. Raises ApiError if it is refused."""
         try:
             self.model, requests, self._choices = await prepare_chat(self._service, self._body, tenant)
         except ApiError as error:
@@ -59,8 +59,8 @@ class TranslatedChat:
                 yield ChatPart([event], logprobs.get(id(event), []))
 
     def _content_logprobs(self, events: list[Event], change: Change) -> list[dict[str, Any]]:
-        """The log-probabilities of the content's tokens. A parser does not say which tokens an event is made of, so
-        they are found by length: the last tokens whose texts are as long as the content. The tokens before them are
+        """The log-probabilities of the content's tokens. A parser does not say which tokens an event came from, so they
+        are found by length: the last tokens whose texts together are as long as the content. The tokens before them are
         markers, reasoning and calls."""
         if change.logprobs is None:
             return []

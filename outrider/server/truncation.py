@@ -58,6 +58,6 @@ class Truncation:
         return list(ids[: self.num_tokens] if self.side == "right" else ids[-self.num_tokens :])
 
     def shorten(self, text: str, num_characters: int) -> str:
-        """Keep only the characters that the remaining tokens can come from, so that a text of any length takes bounded
-        time."""
+        """Cut a text to the most characters that the allowed number of tokens can have, so that tokenizing takes
+        bounded time."""
         return text[:num_characters] if self.side == "right" else text[-num_characters:]

@@ -1,4 +1,4 @@
-"""WebServer: uvicorn's server for a terminal, on which a user may press Ctrl-C once or twice."""
+"""WebServer: uvicorn's server, which tells a user on a terminal what pressing Ctrl-C once or twice does."""
 
 from __future__ import annotations
 

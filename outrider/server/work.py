@@ -32,7 +32,8 @@ LAST_SECONDS = 1.0  # for a client to take the error that ends its stream
 
 
 class Work(Response):
-    """A response whose body is produced while it is sent: `_produce` makes the answer and sends it."""
+    """A response whose body is produced while it is sent. Subclasses implement `_produce`, which makes the answer and
+    sends it."""
 
     def __init__(self, timeout: float | None) -> None:
         self.background = None
@@ -146,7 +147,8 @@ def api_error(error: Exception) -> ApiError:
 
 
 async def carried_out(action: Awaitable[Made]) -> Made:
-    """The response to an action on the engine. If the engine refuses, the client gets the error."""
+    """Run an administrative action on the engine, and make the response. If the engine refuses, the client gets the
+    error."""
     try:
         return await action
     except ValueError as error:

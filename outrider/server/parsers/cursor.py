@@ -1,4 +1,4 @@
-"""Cursor: text that comes in pieces, and a place in it.
+"""Cursor: a read position in text that arrives in pieces.
 
 Readers of calls are generators, so they can be written as if the whole text was available. They yield events, and yield
 None where they need more text. Methods of Cursor that may need more text are generators of the same kind.
@@ -60,7 +60,8 @@ class Cursor:
         return text, marker
 
     def match(self, pattern: re.Pattern[str]) -> str:
-        """Take the text that the pattern matches at the current place, among the text so far."""
+        """Take the text that the pattern matches at the current place. Only text that has already arrived is
+        searched."""
         found = pattern.match(self._text, self._place)
         if found is None:
             return ""

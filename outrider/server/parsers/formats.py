@@ -1,4 +1,4 @@
-"""The table of all formats, by the names that vLLM gives them."""
+"""Tables of all tool formats and reasoning formats, under vLLM's names for them."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ REASONING_FORMATS: dict[str, Sequence[Region]] = {
 
 def output_parser(tool_format: str | None, reasoning_format: str | None, *, schemas: Schemas | None = None,
                   prompt_end: str = "", calls: Sequence[Region] = ()) -> OutputParser | None:
-    """Make the parser of a tool format and a reasoning format. None if neither is given: all text is content. `calls`:
-    the regions of forced calls, which replace those of the tool format."""
+    """Make the parser for a tool format and a reasoning format. None if neither is given: all text is content. `calls`:
+    for forced calls, the regions that replace those of the tool format."""
     regions = [*(calls or (TOOL_FORMATS[tool_format] if tool_format else ())),
                *(REASONING_FORMATS[reasoning_format] if reasoning_format else ())]
     return OutputParser(regions, schemas, prompt_end) if regions else None

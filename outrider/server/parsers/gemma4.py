@@ -1,6 +1,6 @@
-"""Gemma 4: `<|tool_call>call:F{k:<|"|>text<|"|>,n:42,a:[1,2],o:{x:true}}<tool_call|>`, thoughts in a channel.
+"""The call format of Gemma 4: `<|tool_call>call:F{k:<|"|>text<|"|>,n:42,a:[1,2],o:{x:true}}<tool_call|>`.
 
-FunctionGemma writes the same with other markers. Values are written as JSON while they are read.
+FunctionGemma uses the same format with other markers. Values are converted to JSON while they are read.
 """
 
 from __future__ import annotations

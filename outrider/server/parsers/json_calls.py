@@ -35,7 +35,7 @@ _BEFORE = re.compile(r"[\s\[]*")
 
 
 class JsonValue:
-    """Finds the end of a JSON object, list or string."""
+    """Finds the end of a JSON object, list or string in text that arrives in pieces."""
 
     def __init__(self) -> None:
         self._depth, self._in_string, self._escapes = 0, False, False
@@ -93,7 +93,7 @@ def read_arguments(cursor: Cursor) -> CallReader:
 
 def read_call(cursor: Cursor, needs_arguments: bool) -> CallReader:
     """Read the rest of {"name": .., "arguments": {..}} after its first brace. Some models write "parameters" for
-    arguments, or the arguments as text, or wrap the call as {"type": "function", "function": {..}}."""
+    "arguments", write the arguments as a string, or wrap the call as {"type": "function", "function": {..}}."""
     name: Any = None
     arguments: Any = None if needs_arguments else {}
     while True:

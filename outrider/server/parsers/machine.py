@@ -50,8 +50,8 @@ ReadCalls = Callable[[Cursor, Schemas], CallReader]
 
 
 def whole_call(name: object, arguments: object, call_id: str | None = None) -> CallReader:
-    """Make the events of a call with known values. Raise ValueError if there is no name, or if a value is not JSON (a
-    set, bytes, NaN)."""
+    """Make the events of a call whose name and arguments are already parsed. Raise ValueError if there is no name, or
+    if a value is not JSON (a set, bytes, NaN)."""
     if not isinstance(name, str) or not name:
         raise ValueError("a call names its function")
     if not isinstance(arguments, dict):
@@ -74,7 +74,7 @@ def json_text(value: Any) -> str:
 
 
 def read_json(text: str) -> Any:
-    """See `json.loads`, but refuse NaN and Infinity, which are not JSON."""
+    """Parse JSON like `json.loads`, but refuse NaN and Infinity, which are not JSON."""
     return json.loads(text, parse_constant=_refuse_constant)
 
 
@@ -94,7 +94,7 @@ def _merged(events: Iterable[Event]) -> list[Event]:
 
 
 def settled(events: Iterable[Event]) -> list[Event]:
-    """The events of a whole text, with malformed calls turned back into content."""
+    """Return the events of a complete text, with malformed calls turned back into content."""
     result: list[Event] = []
     begin = 0
     for event in events:
@@ -134,7 +134,7 @@ class CallRegion:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A marker that readers ignore."""
+    """A marker that is dropped from the output."""
 
     begin: str
 
@@ -143,8 +143,8 @@ Region = ReasoningRegion | CallRegion | Skipped
 
 
 class OutputParser:
-    """Parses the text of one sample. `prompt_end`: the last characters of the prompt, which may already contain the
-    begin marker of a region."""
+    """Parses the text of one sample into events. `prompt_end`: the last characters of the prompt, which may already
+    contain the begin marker of a region, for example `<think>`."""
 
     def __init__(self, regions: Sequence[Region], schemas: Schemas | None = None, prompt_end: str = "") -> None:
         self._schemas = schemas or {}
@@ -182,7 +182,8 @@ class OutputParser:
         return events
 
     def _step(self) -> bool:
-        """Advance by one region, or as far as the text allows. False if more text is needed."""
+        """Parse the text up to the end of the next marker or call, and emit the events. Returns False if more text must
+        arrive first."""
         if self._reader is not None:
             return self._read_call(self._reader)
         if self._is_start:
@@ -219,7 +220,7 @@ class OutputParser:
         self._is_start = False
 
     def _enter(self, region: Region | None) -> None:
-        """Enter a region. None: the reasoning has ended."""
+        """Begin the region whose begin marker was just read. None: the reasoning has just ended."""
         match region:
             case CallRegion():
                 self._open = None

@@ -25,7 +25,8 @@ _JSON_WORDS = {"true": True, "false": False, "null": None}
 
 
 def calls(end: str = "", *, is_list: bool = True, first: str = "[") -> ReadCalls:
-    """Make a reader of calls up to the list's bracket, or up to `end` if every call is a line."""
+    """Make a reader of calls. It reads up to the list's closing bracket, or up to the marker `end` if each line is one
+    call."""
 
     def read(cursor: Cursor, schemas: Schemas) -> CallReader:
         yield from cursor.skip_space()

@@ -1,4 +1,4 @@
-"""Convert values that a model writes as plain text to the types that the tool's schema gives them."""
+"""Converts values that a model writes as plain text to the types in the tool's schema."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parameters(schema: Any) -> dict[str, Any]:
 
 
 def schema_types(schema: Any, depth: int = 0) -> set[str]:
-    """The names of the types that a schema allows. A schema without types allows text."""
+    """The names of the types that a schema allows. A schema without types allows strings."""
     if not isinstance(schema, dict) or depth > _MAX_NESTED:
         return {"string"}
     given = schema.get("type")
@@ -38,8 +38,8 @@ def schema_types(schema: Any, depth: int = 0) -> set[str]:
 
 
 def typed(text: str, types: set[str]) -> Any:
-    """Convert a text to one of the types. It stays text if a string is allowed and no other type fits, or if it is not
-    JSON."""
+    """Convert a text to a value of one of the types. It stays a string if no other type fits and a string is allowed,
+    or if it is not JSON."""
     said = text.strip().lower()
     if types == {"string"}:
         return text
@@ -58,7 +58,7 @@ def typed(text: str, types: set[str]) -> Any:
 
 
 def _read(text: str) -> Any:
-    """Parse JSON, or an object or a list in Python's notation."""
+    """Parse JSON, or an object or a list in Python's literal syntax."""
     try:
         return read_json(text)
     except ValueError:
