@@ -1,4 +1,5 @@
-"""Grammars: requests whose text must have a form (`SamplingParams.structured_outputs`). llguidance compiles the forms.
+"""Grammars: structured outputs (`SamplingParams.structured_outputs`), compiled by llguidance. A form is the JSON
+schema, regex, list of choices or grammar that a request's text must follow.
 
 | file | what it is |
 |---|---|
@@ -8,7 +9,7 @@
 | `rows.py` | the step's part (`GrammarRows`): matchers of rows, masks, and drafts of forced text |
 | `compiled_forms.py` | forms that are compiled in a worker, their matchers and their masks |
 | `errands.py` | errands to a worker: read the vocabulary, compile a form, drop one |
-| `on_device.py`, `in_engine.py` | the feature's halves, which make the above |
+| `on_device.py`, `in_engine.py` | the feature's parts in the worker and in the engine, which make the above |
 
 Behind the compiler: `trial.py` tries new forms in the process of `compile_process.py` (its program is
 `compile_program.py`), in turns (`turns.py`) and on threads (`check_threads.py`) of each tenant, within `limits.py`.

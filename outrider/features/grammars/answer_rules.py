@@ -1,4 +1,5 @@
-"""Grammar rules for a whole answer in which only a part must have the form that a request asks for."""
+"""Grammar rules for a whole answer in which only a part must follow the grammar that a request asks for, such as the
+arguments of a tool call."""
 
 from __future__ import annotations
 
@@ -10,8 +11,9 @@ from outrider.features.grammars.structural import regex_terminal
 
 
 def form_rule(asked: StructuredOutputsParams) -> str:
-    """The rule `form`, with the rules that it needs. `asked`: a form that `to_plain` has returned. Raises ValueError if
-    the form cannot be read, and ImportError if reading it needs llguidance, which is not installed."""
+    """The Lark rule `form` for the part of the answer that `asked` describes, with the rules that it needs. `asked` is
+    the result of `to_plain`. Raises ValueError if `asked` cannot be read, and ImportError if reading it needs
+    llguidance, which is not installed."""
     if asked.is_json:
         return f"form: %json {json.dumps(asked_schema(asked) | {'x-guidance': json_options(asked)})}"
     if asked.choice is not None:

@@ -1,5 +1,5 @@
-"""CheckThreads: threads that check forms. Each client has a fixed number of threads, and its other checks wait in a
-queue."""
+"""CheckThreads: threads that check the grammars of requests. Each client has a fixed number of threads, and its other
+checks wait in a queue."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ T = TypeVar("T")
 
 
 class CheckThreads:
-    """Runs checks in a limited number of threads for each client. In one pool for all, a client's checks, which mostly
-    wait for their turns, would occupy every thread. May be used by several threads."""
+    """Runs grammar checks in a limited number of threads for each client, so that one client cannot delay the others. A
+    check mostly waits for the compile process, so in a shared pool one client's checks would occupy every thread. May
+    be used by several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

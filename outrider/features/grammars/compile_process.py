@@ -41,7 +41,7 @@ class JobLimits:
 
 @dataclass(frozen=True)
 class Found:
-    """The result of a job: what the compile process has found out about a grammar."""
+    """What a job in the compile process has found out about a grammar."""
 
     error: str = ""  # what is wrong with the grammar
     num_bytes: int = 0  # of the compiled grammar
@@ -118,7 +118,7 @@ class CompileProcess:
         self._numbers = count(READY + 1)
 
     def start(self) -> None:
-        """Start the process if it does not run. Does not wait for it."""
+        """Start the process if it does not run, and return without waiting for it."""
         self._running()
 
     def run(self, kind: str, text: str, limits: JobLimits, parser_limits: dict[str, Any], ready_seconds: float,

@@ -115,7 +115,7 @@ class Jobs:
 
 
 def cause(child: Child, status: int) -> str:
-    """The limit that a child exceeded, time or memory, if it ended without an answer."""
+    """The limit that a child process exceeded, time or memory, if it ended without an answer."""
     over_time = child.is_late or (os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGXCPU)
     return TIME if over_time else MEMORY
 
@@ -161,7 +161,8 @@ def limit(cpu_seconds: int, num_bytes: int) -> None:
 
 
 def prove(tokenizer: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """Compile a grammar and follow the beginning of a text. Says what is wrong with the grammar, and what it cost."""
+    """Compile a grammar and follow the beginning of a text with it. Returns what is wrong with the grammar, and what it
+    cost."""
     from llguidance import LLMatcher, LLParserLimits
 
     before = status_bytes("VmRSS")

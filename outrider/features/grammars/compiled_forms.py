@@ -1,7 +1,7 @@
-"""CompiledForms: the forms that a worker keeps compiled, their matchers and masks.
+"""CompiledForms: the grammars that a worker keeps compiled, with the matchers and masks made from them.
 
-Only a form that has stayed within its limits in the compile process comes here. Forms are compiled on threads beside
-the steps, and a step finds its form compiled.
+Only a grammar that has stayed within its limits in the compile process comes here. Grammars are compiled on threads
+beside the steps, before a step needs them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_STARTING = 4  # matchers that are made at the same time
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokens for which grammars are compiled."""
+    """The tokens of the tokenizer, for which grammars are compiled."""
 
     tokenizer: str  # the text of tokenizer.json
     num_tokens: int
@@ -33,7 +33,7 @@ class Vocabulary:
 
 
 class CompiledForms:
-    """The compiled forms of a worker. May be used by several threads."""
+    """The compiled grammars of a worker. May be used by several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # a matcher is for one thread at a time
@@ -47,28 +47,28 @@ class CompiledForms:
         self._compiled: dict[int, Future[Any]] = {}  # forms by number: LLMatchers at the start of their texts
 
     def read(self, vocabulary: Vocabulary) -> Future[None]:
-        """Read the vocabulary, which every form needs. Must be called first."""
+        """Read the vocabulary, which compiling a grammar needs. Must be called first."""
         self._vocabulary = vocabulary
         return self._compiling.submit(self._need_tokenizer)
 
     def prepare(self, number: int, text: str, where: str) -> Future[Any]:
-        """Compile a form that has passed its trial, and keep it under this number until it is dropped. text: the
-        grammar. where: the form's name in messages."""
+        """Compile a grammar that has passed its trial, and keep it under this number until it is dropped. text: the
+        grammar. where: its name in messages."""
         compiled = self._compiled[number] = self._compiling.submit(self._compile_in_time, text, where)
         return compiled
 
     def drop(self, number: int) -> None:
-        """Forget a form that was prepared."""
+        """Forget the compiled grammar of this number."""
         self._compiled.pop(number, None)
 
     def start(self, number: int) -> Future[TokenMatcher]:
-        """Begin to make a matcher of a compiled form, at the start of its text. Returns a future, because the worker's
-        own thread must not wait for it."""
+        """Begin to make a matcher of a compiled grammar, at the start of its text. Returns a future, because the
+        worker's own thread must not wait for the matcher."""
         return self._starting.submit(self._start, self._compiled.get(number))
 
     def fill(self, wanted: Sequence[tuple[TokenMatcher, list[int], int]], masks: np.ndarray) -> None:
-        """Fill masks [n, words]. Each matcher fills the mask at its index, and one more for each of its drafts, which
-        its grammar must allow. A mask whose computation failed has no bit set."""
+        """Fill masks [n, words], in which a set bit allows a token. Each matcher fills the mask at its index, and one
+        more for each of its drafts, which its grammar must allow. A mask whose computation failed has no bit set."""
         import llguidance.numpy as ll
 
         width = -(-self._tokenizer.vocab_size // 32)
@@ -107,7 +107,7 @@ class CompiledForms:
         return TokenMatcher(own, self._tokenizer, self._vocabulary.eos_ids)
 
     def _compile_in_time(self, text: str, where: str) -> Any:
-        """Compile a form within the limits, and return an LLMatcher at the start of its text."""
+        """Compile a grammar within the limits, and return an LLMatcher at the start of its text."""
         self._need_tokenizer()  # before the grammar's own time begins
         try:
             matcher, wrong = deep_thread.run_deep(lambda: self._compile(text), limits.COMPILE_SECONDS)
@@ -121,7 +121,7 @@ class CompiledForms:
         return matcher
 
     def _compile(self, text: str) -> tuple[Any, str]:
-        """Compile a form. Returns the matcher, and a message if the grammar is wrong."""
+        """Compile a grammar. Returns the matcher, and an error message if the grammar is wrong."""
         from llguidance import LLMatcher, LLParserLimits
 
         matcher = LLMatcher(self._read_tokenizer(), text, log_level=0, limits=LLParserLimits(**limits.parser_limits()))

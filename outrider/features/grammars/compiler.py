@@ -1,9 +1,8 @@
-"""GrammarCompiler: has forms compiled for requests, within limits of size and time, and leases them. No torch.
+"""GrammarCompiler: compiles the grammars of requests within limits of size and time, and leases them. No torch.
 
-A form is tried in the compile process first, where it can be stopped (`trial.py`). Only a form that stays within its
-limits there is compiled again in the workers, next to the device, because masks are needed between a step's forward and
-its sampler. The leases of requests say which compiled forms are dropped (`leases.py`), also in the workers: a step
-finds its form compiled.
+A grammar is tried in the compile process first, where it can be stopped (`trial.py`). Only a grammar that stays within
+its limits there is compiled again in the workers, because a step makes masks there, between its forward pass and its
+sampler. A compiled grammar is dropped only when no request leases it (`leases.py`), so no step waits for a compilation.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ Begin = Callable[[Errand], Future[None]]  # gives the workers an errand
 
 
 class GrammarCompiler:
-    """Tests, compiles and leases forms. May be used by several threads."""
+    """Tests, compiles and leases grammars. May be used by several threads."""
 
     def __init__(self, load_tokenizer: Callable[[], Tokenizer], eos_ids: Sequence[int], begin: Begin) -> None:
         """load_tokenizer: loads the tokenizer; it is called when the first grammar comes."""
@@ -50,9 +49,9 @@ class GrammarCompiler:
     # Checks, before a request is taken
 
     def check(self, asked: StructuredOutputsParams, caller: Caller | None = None) -> FormLease:
-        """Have a form compiled. Raises a ValueError that says what is wrong with the form, or FormsBusy if the caller's
-        requests hold too many forms. The first check of a form may take seconds. caller: the client; None is the
-        program itself."""
+        """Have a request's grammar compiled, and lease it. Raises a ValueError that says what is wrong with the
+        grammar, or FormsBusy if the caller's requests hold too many grammars. The first check of a grammar may take
+        seconds. caller: the client; None is the program itself."""
         try:
             import llguidance  # noqa: F401
         except ImportError:
@@ -84,7 +83,7 @@ class GrammarCompiler:
             self._has_announced = True
 
     def _lease(self, form: NewForm, num_bytes: int, client: str | None) -> FormLease:
-        """Lease a form that has passed its trial. If no compiled form is kept, it is compiled in the workers first."""
+        """Lease a grammar that has passed its trial. If the workers do not keep it compiled, they compile it first."""
         if (lease := self.leases.take(form.digest, client)) is not None:
             return lease
         number = next(self._numbers)

@@ -1,4 +1,4 @@
-"""Errands that bring forms to workers and drop them there. No torch."""
+"""Messages to workers (`Errand`) that compile a grammar there or drop it. No torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ReadVocabulary(Errand):
 
 @dataclass(frozen=True)
 class CompileForm(Errand):
-    """Compile a form for a request that may come, and keep it under this number."""
+    """Compile a grammar for a request that may come, and keep it under this number."""
 
     number: int
     text: str  # the grammar
@@ -36,7 +36,7 @@ class CompileForm(Errand):
 
 @dataclass(frozen=True)
 class DropForm(Errand):
-    """Forget a form that no request needs any more."""
+    """Forget a compiled grammar that no request needs any more."""
 
     number: int
 

@@ -1,5 +1,5 @@
-"""FormLease: the part of a request that asks for a form, and the errors with which such a request fails. It is pickled
-to workers. No torch."""
+"""FormLease: the part of a request with structured outputs that keeps its grammar compiled, and the errors with which
+such a request fails. It is pickled to workers. No torch."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ MAX_REASON = 300  # characters of what a grammar library says
 
 
 class FormLease(RequestPart):
-    """Keeps a compiled form for one request: from the request's check to its end, unless the request is dropped
-    earlier. See `leases.py`."""
+    """Keeps a compiled grammar for one request, from the request's check until the request ends or is dropped.
+    `leases.py` counts the leases, and drops grammars without any."""
 
     __slots__ = ("__weakref__", "client", "digest", "number")
     masks_tokens = decides_end = True
 
     def __init__(self, number: int, digest: bytes, client: str | None) -> None:
-        """number: the number of the compiled form in the worker. client: who sent the request. None is the program
-        itself, which may lease any number of forms."""
+        """number: the number of the compiled grammar in the worker. client: who sent the request. None is the program
+        itself, which may lease any number of grammars."""
         self.number, self.digest, self.client = number, digest, client
 
 
 class FormsBusy(Busy):
-    """Raised if too many grammars of one client are compiled, or wait to be compiled."""
+    """Raised if too many grammars of one client are compiled or wait to be compiled. The client may try again later."""
 
 
 class FormFailure(OwnFailure):
-    """Error message of a request whose grammar allows no further token. The cause is the request's own form: it
+    """The failure of a request whose grammar allows no further token. It ends only this request. Either the grammar
     exceeded the grammar library's limits during generation, or a token did not follow the grammar."""
 
     @classmethod

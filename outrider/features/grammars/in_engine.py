@@ -1,4 +1,5 @@
-"""GrammarsInEngine: the engine's half of grammars: has forms compiled, and leases them to requests. No torch."""
+"""GrammarsInEngine: the engine's part of structured outputs. It has grammars compiled, and leases them to requests. No
+torch."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""FormLeases: which compiled forms are kept, and which requests lease them. Pure accounting.
+"""FormLeases: which compiled grammars (forms) are kept, and which requests lease them. It only counts; workers compile.
 
 A request leases its form from its check, where the form was compiled, to its end. A leased form is never dropped, so no
-step has to compile one. Forms without leases stay for later requests as long as there is room:
+step has to compile one. Forms without leases stay for later requests while they fit into the bounds:
 
     compiled --check--> leased --the last request has ended--> idle --check--> leased
                                                                  \\--no room, least recently used--> dropped
 
-The number and size of leased forms are bounded. When the bound is reached, clients that already lease their equal part
+The number and size of leased forms are bounded. When the bound is reached, clients that already lease their equal share
 of it are refused new forms.
 """
 
@@ -32,7 +32,7 @@ LEASED_BYTES = 1 << 30  # of forms that have leases
 
 @dataclass
 class _Kept:
-    """A compiled form and its leases."""
+    """A compiled grammar and its leases."""
 
     digest: bytes
     num_bytes: int
@@ -55,10 +55,10 @@ class _Kept:
 
 
 class FormLeases(RequestKeeper):
-    """The compiled forms that are kept, and their leases. May be used by several threads."""
+    """The compiled grammars that are kept, and their leases. May be used by several threads."""
 
     def __init__(self, drop: Callable[[int], object]) -> None:
-        """drop: a function that makes the workers forget the compiled form of a number."""
+        """drop: makes the workers forget the compiled grammar of a number."""
         self._drop = drop
         # A trace function may raise where `with` ends, before the release: the thread it happens to can still go on.
         self._lock = threading.RLock()
@@ -74,13 +74,13 @@ class FormLeases(RequestKeeper):
             return digest in self._numbers
 
     def holds(self, number: int) -> bool:
-        """Whether a form is kept under this number."""
+        """Whether a compiled grammar is kept under this number."""
         with self._lock:
             return number in self._kept
 
     def take(self, digest: bytes, client: str | None) -> FormLease | None:
-        """Lease a form for a request that is being checked. None if the form is not compiled. Raises FormsBusy if the
-        client leases too many."""
+        """Lease a grammar for a request that is being checked. None if the grammar is not compiled. Raises FormsBusy if
+        the client leases too many."""
         with self._lock:
             number = self._numbers.get(digest)
             if number is None:
@@ -92,8 +92,8 @@ class FormLeases(RequestKeeper):
             return self._lease(number, client)
 
     def keep(self, digest: bytes, number: int, num_bytes: int, client: str | None) -> FormLease:
-        """Lease a form that has just been compiled under this number. If an equal form has been compiled for another
-        client's request in the meantime, the lease gets that form's number, and this number is dropped."""
+        """Lease a grammar that has just been compiled under this number. If an equal grammar has been compiled for
+        another client's request in the meantime, the lease gets that grammar's number, and this number is dropped."""
         with self._lock:
             if (own := self.take(digest, client)) is not None:
                 self._to_drop.append(number)
@@ -107,12 +107,13 @@ class FormLeases(RequestKeeper):
         return own
 
     def again(self, lease: FormLease) -> FormLease:
-        """Make another lease of the same form, for a request that was checked together with the owner of this lease."""
+        """Make another lease of the same grammar, for a request that was checked together with the owner of this
+        lease."""
         with self._lock:
             return self._lease(lease.number, lease.client)
 
     def check_room(self, client: str | None) -> None:
-        """Raise FormsBusy if the client may not lease even the smallest further form."""
+        """Raise FormsBusy if the client may not lease another grammar, however small."""
         with self._lock:
             self._check_room(client, _Kept(b"", 0))
 
@@ -171,8 +172,8 @@ class FormLeases(RequestKeeper):
         return lease
 
     def _check_room(self, client: str | None, new: _Kept) -> None:
-        """Raise FormsBusy if one more form exceeds the bound on all leased forms, and the client's forms exceed its
-        equal part."""
+        """Raise FormsBusy if a new grammar exceeds both bounds: that of all leased grammars, and the client's equal
+        share of it."""
         if client is None or (len(self._kept) < MAX_LEASED and self._num_bytes + new.num_bytes <= LEASED_BYTES):
             return
         leased = [kept for kept in self._kept.values() if kept.is_leased and kept is not new]
@@ -183,7 +184,7 @@ class FormLeases(RequestKeeper):
                             "be: try again when some of these requests have ended")
 
     def _make_room(self) -> None:
-        """Drop idle forms, least recently used first, until the rest are within the bounds."""
+        """Drop grammars without leases, least recently used first, until the rest are within the bounds."""
         with self._lock:
             if self._is_crowded():
                 for number in [number for number, kept in self._kept.items() if not kept.is_leased]:
@@ -202,6 +203,6 @@ class FormLeases(RequestKeeper):
 
 
 def _is_over(forms: Sequence[_Kept], share: int) -> bool:
-    """Whether the forms exceed one client's part of the bounds on leased forms. share: the number of clients that share
-    the bounds equally."""
+    """Whether the grammars exceed one client's share of the bounds on leased grammars. share: the number of clients
+    that share the bounds equally."""
     return len(forms) > MAX_LEASED / share or sum(kept.num_bytes for kept in forms) > LEASED_BYTES / share

@@ -1,4 +1,4 @@
-"""The limits of compiling a form, in the compile process and in workers."""
+"""The limits of compiling a grammar, in the compile process and in workers."""
 
 from __future__ import annotations
 

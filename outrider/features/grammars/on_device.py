@@ -1,4 +1,5 @@
-"""GrammarsOnDevice: the worker's half of grammars: compiled forms, and the host's turn in split steps."""
+"""GrammarsOnDevice: the worker's part of structured outputs. It keeps compiled grammars, and makes a step's masks on
+the host between the forward pass and the sampler."""
 
 from __future__ import annotations
 

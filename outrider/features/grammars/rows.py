@@ -1,9 +1,10 @@
-"""GrammarRows: the grammar matchers of rows whose texts have a form, and the masks that they make for a step.
+"""GrammarRows: the grammar matchers of batch rows with structured outputs, and the token masks that they make for a
+step.
 
 Matchers live in the worker, next to the device: a mask depends on the tokens of the previous step and on the drafts of
-this one, which the device knows first. Grammars are compiled before their requests are accepted, and an admission names
-one of them; no step compiles any. After drafts a matcher is rolled back, so its state contains accepted tokens only. A
-row that is admitted again begins from the outputs that its admission brings.
+this one, which the device knows first. Grammars are compiled before their requests are accepted, so no step compiles
+any; an admission names its grammar by number. After drafts a matcher is rolled back, so its state contains accepted
+tokens only. A row that is admitted again begins from the outputs that its admission brings.
 """
 
 from __future__ import annotations
@@ -46,18 +47,18 @@ class Matcher(Protocol):
 
 
 class Forms(Protocol):
-    """Makes matchers for a worker, and fills the masks of several at once."""
+    """The compiled grammars of a worker. Makes matchers, and fills the masks of several at once."""
 
     def start(self, number: int) -> Future[Any]:
-        """Make a matcher of the compiled form of this number on another thread. The matcher stands at the start of its
-        text."""
+        """Make a matcher of the compiled grammar of this number on another thread. The matcher stands at the start of
+        its text."""
 
     def fill(self, wanted: Sequence[tuple[Any, list[int], int]], masks: np.ndarray) -> None:
-        """Fill masks. Each matcher fills the mask at its index, and one more for each of its drafts."""
+        """Fill token masks. Each matcher fills the mask at its index, and one more for each of its drafts."""
 
 
 class DeadMatcher:
-    """Stands for a grammar that a rank does not have: it allows nothing."""
+    """Replaces a matcher that could not be made on some rank. It allows no token, so the request ends with `error`."""
 
     def __init__(self, error: str) -> None:
         self.error: str | None = error
@@ -86,8 +87,8 @@ class RowGrammar:
 
     @cached_property
     def matcher(self) -> Matcher:
-        """The row's matcher. Waits until the compiled grammar is copied. If it failed on one rank, all ranks use a
-        DeadMatcher, since all must sample the same tokens."""
+        """The row's matcher. Waits until it has been made from the compiled grammar. If that failed on one rank, all
+        ranks use a DeadMatcher, since all must sample the same tokens."""
         error = self.started.exception()
         for own in self.link.gather(None if error is None else str(error)):
             if own is not None:
@@ -129,8 +130,8 @@ class GrammarRows(HostTurn):
     # One step, in order
 
     def prepare(self, batch: ScheduledBatch) -> None:
-        """Store the drafts that grammars force. Then request a copy of the rows' last tokens and drafts, which the
-        device makes when the previous step is over."""
+        """Store the tokens that grammars force as drafts. Then request a copy of the rows' last tokens and drafts,
+        which the device makes when the previous step is over."""
         if batch.mode.form is not StepForm.SPLIT:
             return
         self._state.take_host_drafts(self._guesses, keeps_longer=True)
@@ -138,9 +139,9 @@ class GrammarRows(HostTurn):
         self._read = read_later(self._state, [row for row, _ in self._drafting(batch)], self._run)
 
     def turn(self, batch: ScheduledBatch, *, runs_ahead: bool) -> None:
-        """Called between the halves of a split step. Matchers follow the tokens of the previous step, then write the
-        masks of this step's logit rows. No masks are written after the first draft that is not allowed, because no
-        token is sampled there."""
+        """Called in a split step between the forward pass and the sampler. Matchers follow the tokens of the previous
+        step, then write the masks of this step's logit rows. No masks are written after the first draft that is not
+        allowed, because no token is sampled there."""
         wanted: list[tuple[Matcher, list[int], int]] = []
         cells: list[int] = []
         lengths: list[tuple[RowGrammar, int]] = []  # length of the text before each mask
@@ -159,7 +160,7 @@ class GrammarRows(HostTurn):
             self._write(wanted, cells, lengths)
 
     def settle(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
-        """Called after a split step whose run can be read at once. Returns the result with new counts of waiting
+        """Called after a split step whose result can be read at once. Returns the result with new counts of waiting
         drafts, because grammars have removed some drafts and added others."""
         rows, counts = [row for row, _ in self._drafting(batch)], {}
         for row, text in zip(rows, read_later(self._state, rows, self._run)(), strict=True):
@@ -200,7 +201,7 @@ class GrammarRows(HostTurn):
 
     def _guess(self, row: int, known: int, drafts: list[int], in_flight: int = 0) -> int:
         """Make drafts for the next step. `in_flight`: the most tokens that this step may yield, which come before the
-        drafts. Returns the number of drafts, as far as the grammar can tell."""
+        drafts. Returns the number of drafts that the grammar knows of."""
         grammar, most = self._rows[row], self._max_drafts
         if grammar.params.max_drafts is not None:
             most = min(most, grammar.params.max_drafts)
@@ -223,7 +224,7 @@ class GrammarRows(HostTurn):
 
 
 def _leave_out(mask: np.ndarray, ids: list[int]) -> None:
-    """Clear the bits of these tokens in a mask. If no bit would be left, the mask stays as it is: the text is then
+    """Clear the bits of these tokens in a mask. If no bit would be left, the mask stays as it is: the grammar is then
     complete, and the request ends."""
     words, bits = np.array(ids) // 32, np.uint32(1) << (np.array(ids, dtype=np.uint32) % np.uint32(32))
     left = mask.view(np.uint32).copy()

@@ -34,7 +34,7 @@ def json_options(asked: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _closed(schema: Any) -> Any:
-    """The schema, changed so that objects with named properties allow no other properties."""
+    """The schema, changed so that objects that name their properties allow no others."""
     if not isinstance(schema, dict):
         return schema
     own = dict(schema)

@@ -1,7 +1,8 @@
-"""Structural tags: free text in which some parts have a form, in vLLM's two spellings, as a grammar in Lark's form.
+"""Structural tags: free text in which marked parts must follow a schema. Writes them as a Lark grammar, from either of
+vLLM's two spellings:
 
-    {"structures": [{"begin": "<f>", "schema": {..}, "end": "</f>"}], "triggers": ["<f"]}
-    {"format": {"type": "triggered_tags", "triggers": [..], "tags": [{"begin": .., "content": {..}, "end": ..}]}}
+{"structures": [{"begin": "<f>", "schema": {..}, "end": "</f>"}], "triggers": ["<f"]}
+{"format": {"type": "triggered_tags", "triggers": [..], "tags": [{"begin": .., "content": {..}, "end": ..}]}}
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ KINDS = ("const_string", "json_schema", "regex", "grammar", "any_text", "sequenc
 
 
 def structural_grammar(tag: str, to_lark: Callable[[str], str], json_options: dict[str, Any]) -> str:
-    """The Lark grammar of a structural tag. `tag`: the tag as JSON. `to_lark`: brings a grammar inside of the tag into
-    Lark's form. Raises ValueError that names the field that is wrong."""
+    """The Lark grammar of a structural tag. `tag`: the tag as JSON. `to_lark`: converts a grammar inside the tag to
+    Lark. Raises ValueError that names the field that is wrong."""
     given = json.loads(tag)
     if "structures" in given:
         tags = [{"begin": _field(each, "begin", str), "end": _field(each, "end", str),
@@ -91,8 +92,8 @@ class _Builder:
         return f"{self.expression(content)} {_text(end)}"
 
     def _triggered(self, form: dict[str, Any]) -> str:
-        """The expression for free text with tags. After the text contains a trigger, it goes on as a tag that begins
-        with this trigger."""
+        """The grammar expression for free text with tags. When the text contains a trigger, it continues as a tag that
+        begins with this trigger."""
         triggers, chunks = _some(form, "triggers"), []
         if not all(isinstance(trigger, str) and trigger for trigger in triggers):
             raise ValueError("triggers must be texts that are not empty")

@@ -1,5 +1,4 @@
-"""Makes the text of a grammar, in llguidance's language, from the form that a request asks for. Importing this needs
-llguidance."""
+"""Writes the grammar of a request's structured outputs in llguidance's language. Importing this needs llguidance."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ MAX_GBNF_LENGTH = 1 << 13  # characters: the time of a conversion grows with the
 
 
 def grammar_text(asked: StructuredOutputsParams) -> str:
-    """The text of the grammar that a form asks for. `asked`: a form that `to_plain` has returned. Raises ValueError for
-    a text that cannot be read at all."""
+    """The text of the grammar for a request's structured outputs. `asked` is the result of `to_plain`. Raises
+    ValueError for a text that cannot be read at all."""
     if asked.is_json:
         options: Any = json_options(asked)
         return LLMatcher.grammar_from_json_schema(json.dumps(asked_schema(asked)), overrides=options)
@@ -32,7 +31,7 @@ def grammar_text(asked: StructuredOutputsParams) -> str:
 
 
 def lark_text(asked: StructuredOutputsParams) -> str:
-    """The grammar text, in Lark's form, for a request with a grammar or a structural tag."""
+    """The grammar text, in Lark's syntax, for a request with a grammar or a structural tag."""
     if asked.structural_tag is not None:
         assert isinstance(asked.structural_tag, str)
         return structural_grammar(asked.structural_tag, _lark, json_options(asked))
@@ -41,14 +40,14 @@ def lark_text(asked: StructuredOutputsParams) -> str:
 
 
 def choice_rule(texts: Sequence[str]) -> str:
-    """The rule `CHOICE`, which lists the allowed texts. It is a terminal, because the parser could not follow more than
-    2000 alternatives at once."""
+    """The Lark rule `CHOICE`, which lists the allowed texts. It is a terminal, because the parser could not follow more
+    than 2000 alternatives at once."""
     return "CHOICE: " + " | ".join(map(json.dumps, texts))
 
 
 @lru_cache(maxsize=64)
 def _lark(grammar: str) -> str:
-    """Return a grammar in Lark's form. A grammar in GBNF is converted."""
+    """Return a grammar in Lark's syntax. A grammar in GBNF is converted."""
     if "::=" in grammar and len(grammar) > MAX_GBNF_LENGTH:
         raise ValueError(f"a GBNF grammar has at most {MAX_GBNF_LENGTH} characters: write a longer one in Lark's form")
     try:

@@ -1,7 +1,7 @@
-"""GrammarTrial: finds out whether a grammar can be compiled before it is used, and what is wrong with it if not.
+"""GrammarTrial: finds out whether a grammar can be compiled within its limits, and what is wrong with it if not.
 
-Grammars are compiled in the compile process as a trial, one grammar of each client at a time. The result is kept for
-later requests.
+The trial runs in the compile process, one grammar of each client at a time, before the workers compile the grammar. The
+result is kept for later requests with the same grammar.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class NewForm:
-    """A form that a request asks for, and the limits within which it must compile."""
+    """The grammar of a request that is being checked, and the limits within which it must compile."""
 
     asked: StructuredOutputsParams
     text: str  # the grammar
@@ -65,13 +65,14 @@ class GrammarTrial:
         self._in_hand: dict[tuple[str, bytes], Future[None]] = {}
 
     def begin(self) -> None:
-        """Start the compile process, if it does not run. Does not wait for it."""
+        """Start the compile process if it does not run, and return without waiting for it."""
         self._process.start()
 
     def admit(self, form: NewForm, is_ready: Callable[[], bool], make_ready: Callable[[int], T]) -> T:
-        """Try a form, then let `make_ready` compile it where it is used; it is called with the bytes that the grammar
-        takes. Both are part of the caller's turn, unless the grammar is compiled already (`is_ready`). Returns what
-        `make_ready` does. Raises a ValueError that says what is wrong with the form."""
+        """Try a grammar, then call `make_ready` with the bytes that it takes when compiled, and return the result.
+        `make_ready` compiles the grammar in the workers. The caller holds its turn during both, so that tenants do not
+        delay each other (`turns.py`). A known grammar that is compiled already (`is_ready`) needs no turn. Raises a
+        ValueError that says what is wrong with the grammar."""
         own_key = form.caller.name, form.digest
         while True:
             num_bytes = self._known(form.digest)
@@ -93,8 +94,8 @@ class GrammarTrial:
                 own.set_result(None)
 
     def _try(self, form: NewForm) -> int:
-        """Try a grammar in the compile process. Returns the bytes of the compiled grammar, or a ValueError that says
-        what is wrong."""
+        """Try a grammar in the compile process. Returns the bytes of the compiled grammar. Raises a ValueError that
+        says what is wrong."""
         where, found = form.asked.where, self._run("prove", form.text, form, form.seconds)
         if found.exceeded == TIME:
             error = f"{where} takes longer than {form.seconds:g} seconds to compile: make it simpler"
@@ -133,7 +134,8 @@ class GrammarTrial:
         raise AssertionError
 
     def _place(self, form: NewForm, error: str) -> str:
-        """Find the smallest part of a schema that fails in the same way by itself. Returns its path of keys."""
+        """Find the smallest part of a JSON schema that fails alone with the same error. Returns its path of keys, for
+        the error message."""
         if form.asked.json is None:
             return ""
         schema = json.loads(form.asked.json) if isinstance(form.asked.json, str) else form.asked.json
@@ -168,7 +170,8 @@ class GrammarTrial:
 
 
 def _wait(other: Future[None], caller: Caller) -> None:
-    """Wait until another request of the client with the same form has had its turn."""
+    """Wait until another request of the same client has tried the same grammar, so that it is tried only once. Raises
+    FormsBusy if the caller has gone."""
     while not caller.is_gone():
         with suppress(TimeoutError):
             other.result(LOOK_SECONDS)

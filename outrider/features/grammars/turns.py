@@ -19,7 +19,8 @@ LOOK_SECONDS = 0.5  # between two looks at whether a caller that waits has gone
 
 
 class CompileTurns:
-    """A queue for compiling grammars, with one line for each tenant. May be used by several threads."""
+    """A queue for compiling grammars, with a line for each tenant. Tenants take turns in it. May be used by several
+    threads."""
 
     def __init__(self) -> None:
         self._change = threading.Condition()
@@ -28,8 +29,8 @@ class CompileTurns:
 
     @contextmanager
     def turn(self, tenant: str, is_gone: Callable[[], bool] = lambda: False) -> Iterator[None]:
-        """Wait for a turn, which lasts as long as the block. Raises FormsBusy if too many of the tenant's grammars
-        wait."""
+        """A context manager. It waits for the tenant's turn to compile a grammar and holds the turn while the block
+        runs. Raises FormsBusy if too many of the tenant's grammars wait, or if the wait takes too long."""
         self._wait(tenant, is_gone)
         try:
             yield
@@ -62,7 +63,7 @@ class CompileTurns:
                 self._change.notify_all()
 
     def _next(self) -> object | None:
-        """The ticket whose turn it is."""
+        """The waiting caller that may compile now; None if there is none."""
         if sum(self._running.values()) >= MOST_AT_ONCE:
             return None
         return next((tickets[0] for tenant, tickets in self._waiting.items()
