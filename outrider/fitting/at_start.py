@@ -1,4 +1,4 @@
-"""The choice of settings for an engine that starts, and advice for one that has no room."""
+"""Chooses settings for an engine that starts with `fit`, and gives advice for one that has too little memory."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ MOST_ADVICE = 3  # settings that are named
 
 
 class Fitted(NamedTuple):
-    """The settings of an engine, and lines that say what was chosen. Plain data: another process may have made it."""
+    """The chosen settings of an engine, and log lines that say what was chosen. Plain data, because another process may
+    have made the choice."""
 
     config: EngineConfig
     lines: list[str]
 
 
 def fit_to_device(config: EngineConfig, source: ModelSource) -> Fitted:
-    """Choose the settings by the memory that the device has now. `fit` stays on if the context was chosen, so that it
-    may still be shortened when the steps are measured."""
+    """Choose settings that fit the memory that is free on the device now. If the context length was chosen too, `fit`
+    stays on in the result, so that the length may still be lowered after steps are measured."""
     search = Search(config, source, room_of(pick_device(config.device)))
     choice = FitChoice.from_search(config, search)
     chosen = replace(config, **choice.settings, fit=config.max_model_len is None)
@@ -46,8 +47,8 @@ class MemorySaving(NamedTuple):
 
 
 def advice_for(config: EngineConfig, source: ModelSource) -> str:
-    """Say what the settings need of the device's memory, and which settings would help most. Called when an engine did
-    not start, and its memory is free again."""
+    """Say how much memory the settings need, and which changed settings would save most. Called after an engine failed
+    to start, when its memory is free again."""
     release_dropped()
     search = Search(replace(config, fit=False), source, room_of(pick_device(config.device)))
     need = search.need(Form(), StepPace())
@@ -64,7 +65,7 @@ def advice_for(config: EngineConfig, source: ModelSource) -> str:
 
 
 def _changes(search: Search, need: Need) -> Iterator[MemorySaving]:
-    """One change for each thing that takes memory: the bits, the requests and tokens of a step, and the context."""
+    """Yield changes that save memory: quantization, fewer requests and tokens in a step, and a shorter context."""
     for form in search.forms:
         if form.rounded:
             yield _change(search, need, form, StepPace(), form.loss)

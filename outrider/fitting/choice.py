@@ -1,4 +1,4 @@
-"""FitChoice: a plan as the settings that it changes, as lines for people, and as data for scripts."""
+"""FitChoice: presents the chosen plan as changed settings, as lines for people and as data for scripts."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ class FitChoice:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """The settings that were chosen: those that differ from what was asked for."""
+        """The chosen settings that differ from the config that the user gave."""
         return settings_of(self.asked, self.plan, self.room)
 
     def command(self, program: str = "outrider serve") -> str:
         return " ".join([program, shlex.quote(self.asked.model), *flags_of(self.settings)])
 
     def lines(self) -> Iterator[str]:
-        """The plan in a few lines."""
+        """Describe the plan for people: memory, context, drafts and quality, a line each."""
         plan, limits = self.plan, self.plan.limits
         used, budget = _gib(plan.total_bytes), _gib(plan.budget)
         yield f"{self.asked.model} on {self.room.name}: {used} of {budget} GiB are planned"
@@ -59,7 +59,7 @@ class FitChoice:
         yield f"  quality      {plan.form.cost()}"
 
     def advice(self) -> Iterator[str]:
-        """How to get a longer context."""
+        """Say how to get a longer context: settings with more rounding or slower steps."""
         for plan in self.more:
             changed = settings_of(self.plan.config, plan, self.room) | {"max_model_len": plan.context}
             yield f"{plan.context:,} tokens of context: {' '.join(flags_of(changed))} ({plan.form.brief_cost()})"
@@ -86,8 +86,9 @@ class FitChoice:
 
 
 def settings_of(asked: EngineConfig, plan: FitPlan, room: DeviceRoom) -> dict[str, Any]:
-    """The settings of a plan that differ from what was asked for. The context is none of them if it is the model's. On
-    a CPU the cache's size is one, because an engine would take another by itself."""
+    """Return the settings of a plan that differ from the config that the user gave. The context length is left out if
+    it is the model's own. On a CPU the cache's size is always included, because an engine would otherwise choose
+    another size."""
     config = plan.config
     found = {name: getattr(config, name) for name in CHOSEN if getattr(config, name) != getattr(asked, name)}
     if asked.max_model_len is None and plan.context == plan.max_positions:
@@ -98,7 +99,7 @@ def settings_of(asked: EngineConfig, plan: FitPlan, room: DeviceRoom) -> dict[st
 
 
 def flags_of(settings: dict[str, Any]) -> Iterator[str]:
-    """The flags of settings, in words of a command line."""
+    """Yield settings as command line flags, such as `--max-model-len 8192`."""
     for name, value in settings.items():
         flag = name.replace("_", "-")
         if value is False:

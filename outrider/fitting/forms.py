@@ -1,5 +1,5 @@
-"""Form: the bits in which weights and cache are kept. The order of forms follows from what their rounding costs, as
-docs/benchmarks.md has it ("Quality of formats")."""
+"""Form: a choice of quantization for weights and KV cache. Forms are ordered by how much they raise the perplexity, as
+measured in docs/benchmarks.md ("Quality of formats")."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHORT_CONTEXT = 8_192  # 4 bits are worth theirs up to this
 
 @dataclass(frozen=True)
 class Form:
-    """Settings of weights and cache. None: the setting stays as the user has it."""
+    """A choice of the settings `quantization` and `kv_cache_dtype`. None: the setting stays as the user has it."""
 
     weights: str | None = None
     cache: str | None = None
@@ -33,21 +33,22 @@ class Form:
 
     @property
     def rounded(self) -> list[tuple[str, str]]:
-        """The settings that round, with their values."""
+        """The names and values of the settings that this form changes. Each of them rounds weights or cache."""
         return [(name, value) for name, value in ((CACHE, self.cache), (WEIGHTS, self.weights)) if value is not None]
 
     @property
     def loss(self) -> float:
-        """The share by which the perplexity grows, at its worst in the measurements."""
+        """The relative growth of the perplexity, such as 0.01, in the worst measurement of each setting."""
         return sum(max(MEASURED[each]) - 1 for each in self.rounded)
 
     @property
     def worth_context(self) -> int:
-        """The context that the form's rounding is worth: a longer one counts no more."""
+        """The longest context that justifies this form's rounding. When plans are compared, a longer context counts no
+        more than this one."""
         return SHORT_CONTEXT if self.weights == "int4" else USUAL_CONTEXT
 
     def cost(self) -> str:
-        """What the rounding costs, in words."""
+        """Say in words how much quality the rounding costs."""
         if not self.rounded:
             return "nothing is rounded"
         return (f"{self.brief_cost()} on two small models ({PAGE}); this model was not measured: `outrider bench "
@@ -66,7 +67,8 @@ def _percent(factors: tuple[float, float]) -> str:
 
 
 def forms_for(config: EngineConfig, *, on_gpu: bool, converts_to_fp8: bool) -> list[Form]:
-    """The forms that may be chosen, those that lose least first. Settings that the user gave are kept."""
+    """Return the forms that may be chosen, the one with the least quality loss first. Settings that the user gave are
+    kept."""
     weights: list[str | None] = [None]
     if config.quantization is None and config.keep_quantized and not config.adapt_drafter:
         weights += ["fp8", "int4"] if converts_to_fp8 else []  # codes have kernels on such GPUs alone

@@ -1,5 +1,5 @@
-"""ModelOutline: a model with its drafter on the meta device, its weights in one form. It knows the bytes of everything
-that an engine with it would hold."""
+"""ModelOutline: a model and its drafter on the meta device, for one choice of quantization. It computes how many bytes
+an engine with this model would hold."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ SIXTEEN_BIT_FILES = ("bfloat16", "float16")
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """A context without log lines below errors: an outline is built for several forms, and each would say the same."""
+    """A context that hides log lines below errors. Outlines are built for several forms, and each would log the same
+    lines."""
     before = log.level
     log.setLevel(logging.ERROR)
     try:
@@ -64,8 +65,8 @@ class ModelOutline:
     @classmethod
     def build(cls, config: EngineConfig, source: ModelSource, room: DeviceRoom,
               layouts: dict[str, CacheLayout]) -> ModelOutline:
-        """Build the outline. Raises ValueError if the model cannot have this form on the device. layouts: those of
-        outlines in other forms, which it shares."""
+        """Build the outline. Raises ValueError if the model cannot be quantised like this on the device. layouts: cache
+        layouts that were planned so far, which all outlines share."""
         group = ONE_RANK.group if config.tensor_parallel_size == 1 else UnsummedRanks(0, config.tensor_parallel_size)
         with _quiet(), ops.planning_for(room.planned_capability):
             model = outline_target(config, source, room.device, group)
@@ -75,7 +76,8 @@ class ModelOutline:
                        str(named).removeprefix("torch."), layouts)
 
     def layout(self, config: EngineConfig) -> CacheLayout:
-        """The layout of the cache. Raises ValueError if a layer, or the device, cannot store the config's type."""
+        """Return the layout of the cache. Raises ValueError if a layer, or the device, does not support the config's KV
+        cache dtype."""
         key = f"{config.kv_cache_dtype} {config.speculative_config}"
         if key not in self.layouts:
             check_cache_types(config, self.model, self.device, self.capability)
@@ -98,7 +100,8 @@ class ModelOutline:
 
     @cached_property
     def weight_bytes(self) -> int:
-        """Bytes of the weights of the model and of its drafter, without tables of positions."""
+        """Bytes of the weights of the model and its drafter. Rope tables and other tables of positions are not
+        included."""
         drafter = 0 if self.drafter is None else self.drafter.weight_bytes()
         return sum(slot.nbytes for slot in self.model.weights().values()) + drafter
 
@@ -108,21 +111,23 @@ class ModelOutline:
 
     @cached_property
     def _packed_bytes(self) -> int:
-        """Bytes of these copies, if they are allowed. They are in 16 bits where the files are."""
+        """Bytes of the packed copies, if the config allows them. They are 16-bit if the files are."""
         if self.is_on_gpu or self.model.dtype != torch.float32 or not native.available():
             return 0
         products = [own for own in find_modules([self.model, *self.modules], FormatModule) if own.is_product]
         return sum(self._copy_bytes(own.format) for own in products)
 
     def _copy_bytes(self, held: WeightFormat[Any]) -> int:
-        """Bytes of the copy of one weight, at most: in 16 bits if the files are, codes with a scale for every 32."""
+        """Return the most bytes that the packed copy of one weight takes. The copy is 16-bit if the files are; the copy
+        of a quantised weight has a scale for every 32 numbers."""
         if isinstance(held, DenseLinear):
             return held.weight_bytes // (2 if self.files_dtype in SIXTEEN_BIT_FILES else 1)
         return int(CODES_COPIED * held.weight_bytes) if isinstance(held, ScaledLinear | ScaledExperts) else 0
 
     @cached_property
     def other_bytes(self) -> int:
-        """Bytes of the model's tensors that are no weights of its files. An outline's tables have one position."""
+        """Bytes of the model's tensors that do not come from its files. Tables of positions hardly count, because they
+        have one position in an outline."""
         return max(0, tensor_bytes([self.model]) - sum(slot.nbytes for slot in self.model.weights().values()))
 
     @cached_property
@@ -130,7 +135,8 @@ class ModelOutline:
         return table_bytes(self.model)
 
     def held_bytes(self, config: EngineConfig, limits: Limits) -> int:
-        """Bytes that the model holds before its first step."""
+        """Return the bytes that the model holds before its first step: weights, packed copies, tables and other
+        tensors."""
         tables = self._table_bytes * limits.max_len
         return self.weight_bytes + self.packed_bytes(config) + self.other_bytes + tables
 

@@ -1,4 +1,4 @@
-"""DeviceRoom: how much memory a device has for an engine, of this machine or of another."""
+"""DeviceRoom: how much memory a device has for an engine. The device may belong to this machine or to another."""
 
 from __future__ import annotations
 
@@ -43,19 +43,20 @@ class DeviceRoom:
 
     @property
     def planned_capability(self) -> tuple[int, int] | None:
-        """The capability of a GPU that this machine does not have, for `planning_for`."""
+        """The compute capability of a GPU that is not in this machine, for `planning_for`; None if the device is here.
+        """
         return None if self.is_here else self.capability
 
     def budget(self, utilization: float) -> int:
-        """The bytes that an engine may take: the share `utilization` of a GPU's memory, less what others hold of it; of
-        a CPU that share of the free memory."""
+        """Return the bytes that an engine may take. On a GPU this is the share `utilization` of all its memory, less
+        what other processes hold. On a CPU it is that share of the free memory."""
         if not self.is_gpu:
             return int(self.free_bytes * utilization)
         return int(self.total_bytes * utilization) - (self.total_bytes - self.free_bytes)
 
 
 def room_of(device: torch.device) -> DeviceRoom:
-    """The room of a device of this machine, as it is now."""
+    """Return the total and the free memory of one of this machine's devices, as they are now."""
     if device.type != "cuda":
         return DeviceRoom(name_device(device), device, device_bytes(device), available_bytes())
     free, total = torch.cuda.mem_get_info(device)
@@ -63,13 +64,13 @@ def room_of(device: torch.device) -> DeviceRoom:
 
 
 def room_of_size(total_bytes: int, capability: tuple[int, int] = NEWEST) -> DeviceRoom:
-    """The room of a GPU that is elsewhere and that nothing else uses."""
+    """Describe a GPU of this size that is not in this machine and runs nothing else."""
     return DeviceRoom(f"a GPU of {total_bytes / GIB:.3g} GiB", torch.device("cuda"), total_bytes,
                       max(0, total_bytes - CONTEXT_BYTES), capability, is_here=False)
 
 
 def read_size(text: str) -> int:
-    """Read a size of memory: 24GiB, 24G, 24 (GiB), 512MiB or 24GB."""
+    """Parse a size of memory, such as 24GiB, 24G, 24 (GiB), 512MiB or 24GB, and return its bytes."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if found is None or (found[2].upper() not in UNITS):
         raise ValueError(f"{text!r} is not a size of memory, as 24GiB")

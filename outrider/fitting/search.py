@@ -1,8 +1,8 @@
-"""Finds the plan that loses least among all that fit a device's memory.
+"""Finds the best plan that fits a device's memory.
 
-A candidate is a form of weights and cache with a pace: requests at once and tokens of a step. For each, the longest
-context is found with the arithmetic of an engine that starts. Plans are compared by `FitPlan.merit`; with more memory
-no candidate gets worse, so the best plan does not either.
+A candidate is a form (quantization of weights and cache) with a pace (requests at once and tokens of a step). The
+longest context that fits is computed for each candidate, as a starting engine would compute it. Plans are compared by
+`FitPlan.merit`. With more memory no candidate gets worse, so the best plan does not get worse either.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ LEAST_SAVING = 0.02  # a form of weights that saves a smaller share of them is l
 
 @dataclass(frozen=True)
 class StepPace:
-    """How much an engine does at once. None of it changes a token; less takes less memory and more time."""
+    """How much an engine does at once. A slower pace takes less memory and more time, and never changes a token."""
 
     requests: int | None = None  # None: as the config has it by default
     tokens: int | None = None
@@ -93,27 +93,28 @@ class FitPlan:
 
     @cached_property
     def full_requests(self) -> int:
-        """How many requests of the whole context the cache holds at once."""
+        """The number of requests with the whole context that the cache holds at once."""
         each = max(1, _pages_of(self.layout, self.limits))
         return min(self.limits.max_requests, (self.memory.num_pages - 1) // each)
 
     @property
     def merit(self) -> tuple[int, float, int, int, int]:
-        """By what plans are compared: the context as far as the form is worth it; then little rounding; then a usual
-        context; then the pace; then the whole context."""
+        """The sort key of plans; the greatest is best. Compared in this order: the context, up to the length that is
+        worth the form's rounding; little quality loss; the context up to a usual length; a fast pace; the whole
+        context."""
         return (self._tier(self.form.worth_context), -self.form.loss, self._tier(USUAL_CONTEXT), -self.pace,
                 self.context)
 
     def _tier(self, most: int) -> int:
-        """The context up to `most`. A shorter one counts as the next lower power of two, so that a few tokens more are
-        not worth another form."""
+        """Return the context for comparisons, at most `most`. A shorter context is rounded down to a power of two, so
+        that a few more tokens do not justify another form."""
         most = min(most, self.max_positions)
         return most if self.context >= most else 1 << (self.context.bit_length() - 1)
 
 
 @dataclass(frozen=True)
 class Need:
-    """The least memory with which a form and a pace serve requests of one length."""
+    """The least memory with which a form and a pace serve requests of one length, and the parts of this memory."""
 
     settings: dict[str, object]  # those that may be chosen
     length: int
@@ -133,10 +134,10 @@ class Need:
 
 
 class Search:
-    """The plans of one model for one device."""
+    """Searches the plans of one model on one device."""
 
     def __init__(self, config: EngineConfig, source: ModelSource, room: DeviceRoom, num_full: int = 1) -> None:
-        """num_full: requests of the whole context that the cache must hold at once."""
+        """num_full: the number of requests with the whole context that the cache must hold at once."""
         if config.adapt_drafter:
             raise ValueError("fit: adapt_drafter takes memory that is measured at start: leave one of them out")
         self._config, self._source, self.room, self._num_full = config, source, room, num_full
@@ -145,7 +146,8 @@ class Search:
         self._layouts: dict[str, CacheLayout] = {}
 
     def elsewhere(self, room: DeviceRoom) -> Search:
-        """The search for another device of the same kind, which shares the outlines of this one."""
+        """Return the search for another device of the same kind. It shares the outlines of this search, which are slow
+        to build."""
         other = Search(self._config, self._source, room, self._num_full)
         assert (room.device, room.capability) == (self.room.device, self.room.capability)
         other._outlines, other._layouts = self._outlines, self._layouts
@@ -163,7 +165,7 @@ class Search:
         return found
 
     def plans(self) -> Iterator[FitPlan]:
-        """The longest context of every candidate that fits."""
+        """Yield the plan with the longest context for every candidate that fits."""
         found = (self.plan(form, self.paces[index], index) for form, index in self._candidates())
         return (plan for plan in found if plan is not None)
 
@@ -171,13 +173,15 @@ class Search:
         return ((form, index) for form in self.forms for index in range(len(self.paces)))
 
     def _best_merit(self, form: Form, pace: int) -> tuple[int, float, int, int, int]:
-        """The merit that a candidate would have with endless memory."""
+        """Return the merit that a candidate would have with unlimited memory. Candidates that could not win are
+        skipped."""
         most = self._outline(self._config).model.max_positions
         return min(form.worth_context, most), -form.loss, min(USUAL_CONTEXT, most), -pace, most
 
     @cached_property
     def forms(self) -> list[Form]:
-        """The forms that this model can have on this device. A form of weights that saves next to nothing is none."""
+        """The forms that this model can have on this device. A form that hardly makes the weights smaller is left out.
+        """
         found: list[Form] = []
         is_quantised = isinstance(self._source, GgufSource) or bool(quantization_section(self._source.config))
         plain = self._outline(self._config).weight_bytes
@@ -196,7 +200,7 @@ class Search:
         return found
 
     def plan(self, form: Form, pace: StepPace, index: int = 0) -> FitPlan | None:
-        """The plan of a candidate with its longest context; None if it does not fit."""
+        """Return a candidate's plan with the longest context that fits; None if none fits."""
         config = pace.apply(self._in_form(form))
         if config.max_num_seqs is not None and config.max_num_seqs < self._num_full:
             config = replace(config, max_num_seqs=self._num_full)
@@ -213,7 +217,7 @@ class Search:
 
     def _plan_of(self, outline: ModelOutline, config: EngineConfig, form: Form, pace: int,
                  length: int) -> FitPlan | None:
-        """The plan for requests of this length; None if they do not fit."""
+        """Return the plan for requests of this length; None if they do not fit."""
         config = replace(config, max_model_len=length)
         layout, limits = outline.layout(config), outline.limits(config, self.room.gpu_bytes)
         features = outline.feature_bytes(config, limits)
@@ -232,8 +236,8 @@ class Search:
                        layout)
 
     def _num_pages(self, config: EngineConfig, layout: CacheLayout, limits: Limits, left: int) -> int:
-        """The pages of the pool. On a CPU it gets no more than by default, unless requests need more: others use the
-        memory too."""
+        """Return the number of pages of the pool. On a CPU it is at most the default, unless requests need more,
+        because other programs use the memory too."""
         if config.num_pages is not None:
             return config.num_pages
         if config.kv_cache_memory_bytes is not None:
@@ -245,14 +249,16 @@ class Search:
         return min(pages_within(config, layout, limits, left), max(usual, needed))
 
     def _in_form(self, form: Form) -> EngineConfig:
-        """The config in a form. A GPU multiplies coded weights with bfloat16 alone, also where files are in float16."""
+        """Return the config with this form's settings. On a GPU a quantised float16 model runs in bfloat16, because
+        kernels multiply codes with bfloat16 only."""
         config = form.apply(self._config)
         named = self._source.config.get("dtype") or self._source.config.get("torch_dtype")
         is_float16 = config.dtype == EngineConfig.dtype and str(named).removeprefix("torch.") == "float16"
         return replace(config, dtype="bfloat16") if form.weights and is_float16 and self.room.is_gpu else config
 
     def _outline(self, config: EngineConfig) -> ModelOutline:
-        """The outline of a config. All lengths, paces and types of the cache share one."""
+        """Return the outline for a config. Configs that differ only in context, pace or cache dtype share an outline.
+        """
         key = f"{config.quantization} {config.dtype} {config.speculative_config}"
         if key not in self._outlines:
             kept = replace(self._config, quantization=config.quantization, dtype=config.dtype,
@@ -262,7 +268,7 @@ class Search:
 
     @cached_property
     def paces(self) -> list[StepPace]:
-        """The paces that differ for this config, the fastest first."""
+        """The paces that lead to different settings with this config, the fastest first."""
         found: dict[str, StepPace] = {}
         usual = default_requests(self.room.gpu_bytes)
         for pace in GPU_PACES if self.room.is_gpu else CPU_PACES:
@@ -271,7 +277,8 @@ class Search:
         return list(found.values())
 
     def need(self, form: Form, pace: StepPace, length: int | None = None) -> Need:
-        """The least memory of a candidate. length: of requests; by default what the config asks for."""
+        """Return the least memory that a candidate needs. length: tokens of a request; by default what the config asks
+        for."""
         config = pace.apply(self._in_form(form))
         outline = self._outline(config)
         length = length or self._config.max_model_len or outline.model.max_positions
@@ -288,7 +295,7 @@ class Search:
         return Need(settings, length, self._num_full, outline.held_bytes(config, limits), other, pool)
 
     def obstacle(self) -> str:
-        """Why nothing fits: the arithmetic of the candidate that takes least."""
+        """Say why nothing fits, with the bytes of the candidate that needs least."""
         length = self._config.max_model_len or LEAST_CONTEXT
         need = min((self.need(form, self.paces[-1], length) for form in self.forms), key=lambda need: need.total_bytes)
         if need.total_bytes <= self.budget:  # then the size of the cache was given
@@ -302,5 +309,5 @@ class Search:
 
 
 def _pages_of(layout: CacheLayout, limits: Limits) -> int:
-    """The pages that a request of the greatest length needs."""
+    """Return the number of pages that a request of the greatest length needs."""
     return sum(group.kind.pages_to_start(limits.max_len, limits) for group in layout.groups)

@@ -1,8 +1,8 @@
-"""Estimates the memory of steps of a model on the meta device. A GPU that serves measures it (`graphs/warm_up.py`); a
-plan is made before the model is there, perhaps for another machine.
+"""Estimates the memory of a model's steps without running them. An engine on a GPU measures it (`graphs/warm_up.py`),
+but a plan is made before the model is loaded, perhaps for another machine.
 
-Rows and graphs are computed as at start-up. Of the largest step only the widest tensors are counted, with room for what
-kernels hold beside them.
+The memory of rows and graphs is computed as at start-up. For the largest step only the widest tensors are counted, with
+an allowance for the scratch memory of kernels.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ META = torch.device("meta")
 
 
 def tensor_bytes(roots: Iterable[object]) -> int:
-    """Return the bytes of all tensors that the objects hold, of tensors on the meta device too."""
+    """Return the bytes of all tensors that the objects hold, including tensors on the meta device."""
     return sum(storage.nbytes() for storage in find_storages(roots, outlined=True).values())
 
 
 def estimate_step(model: Model, widest: int, layout: CacheLayout, limits: Limits,
                   feature_bytes: Mapping[str, FeatureBytes], *, on_gpu: bool, has_graphs: bool) -> StepMemory:
-    """Estimate the memory of a model's steps. widest: see `widest_of`. has_graphs: steps are captured."""
+    """Estimate the memory of a model's steps. widest: see `widest_of`. has_graphs: whether steps are captured."""
     activations = _activation_bytes(model, widest, limits)
     state = RowState(limits, layout.groups, META)
     state_bytes = tensor_bytes([state])
@@ -56,8 +56,8 @@ def _activation_bytes(model: Model, widest: int, limits: Limits) -> int:
 
 
 def widest_of(model: Model, modules: Sequence[LayeredModule]) -> int:
-    """Return the most numbers for each token that a product and what follows it hold: inputs, outputs, and the outputs
-    after the activation. modules: the drafter's."""
+    """Return the most elements for each token that one matrix product keeps alive: its inputs, its outputs, and the
+    outputs after the activation. modules: the drafter's modules."""
     layers = [layer for module in (model, *modules) for layer in module.layers]
     linears = find_modules(layers, Linear)
     each = [linear.declared.num_inputs + 3 * linear.declared.num_outputs // 2 for linear in linears]
@@ -68,6 +68,6 @@ def widest_of(model: Model, modules: Sequence[LayeredModule]) -> int:
 
 
 def _expert_numbers(declared: ExpertsDeclaration) -> int:
-    """Return the numbers that one expert holds for a token row: its input, gate and up, activation and output."""
+    """Return the elements that one expert keeps alive for a token row: input, gate and up, activation and output."""
     inner = len(declared.projections[1].inputs)
     return 2 * declared.hidden_size + (2 + declared.is_gated) * inner

@@ -1,19 +1,21 @@
 """Layers: plain objects that hold tensors and apply a few torch operations to them.
 
-Layers know the names of their tensors in checkpoints, and nothing of pages, batches or requests.
+A layer knows the names of its tensors in checkpoints. It knows nothing of pages, batches or requests.
 
-Some families have several residual streams in a token row. They come in two forms:
+In some model families each token has several residual streams instead of one. There are two designs:
 
-- *Gates* (`layers/streams.py`, `kernels/streams.py`). A gate in front of each half of a layer norms the streams and
-  mixes them into one hidden state. The next gate adds the half's result to every stream, in one kernel with its norm.
-  MTP modules of these families consume the streams; auxiliary states are the mean of the streams.
-- *Hyper-connections* (`layers/hyper_connections.py`, GLM5-Next and HY-V4). A half reads a weighted sum of the streams,
-  and the streams may mix among themselves where the half writes. One kernel makes all weights of a token row. The last
-  streams are averaged (GLM5-Next) or summed with weights (HY-V4). MTP modules have one stream and read the final state.
+- *Gates* (`layers/streams.py`, `kernels/streams.py`). A layer has a gate before its attention and one before its MLP.
+  The gate norms the streams and mixes them into the one hidden state that the part reads. The next gate adds the part's
+  result to every stream, in one kernel with its norm. MTP modules of these families read the streams themselves;
+  auxiliary hidden states for drafters are the mean of the streams.
+- *Hyper-connections* (`layers/hyper_connections.py`, GLM5-Next and HY-V4). Attention and MLP each read a weighted sum
+  of the streams. When a result is added, the streams may also be mixed with each other. One kernel computes all these
+  weights for a token. After the last layer the streams are averaged (GLM5-Next) or summed with weights (HY-V4). MTP
+  modules have one stream and read the final state.
 
-The n-gram embeddings of Qwen4-Exp (`layers/ngram_embedding.py`) are a function of the last ids of a token. These ids
-are in the row's history, and those of drafts in the step (`TokenHistory`), so the table needs no cache; only the
-convolution behind it keeps a state.
+Qwen4-Exp adds n-gram embeddings (`layers/ngram_embedding.py`), which depend only on a token's last few ids. These ids
+are in the request's history, and ids of drafts are in the step (`TokenHistory`), so the table needs no cache. Only the
+convolution behind the table keeps a state.
 """
 
 from typing import TYPE_CHECKING

@@ -103,8 +103,8 @@ def find_cache_scales(config: EngineConfig, source: ModelSource, model: Model) -
 
 
 def _of_heads(scales: list[float], layer: AttentionLayer, group: RankGroup | None) -> tuple[float, ...]:
-    """Return one scale for every kv head that this rank holds. `scales` is empty, or has one scale for all heads, or
-    one for each head of the model."""
+    """Return the fp8 scale of each kv head that this rank holds. scales: the numbers in the model's files: none (each
+    scale is then 1), one that all heads share, or one for each kv head of the whole model."""
     if group is not None and len(scales) > 1:
         held = Ranks.from_group(group).share(ModelSize(len(scales)), min(len(scales), group.count))
         scales = scales[held.start : held.stop]

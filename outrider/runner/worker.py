@@ -220,9 +220,9 @@ def _plan_with_or_without_drafter(
 
 
 def _needs_no_weights(config: EngineConfig, device: torch.device) -> bool:
-    """Whether kernels can be compiled before weights are read. That is so on a GPU, unless a drafter from outside the
-    package looks at the target's weights: the formats of the layers, which decide which kernels there are, are known
-    already."""
+    """Whether kernels can be compiled before weights are read. On a GPU they can, because weight formats are known from
+    the files' headers and decide which kernels are needed. A drafter from outside the package is the exception: it may
+    look at the target's weights."""
     return device.type == "cuda" and all(method in (AUTO_METHOD, *METHODS) for method in config.draft_methods)
 
 

@@ -1,6 +1,5 @@
-"""The sampler, which every step uses to choose tokens: parameters per row, needs and extras per batch, and the
-functions `sample` and `accept` per step.
-"""
+"""The sampler, which chooses tokens in every step. It reads sampling parameters kept per row, the stages and lists that
+a batch needs (`StepNeeds`, `StepExtras`), and offers the functions `sample` and `accept`."""
 
 from typing import TYPE_CHECKING
 

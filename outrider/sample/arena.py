@@ -1,5 +1,5 @@
-"""Arena: allocates ranges of integers in one buffer of fixed size, first fit. It only keeps accounts and holds no
-tensor.
+"""Arena: allocates ranges of integers in one buffer of fixed size, first fit. It only tracks which ranges are taken and
+holds no tensor.
 
 The buffer never moves, so that captured graphs may hold its address. The caller must handle a list that does not fit.
 """

@@ -58,6 +58,7 @@ class TokenCounts:
         flat.index_add_(0, output, torch.ones_like(output, dtype=torch.int32))
 
     def add_runs(self, row: torch.Tensor, run: torch.Tensor, run_len: torch.Tensor) -> None:
-        """Add the tokens run[i, :run_len[i]] to the counts of row[i]. Rows without penalties are counted too, once the
-        memory is there: their counts are not read, and are built anew when a request with penalties is admitted."""
+        """Add the tokens run[i, :run_len[i]] to the counts of row[i]. Once the memory is allocated, rows without
+        penalties are counted too. Their counts are not read, and are rebuilt when a request with penalties is admitted.
+        """
         ops.count_runs(row, run, run_len, self.table)

@@ -1,6 +1,5 @@
-"""Draws tokens: from logits of requests that set no more than a temperature, and from logits that edits and filters
-have prepared.
-"""
+"""Draws tokens: directly from the logits of requests whose only parameter is a temperature, or from logits that were
+edited and filtered before."""
 
 from __future__ import annotations
 

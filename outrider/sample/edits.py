@@ -1,8 +1,9 @@
 """The sampling stages that change single logits, in place: allowed tokens, bad words, min_tokens, logit bias,
 penalties, masks.
 
-Each gets the logits [L, V] of a chunk as its own copy, and changes a logit row only as that row's request asks. A token
-is forbidden by adding -inf, so that several changes of one logit may come in any order.
+Each stage gets the logits [L, V] of a chunk of logit rows as a copy that it may change, and changes a logit row only as
+that row's request asks. A token is forbidden by adding -inf, so that several changes of one logit may come in any
+order.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""StepNeeds and StepExtras: what the requests of a batch ask of the sampler, worked out by the host before the step.
+"""StepNeeds and StepExtras: which sampler stages and lists a batch needs. The host works them out before the step.
 
 StepNeeds are flags, so that a stage that no request asks for costs nothing. StepExtras are the rarely used lists of
-requests (logit bias, allowed tokens, bad words), each kept once, with the logit rows that it is for. Neither depends on
-the tokens or lengths of requests.
+requests (logit bias, allowed tokens, bad words). Each list is kept once, together with the logit rows that use it.
+Neither depends on the tokens or lengths of requests.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class StepNeeds:
 
     @classmethod
     def everything(cls, max_logprobs: int | None) -> StepNeeds:
-        """Return the needs of a captured step that serves any batch: every stage runs, and reads from the rows which of
-        them use it. Only kernels can run with these needs; the torch code needs the batch's own."""
+        """Return the needs of a captured step that serves any batch: every stage runs, and reads from the rows whether
+        a row uses it. Only kernels can run with these needs; the torch code needs the flags of the batch that it
+        samples."""
         return cls(True, True, True, True, True, any_repetition=True, any_output_counts=True, any_masks=True,
                    any_min_p=True, any_top_p=True, max_top_k=1, max_logprobs=max_logprobs)
 
@@ -107,7 +108,7 @@ class LogitBias:
 
 @dataclass(frozen=True)
 class AllowedTokens:
-    """The logit rows whose requests allow only some tokens. Which ones they allow lies in row state."""
+    """The logit rows whose requests allow only some tokens. The allowed tokens themselves are in the row state."""
 
     rows: tuple[int, ...]  # ascending
     logit_row: torch.Tensor  # [R] int64
@@ -119,9 +120,8 @@ class AllowedTokens:
 
 @dataclass(frozen=True)
 class BadWords:
-    """The bad words of a step that have nearly as many tokens as each other, so that none is padded to the length of
-    much longer ones. Entry e forbids token last[e] if the tokens before it, latest first, are
-    before[e, :num_before[e]]."""
+    """Bad words of a step with similar numbers of tokens, so that no word is padded to the length of a much longer one.
+    Entry e forbids token last[e] if the tokens before it, latest first, are before[e, :num_before[e]]."""
 
     rows: ListedRows
     last: torch.Tensor  # [E] int64
@@ -130,7 +130,7 @@ class BadWords:
 
 
 class LogitEditor(Protocol):
-    """The interface of a feature's code that changes the logit rows [L, V] of one step in place."""
+    """Interface through which a feature changes the logit rows [L, V] of one step in place."""
 
     failed_rows: list[int]  # logit rows from which no token may be chosen
 
@@ -141,7 +141,7 @@ class LogitEditor(Protocol):
     def edit(self, logits: torch.Tensor) -> None: ...
 
     def shape(self, scaled: torch.Tensor) -> None:
-        """Change logits that are already divided by their temperatures, in place. Called after `edit`."""
+        """Change logits in place after they were divided by their temperatures. Called after `edit`."""
 
 
 @dataclass(frozen=True)
@@ -159,14 +159,13 @@ class StepExtras:
         return cls(_logit_bias(layout, device), _allowed_tokens(layout, device), _bad_words(layout, device))
 
     def check(self, needs: StepNeeds) -> None:
-        """Assert that the needs and the extras come from the same batch; otherwise a list would be ignored without
-        notice."""
+        """Assert that the needs and the extras come from the same batch; otherwise a list would be ignored silently."""
         asked = (needs.any_logit_bias, needs.any_allowed, needs.any_bad_words, needs.is_edited)
         given = (self.bias is not None, self.allowed is not None, bool(self.bad_words), self.editor is not None)
         assert asked == given, f"logit bias, allowed tokens, bad words, editor: asked {asked}, given {given}"
 
     def between(self, start: int, stop: int) -> StepExtras:
-        """Return the extras of logit rows start to stop, with logit rows counted from start."""
+        """Return the extras of logit rows start to stop, with row `start` renumbered as 0."""
         assert self.editor is None, "an editor sees all logit rows of a step together"
         bias, allowed, words = self.bias, self.allowed, self.bad_words
         return StepExtras(None if bias is None else replace(bias, rows=bias.rows.between(start, stop)),

@@ -54,8 +54,8 @@ def _keep_from(scaled: torch.Tensor, threshold: torch.Tensor) -> None:
 
 
 def _greatest(scaled: torch.Tensor, needs: StepNeeds) -> torch.Tensor:
-    """Return the greatest scaled logits [L, depth] in descending order, as many as a top-k or top-p of this batch may
-    need."""
+    """Return each row's greatest scaled logits [L, depth] in descending order. `depth` is as many as a top-k or top-p
+    of this batch may need."""
     vocab = scaled.shape[1]
     if needs.any_top_p_alone or needs.max_top_k >= vocab:
         return scaled.sort(dim=1, descending=True).values

@@ -1,9 +1,9 @@
 """The sampler on a GPU: a fixed sequence of kernel launches that serves all sampling parameters, which it reads from
 row state.
 
-It chooses exactly the tokens that the torch code of this folder chooses. Logit rows without parameters get the token
-that `draw_tokens` would draw, so their token does not depend on what other requests of the batch ask for. Importing
-this needs triton.
+It chooses exactly the tokens that the torch code of this folder chooses. A logit row without parameters gets the token
+that `draw_tokens` would draw, so the token does not depend on the other requests of the batch. Importing this module
+needs triton.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""ListedRows: the logit rows whose requests gave a list, such as logit biases, and where each row's list lies.
+"""ListedRows: the logit rows whose requests gave a list, such as logit biases, and the place of each row's list.
 
-All logit rows of a request share its list. A list is thus kept once, however many tokens of a prompt a step computes.
+All logit rows of a request share its list, so a list is kept once, however many tokens of a prompt a step computes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ class ListedRows:
 
     @classmethod
     def from_lists(cls, lists: Sequence[tuple[range, int]], device: torch.device) -> ListedRows:
-        """lists: for each list, in the order in which their entries lie, its logit rows and its number of entries."""
+        """lists: a pair for each list, in the order in which the entries of the lists are stored: the logit rows that
+        use the list, and the number of its entries."""
         rows, firsts, lens, first = list[int](), list[int](), list[int](), 0
         for own, num in lists:
             rows += own
@@ -36,15 +37,16 @@ class ListedRows:
         return cls(tuple(rows), tuple(lens), to_device([rows, firsts, lens], torch.int64, device))
 
     def between(self, start: int, stop: int) -> ListedRows:
-        """Return the logit rows start to stop, counted from start."""
+        """Return the logit rows start to stop, with row `start` renumbered as 0."""
         at = slice(bisect_left(self.rows, start), bisect_left(self.rows, stop))
         row, first, num = self.fields[:, at]
         return ListedRows(tuple(own - start for own in self.rows[at]), self.lens[at],
                           torch.stack([row - start, first, num]))
 
     def pairs(self, width: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield every pair of a logit row and an entry of its list, as two tensors [P], in pieces that need a bounded
-        scratch. width: the elements that the caller computes for each pair, besides its numbers."""
+        """Yield every pair of a logit row and an entry of its list, as two tensors [P]. The pairs come in pieces, so
+        that scratch memory is bounded. width: the elements that the caller computes for each pair, besides the two
+        indices."""
         start, size = 0, 0
         for stop, num in enumerate(self.lens):
             if size and (size + num) * (1 + width) > MOST_PAIRS:

@@ -1,8 +1,8 @@
 """Computes log-probabilities of chosen tokens and of the most likely ones, for sampled tokens and for prompts.
 
-All go through `report_tokens`, which kernels that sample call too. It adds the terms of a logit row in one fixed order
-on each kind of device. The lowest id wins a tie among the most likely tokens. `HostLogprobs` makes the tuples that a
-step's result contains.
+All of them are computed by `report_tokens`, which sampling kernels call too. It adds the terms of a logit row in one
+fixed order on each kind of device. The lowest id wins a tie among the most likely tokens. `HostLogprobs` makes the
+tuples that a step's result contains.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ def logprob_rows(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int) -> Lo
 
 
 def many_logprob_rows(logits: torch.Tensor, chosen_ids: torch.Tensor, num: int, found: ReportedLogprobs) -> LogprobRows:
-    """Compute the log-probabilities of more likeliest tokens than kernels can report, with the same bits as kernels.
-    found: the kernels' report of the same logit rows."""
+    """Compute log-probabilities when more likeliest tokens are asked for than kernels can report. The bits equal those
+    of the kernels. found: the kernels' report of the same logit rows."""
     ids = rank_tokens(logits, chosen_ids, num)
     return LogprobRows(ids, logits.gather(1, ids[:, 1:]) - found.most[:, None] - found.norm[:, None])
 

@@ -60,7 +60,8 @@ def sample_native(logits: torch.Tensor, asked: Asked) -> Sampled:
 
 def _many_logprobs(logits: torch.Tensor, edited: torch.Tensor | None, tokens: torch.Tensor, reported: ReportedLogprobs,
                    asked: Asked) -> LogprobRows:
-    """Compute more log-probabilities than the C code reports, from raw or processed logits as the report needs."""
+    """Compute log-probabilities of more tokens than the C code reports, from raw or processed logits as the request
+    asks."""
     num = asked.needs.max_logprobs
     assert num is not None
     shown = logits
@@ -75,8 +76,8 @@ _rows: WeakKeyDictionary[SamplingRows, tuple[torch.Tensor | None, torch.Tensor |
 
 
 def _packed(rows: SamplingRows) -> bytes:
-    """Return the rows in the form that the C code reads. They are packed once, and again when counts or masks are
-    allocated."""
+    """Return the parameters of the rows in the layout that the C code reads. They are packed once, and again when
+    counts or masks are allocated."""
     counts, masks = rows.counts.packed, rows.masks.words
     known = _rows.get(rows)
     if known is None or known[0] is not counts or known[1] is not masks:

@@ -1,9 +1,9 @@
 """RowMasks: masks of the tokens that features allow in the logit rows of a step, with a bit for each token of the
 vocabulary.
 
-A feature writes the masks of its rows between forward and finish of every step in which they sample (`HostTurn`). If
-several features mask a row, the tokens that all of them allow are left. The memory, rows x tokens of a run x vocabulary
-bits, is allocated for the first request with masks. It never moves, because captured steps hold its address.
+A feature writes masks for its rows in every step that samples for them, between forward and finish (`HostTurn`). If
+several features mask a row, only tokens that all of them allow are left. The memory (rows x tokens of a run x
+vocabulary bits) is allocated for the first request with masks. It never moves, because captured steps hold its address.
 """
 
 from __future__ import annotations

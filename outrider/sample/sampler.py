@@ -1,7 +1,8 @@
 """The sampler: chooses one token for every logit row, with drafts or without, greedily or at random. All steps use it.
 
-A logit row's token depends on its logits, its request's parameters, its history and its key, and not on the other logit
-rows, their order or number. The host reads no device tensor. What is done with the tokens is decided elsewhere.
+A logit row's token depends on its logits, its request's parameters, its history and its sampling key. It does not
+depend on the other logit rows, their order or number. The host reads no device tensor. Other code decides which tokens
+are accepted and kept.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Sampled(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """Some logit rows with their requests' parameters: everything but the logits that the sampler needs."""
+    """Some logit rows with the parameters of their requests: everything that the sampler needs besides the logits."""
 
     logit_rows: LogitRows
     rows: SamplingRows
@@ -72,8 +73,8 @@ def sample(
     row_by_row: bool = False,
 ) -> Sampled:
     """Choose a token for each row of logits [L, V], which are float32 or float64 and stay unchanged. Kernels read all
-    parameters from the rows. The torch code takes lists from `extras`, which must then be those of the batch.
-    row_by_row: compute one logit row at a time where a library's rounding could depend on the other rows."""
+    parameters from the rows. The torch code takes lists from `extras`, which must be made for this batch. row_by_row:
+    compute one logit row at a time where a library's rounding could depend on the other rows."""
     num, vocab = logits.shape
     assert num == len(logit_rows), f"{num} rows of logits for {len(logit_rows)} logit rows"
     assert logits.dtype in (torch.float32, torch.float64), f"logits are {logits.dtype}; narrower ones make ties"
@@ -139,8 +140,8 @@ def process_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
 
 
 def edit_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
-    """Return a copy of the logits in which single logits are changed as requests ask. The order of the changes is
-    fixed, because it matters."""
+    """Return a copy of the logits with the edits that requests ask for, such as biases and penalties. The order of the
+    edits is fixed, because the result depends on it."""
     own, at, extras = logits.clone(memory_format=torch.contiguous_format), asked.logit_rows, asked.extras
     if extras.allowed is not None:
         allow_only(own, extras.allowed, at, asked.rows)
@@ -160,8 +161,8 @@ def edit_logits(logits: torch.Tensor, asked: Asked) -> torch.Tensor:
 
 
 def kernels_serve(needs: StepNeeds) -> bool:
-    """Whether kernels can sample a step with these needs. They can neither report the log-probabilities of a whole
-    vocabulary, nor read lists that found no room on the device, nor call an editor."""
+    """Whether kernels can sample a step with these needs. Kernels cannot report the log-probabilities of a whole
+    vocabulary, read lists that did not fit into the arena on the device, or call an editor."""
     num = needs.max_logprobs
     return needs.are_lists_placed and not needs.is_edited and (num is None or 0 <= num <= KERNEL_MAX_LOGPROBS)
 

@@ -1,4 +1,4 @@
-"""What the sampler sees of a step: its logit rows, and the tokens before each of them.
+"""The sampler's input for a step: its logit rows, and the tokens before each of them.
 
 These are views of device state, valid for one step. Logit row l chooses the token at `position[l]` of its request,
 which follows the known tokens and the first `draft_index[l]` drafts.
@@ -31,8 +31,8 @@ class LogitRows:
 
 @dataclass(frozen=True)
 class History:
-    """The tokens before each logit row. Row r's sequence is tokens[r, :known[r]], then drafts[r]. What lies beyond is
-    stale and never read as history."""
+    """The tokens before each logit row. The sequence of row r is tokens[r, :known[r]], then drafts[r]. Later elements
+    of `tokens` are stale and never read as history."""
 
     tokens: torch.Tensor  # [ROWS, LENGTH] int64
     known: torch.Tensor  # [ROWS] int64

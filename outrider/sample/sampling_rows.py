@@ -1,8 +1,8 @@
 """SamplingRows: the sampling parameters of all running requests on the device, one row for each request.
 
 A row is written once, when a request is admitted, by host-to-device copies only; every stage of the sampler reads it.
-`lists` has lists of any length, `counts` the token counts for penalties, `masks` the tokens that features allow. It
-does not know batches: each stage picks the rows that it needs.
+`lists` holds lists of any length, `counts` the token counts for penalties, `masks` the tokens that features allow.
+SamplingRows does not know batches: each stage picks the rows that it needs.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ class SamplingRows:
         return SamplingKeys(self.temperature, self.seed, self.sample_index)
 
     def stop_mask(self, row: torch.Tensor) -> torch.Tensor:
-        """Return [n, stop ids] bool for rows [n]: which entries of `stop_ids[row]` are used, and not padding."""
+        """Return [n, stop ids] bool for rows [n]: which entries of `stop_ids[row]` are stop ids and which are padding
+        (False)."""
         return torch.arange(self.stop_ids.shape[1], device=self.device) < self.num_stop_ids[row][:, None]
 
 

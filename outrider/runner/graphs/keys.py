@@ -275,9 +275,9 @@ class GraphKeys:
                         has_prompts=True)
 
     def usual(self) -> Iterator[GraphKey]:
-        """Keys of the decode steps to capture while the engine is idle, the least important first: sizes that requests
-        with different numbers of drafts share, sizes that wider graphs serve until then, and the sizes of start-up
-        again for long contexts, which no graph serves yet."""
+        """Keys of the decode steps to capture while the engine is idle, the least important first. First come sizes
+        that requests with different numbers of drafts share, then sizes that run on wider graphs until then. Last come
+        the sizes of start-up for long contexts, which no graph serves yet."""
         most = self.limits.max_drafts
         for requests, drafts in self.sizes.unequal_when_idle(most):
             yield self.shortened(GraphKey(requests, requests * (1 + drafts), most, True, self.takes_checkpoints))
