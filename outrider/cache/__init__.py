@@ -1,1 +1,2 @@
-"""The cache's accounting: kinds, groups, pages, prefix hashes, checkpoints. No torch here."""
+"""Bookkeeping of the KV cache: which pages requests hold, which prefixes can be found, which recurrent states are
+saved. No torch here."""

@@ -1,9 +1,10 @@
-"""Checkpoints: pages to which steps write recurrent states, from their allocation until they are published or dropped.
+"""Checkpoints: copies of recurrent states (as of Mamba layers) in cache pages, from which other requests can begin.
 
-A boundary is a number of tokens after which a state may be kept. It gets pages before a step that may reach it. They
-are published only after a step has reported that it wrote them. Requests that need pages to run take them from
-checkpoints. A state first lacks the drafts that a step has accepted; a later step folds them into it. This file does
-not know tokens or tensors.
+Keys and values can be reused up to any full page, but a recurrent state exists only after the last token. So steps save
+the state at certain *boundaries*, which are numbers of tokens. A checkpoint gets pages before a step that may reach its
+boundary. It is published, so that other requests can find it, only after a step has reported that it wrote the pages.
+Running requests that need pages may take them from unpublished checkpoints. Drafts that a step has accepted enter the
+state only in a later step, which *folds* them into it. This file does not know tokens or tensors.
 
     handed out --reported--> latest --the request ends--> published
         |--reported, and kept for good------------------> published
@@ -57,7 +58,7 @@ class StateProgress:
 
 @dataclass(slots=True)
 class Checkpoint:
-    """A checkpoint of one request at one boundary: its pages, until they are published or dropped."""
+    """The copy of one request's recurrent state after `boundary` tokens, and the pages that it is written to."""
 
     id: int
     request_id: int
@@ -80,7 +81,7 @@ class Checkpoint:
 
 @dataclass(slots=True)
 class RequestCheckpoints:
-    """The checkpoints of one running request, by boundary."""
+    """The unpublished checkpoints of one running request, by boundary."""
 
     row: int
     known: int  # known tokens when the request was admitted
@@ -114,8 +115,8 @@ class Checkpoints:
         return self._num_open[FOLDING] > 0
 
     def is_promised(self, digest_at: DigestAt, num_tokens: int, hit: int) -> bool:
-        """Whether a request that has ended left a checkpoint that covers more than `hit` of these tokens and that no
-        step has reported yet. A new request then waits for the checkpoint instead of computing the tokens again."""
+        """Whether a request that has ended left a checkpoint of these tokens that is not written yet and covers more
+        than `hit` of them. A new request then waits for the checkpoint instead of computing the tokens again."""
         promised = [c for c in self._in_state(FOLDING, PROMISED) if hit < c.boundary < num_tokens]
         return any(digest_at(c.boundary) == c.digest and self.states.find(c.digest) is None for c in promised)
 
@@ -141,8 +142,8 @@ class Checkpoints:
     # Before a step
 
     def grant(self, step: int, request_id: int, progress: StateProgress) -> list[CheckpointWrite]:
-        """Return checkpoints with pages for the boundaries that the request may reach in the step, as long as the pool
-        has free pages."""
+        """Return the checkpoints that the request may reach in the step, with pages to write them to. A checkpoint for
+        which the pool has too few free pages is left out."""
         own = self._requests[request_id]
         for checkpoint in own.in_state(HANDED_OUT) if own.by_boundary else ():
             if checkpoint.boundary <= progress.settled:  # passed by a step that did not write it

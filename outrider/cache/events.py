@@ -42,7 +42,7 @@ class PageRemoved(NamedTuple):
 
 
 class AllRemoved(NamedTuple):
-    """Says that nothing can be found any more."""
+    """An event: from now on no page and no recurrent state can be found."""
 
 
 CacheEvent = PageStored | PageRemoved | AllRemoved

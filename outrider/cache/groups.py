@@ -79,7 +79,7 @@ class Group:
 
 
 class Place(NamedTuple):
-    """The place of one cache of a layer: the group, and the member's part of the group's pages."""
+    """Where one cache of a layer lies: its group, and which part of each page of the group is the layer's."""
 
     group: int
     member: int

@@ -55,7 +55,8 @@ class KnownStates:
         return sum(page not in restoring for page in pages)
 
     def restore(self, request_id: int, pages: list[int]) -> None:
-        """Hold the pages of the state that the request begins from; none if it begins from no state."""
+        """Hold the pages of the state that the request begins from. `pages` is empty if the request begins from no
+        state."""
         if pages:
             self._hold(pages)
             self._restoring[request_id] = pages

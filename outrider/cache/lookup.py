@@ -1,8 +1,8 @@
 """PrefixLookup: finds how much of a request's beginning other requests have computed or are computing.
 
-It finds published pages and recurrent states, and those that steps before a given step, the *horizon*, have promised
-(`promises.py`). It keeps the hashes of the requests' tokens, asks running requests to keep states, and changes nothing
-else.
+It finds published pages and recurrent states. It also finds *promised* ones, which a step in flight will certainly
+write (`promises.py`). A *horizon* is a step number: only promises of earlier steps count. The lookup keeps the hashes
+of the requests' tokens, asks running requests to keep states, and changes nothing else.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ NO_PROMISES: Horizon = 0
 class PrefixLookup:
     def __init__(self, layout: CacheLayout, pool: PagePool, checkpoints: Checkpoints, promises: Promises, *,
                  has_lookahead: bool) -> None:
-        """has_lookahead: whether a drafter fills slots before the target's step. If so, requests of one step do not
-        share new pages."""
+        """has_lookahead: whether a drafter writes to the cache before the target's step. If so, requests of one step do
+        not share new pages."""
         self.pool, self.checkpoints, self.promises = pool, checkpoints, promises
         self._kind = layout.recurrent
         # Pages are written, layer by layer, before they are read, so that requests of one step can share them. A state,
@@ -78,7 +78,8 @@ class PrefixLookup:
         return self.pool.find(key) if page is None else page
 
     def horizon(self, step: int | None) -> Horizon:
-        """The horizon for a request in the batch of `step`: it may use promises of steps before. None: no promises."""
+        """The horizon for a request in the batch of `step`: only promises of steps before the horizon may be used. If
+        `step` is None, none may be used."""
         return NO_PROMISES if step is None else step + self._shares_within_step
 
     def find_state(self, digest: bytes, horizon: Horizon) -> list[int] | None:

@@ -192,8 +192,8 @@ class CacheManager:
         return writes
 
     def promise(self, step: int, request_id: int, token_ids: Sequence[int], end: int) -> None:
-        """Promise the pages that a step fills with known tokens of a request. end: computed tokens of the request after
-        the step."""
+        """Let other requests begin from the pages that a step fills with known tokens of this request, before the
+        result of the step has come. end: computed tokens of the request after the step."""
         pages = self._requests[request_id]
         if pages.is_mixed:
             return
@@ -250,8 +250,8 @@ class CacheManager:
                 request_id, tokens_of(request_id))(boundary), failed)
 
     def settle_promises(self, step: int, failed: Collection[int], written: Collection[int]) -> set[int]:
-        """Publish what a step promised. Returns the requests that must start again: they began from pages or states of
-        a failed request, or from a state that the step did not write."""
+        """Publish the pages that a step has filled, as it promised. Returns the requests that must start again: they
+        began from pages or states of a failed request, or from a state that the step did not write."""
         return self.promises.settle(step, failed, written)
 
     def forget_unsettled(self, changes: Sequence[PageChanges]) -> None:

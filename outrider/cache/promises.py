@@ -25,7 +25,8 @@ from outrider.cache.pages import PageKey, PagePool
 
 @dataclass(slots=True, eq=False)
 class Promise:
-    """The pages and states that one step writes for one request and that other requests may share."""
+    """The pages and recurrent states that one step is writing for one request, and from which other requests may begin
+    already."""
 
     step: int
     writer: int  # request
@@ -108,7 +109,7 @@ class Promises:
         promise.shared_states.add(promise.states[digest].id)
 
     def leave(self, request_id: int) -> None:
-        """Forget which promises the request shares. Called when the request gives up its row."""
+        """Remove the request from the sharers of all promises. Called when the request gives up its row."""
         for promise in self._all():
             promise.sharers.discard(request_id)
 
@@ -130,7 +131,8 @@ class Promises:
         return restarting
 
     def erase_all(self) -> None:
-        """Erase all promises, because a step failed and nothing promised will be written."""
+        """Withdraw all promises after a failed step: their pages are freed and not published, because what the step
+        wrote to them is unknown. All requests lose their rows then, so none goes on with these pages."""
         for promise in self._all():
             self._erase(promise)
         self._by_step.clear()

@@ -1,5 +1,5 @@
-"""Plain data that fronts, scheduler and workers exchange: limits, batches, step results, parameters, outputs. No torch.
-"""
+"""Plain data that the API front ends, the scheduler and the workers exchange: limits, batches, step results,
+parameters, outputs. No torch."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,5 @@
-"""BackgroundWork: work that a feature does in a worker beside its steps, with the model's weights. No torch."""
+"""BackgroundWork: base class for work that a feature does in a worker while its steps go on, with the model's weights.
+No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from collections.abc import Sequence
 
 
 class BackgroundWork:
-    """Base class. By default a method does nothing; a feature overrides those that it needs. The worker calls them, in
+    """A feature overrides the methods that it needs; by default a method does nothing. The worker calls the methods in
     order with its steps."""
 
     def start(self) -> None:

@@ -48,7 +48,8 @@ class SamplerLoad(enum.IntEnum):
 
 @dataclass(frozen=True)
 class SizedCosts:
-    """Seconds of a step by its number of tokens, and further seconds for the contexts and states of its requests.
+    """Measured seconds of a step as a function of its number of tokens, plus the time to read the contexts and
+    recurrent states of its requests.
 
     `tokens` and `seconds` are sorted points; values between two points are interpolated linearly."""
 
@@ -58,7 +59,7 @@ class SizedCosts:
     row_seconds: float = field(default=0.0, kw_only=True)  # recurrent states of one request, added to `seconds`
 
     def read(self, lengths: list[int]) -> float:
-        """Seconds for the contexts and states of requests of these lengths."""
+        """Seconds that a step takes to read the contexts and recurrent states of requests with these lengths."""
         return len(lengths) * self.row_seconds + sum(
             cost.seconds * (sum(lengths) if cost.window is None else sum(min(n, cost.window) for n in lengths))
             for cost in self.reading
@@ -67,7 +68,7 @@ class SizedCosts:
 
 @dataclass(frozen=True)
 class StepCosts(SizedCosts):
-    """Costs of decode steps with drafts, and of the drafter by the number of requests that it drafts for."""
+    """Measured seconds of decode steps with drafts, and of the drafter that proposes them."""
 
     drafting: tuple[DraftCost, ...] = ()  # empty if a proposal costs nothing worth counting
     logit_row_seconds: tuple[float, float, float] = (0.0, 0.0, 0.0)  # sampling by load, added to `seconds`
@@ -101,8 +102,8 @@ class StepCosts(SizedCosts):
 
 @dataclass(frozen=True)
 class MixedStepCosts(SizedCosts):
-    """Costs of steps that compute prompts beside requests that decode: seconds by the size of the captured step,
-    without the attention of the prompts."""
+    """Measured seconds of steps that compute prompts while other requests decode, by the size of the captured step. The
+    attention of the prompts is not included: `attend` gives its seconds."""
 
     attending: tuple[ReadCost, ...] = ()  # for each pair of a prompt's token and a key that the token sees
 
@@ -124,7 +125,8 @@ class MixedStepCosts(SizedCosts):
 
 
 def interpolate(points: Sequence[int], values: Sequence[float], x: int) -> float:
-    """The value at x of the piecewise linear function through sorted points. It is extrapolated with the last slope."""
+    """The value at x of the piecewise linear function through sorted points. Behind the last point the last slope goes
+    on."""
     at = bisect_right(points, x)
     if at == 0 or len(points) == 1:
         return values[0]

@@ -1,4 +1,5 @@
-"""Sizes of decode steps, in token rows: those that the worker captures as graphs and the scheduler pads batches to.
+"""Sizes of decode steps, in token rows. The worker captures a graph for each size, and the scheduler pads batches to
+these sizes.
 
 A graph has a fixed number of requests and of token rows. How many rows each request has is an input of the graph.
 """
@@ -18,8 +19,8 @@ def unequal_sizes(requests: int, max_drafts: int) -> range:
 
 
 def size_for(requests: int, num_tokens: int, max_drafts: int) -> int:
-    """The number of token rows of the smallest step that holds `num_tokens` tokens of `requests` padded requests, each
-    with at most `max_drafts` drafts."""
+    """The number of token rows of the smallest step that holds `num_tokens` tokens. The step has `requests` requests,
+    padding included, each with at most `max_drafts` drafts."""
     most = requests * (1 + max_drafts)
     step = requests if requests <= ROW_STEP else ROW_STEP
     return most if requests <= FEW else min(most, max(requests, -(-num_tokens // step) * step))

@@ -25,9 +25,9 @@ def levels_of(packed: int, count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class DraftSharing:
-    """An order to the device to distribute a number of token rows among the drafts of a step, likeliest drafts first.
-    Only the device can: the scheduler runs ahead of it and does not yet know how sure the drafter is of these
-    drafts."""
+    """An order to the device to distribute a fixed number of token rows among the drafts of a step, likeliest drafts
+    first. The scheduler cannot distribute them itself, because it runs ahead of the device and does not know yet how
+    sure the drafter is of these drafts."""
 
     total: int  # drafts of all requests together
     weights: list[int]  # of each request: its factor on the chances of its drafts, in units of 2 ** -WEIGHT_BITS

@@ -1,4 +1,4 @@
-"""DraftedRequest: the attributes of a request that speculation reads."""
+"""DraftedRequest: the attributes of the scheduler's requests that speculation reads."""
 
 from __future__ import annotations
 
@@ -41,11 +41,12 @@ class DraftedRequest(Protocol):
 
     @property
     def in_flight_samples(self) -> int:
-        """Steps in flight that each yield at least one token."""
+        """Number of steps in flight that each yield at least one token of the request."""
 
     @property
     def yields_tokens(self) -> bool:
-        """Whether all tokens known at its admission are computed, or will be by the steps in flight."""
+        """Whether the request decodes: all tokens known at its admission are computed, or will be by the steps in
+        flight."""
 
     @property
     def sampler_load(self) -> SamplerLoad: ...
@@ -60,7 +61,7 @@ class DraftedRequest(Protocol):
 
     @property
     def levels(self) -> int:
-        """How sure their drafter is of the drafts that wait (`core/draft_confidence.py`)."""
+        """The drafter's confidence in the drafts that wait on the device, packed as `core/draft_confidence.py` says."""
 
     # The same, of the drafts that the last settled step checked. Speculation sets it to 0 for drafts of the host.
     checked_levels: int

@@ -53,8 +53,8 @@ class DrafterFault:
 
 
 def words_of(error: BaseException) -> str:
-    """An exception's kind and message on one line, which travel to logs, statistics and metrics. The message may be of
-    any length and hold anything, and making it may raise."""
+    """Describe an exception by its type and message on one line, for logs, statistics and metrics. The message is cut
+    to MAX_MESSAGE characters. An exception whose message cannot be made is described too."""
     try:
         message = str(error)
     except Exception:
@@ -105,7 +105,7 @@ class FaultRecord:
                         self.drafter, self._num_faults, "s" * (self._num_faults > 1), message)
 
     def take(self) -> list[DrafterFault]:
-        """The faults since the last call."""
+        """Return the faults that were added since the last call."""
         if not self._news:
             return []
         with self._lock:

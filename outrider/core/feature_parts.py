@@ -11,13 +11,13 @@ from typing import ClassVar, NamedTuple, TypeVar
 
 
 class BatchPart:
-    """A message that travels with one step, from a feature's half in the engine to its half on the device."""
+    """A message that a feature's code in the engine sends to its code in the worker, together with one step's batch."""
 
     __slots__ = ()
 
 
 class RequestPart:
-    """The part of a request that is meant for one feature."""
+    """What a request asks of one feature. The feature defines the subclass."""
 
     __slots__ = ()
     # Whether the feature decides which tokens may be sampled: it writes a mask for each logit row of the request, when
@@ -51,7 +51,7 @@ class Figure(NamedTuple):
 
 
 class ResultPart:
-    """A report that a feature's half on the device sends with the result of a step. The engine keeps the last report of
+    """A report that a feature's code in the worker sends with the result of a step. The engine keeps the last report of
     each type."""
 
     __slots__ = ()

@@ -109,7 +109,7 @@ def check_value(name: str, declared: Any, value: Any) -> None:
 
 
 def _broken(value: Any) -> str:
-    """The end of an error message for a text, or several, that UTF-8 cannot write."""
+    """The end of an error message about a text, or a list of texts, that UTF-8 cannot encode. Empty if UTF-8 can."""
     texts = "".join(text for text in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(text, str))
     if re.search("[\udc80-\udcff]", texts):  # so Python writes bytes of a terminal or pipe that it cannot read
         return ", which was not written in UTF-8, or holds half of a character"
@@ -117,7 +117,7 @@ def _broken(value: Any) -> str:
 
 
 def _name_meant(declared: Any, value: Any) -> str | None:
-    """The name nearest to a misspelt one, where the declaration allows only some names."""
+    """The allowed name nearest to a misspelt one. None if the type does not list its allowed names."""
     given = value if isinstance(value, (list, tuple)) else [value]
     for rule in _rules_of(declared):
         names = [name for name in rule.names if isinstance(name, str)]

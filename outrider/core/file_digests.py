@@ -16,7 +16,8 @@ def canonical(value: Any) -> bytes:
 
 
 def canonical_object(fields: Mapping[str, Any], written: Mapping[str, bytes]) -> bytes:
-    """The canonical bytes of an object. written: those of some fields' values, which are known already."""
+    """The canonical bytes of a JSON object. `written`: the canonical bytes of those field values that the caller has
+    already."""
     parts = (canonical(name) + b":" + (written[name] if name in written else canonical(fields[name]))
              for name in sorted(fields))
     return b"{" + b",".join(parts) + b"}"

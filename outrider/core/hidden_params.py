@@ -10,8 +10,8 @@ from outrider.core.params import SamplingParams
 
 
 class HiddenReport(enum.Enum):
-    """Which hidden states of a prompt the results of its steps carry. A request for any ends when its prompt is
-    computed."""
+    """Which hidden states of a prompt are returned with the results of its steps. A request that asks for any of them
+    ends when its prompt is computed."""
 
     NONE = "none: the request generates tokens"
     LAST = "the last token's"
@@ -27,11 +27,12 @@ class HiddenReport(enum.Enum):
 
 
 class HiddenParams:
-    """Parameters of a request that reads the hidden states of its prompt. See HiddenTask."""
+    """Parameters of a request for hidden states of its prompt instead of text. The subclass HiddenTask also makes the
+    request's output."""
 
     @property
     def report(self) -> HiddenReport:
-        """The hidden states that it needs."""
+        """The hidden states that the request needs."""
         raise NotImplementedError
 
     def checked(self, hidden_size: int, classes: ClassHead | None) -> Self:

@@ -16,7 +16,8 @@ from outrider.core.step_messages import Finish, RequestResult
 
 
 class HiddenGatherer(Protocol):
-    """Gathers the vectors of one request over its steps. Has the methods of SampleOutput that a request needs."""
+    """Gathers the hidden states of one request over its steps. It has the methods of SampleOutput that the engine calls
+    for the request."""
 
     is_finished: bool
 
@@ -55,7 +56,8 @@ class HiddenOutput(Protocol):
 
 
 class HiddenTask(HiddenParams):
-    """A kind of task on hidden states: its parameters, and how the output of such a request is made."""
+    """Base class of a feature's parameters for requests for hidden states. It also makes the objects that gather the
+    hidden states and hold the output."""
 
     def make_gatherer(self, key: SampleKey, prompt_len: int, classes: ClassHead | None) -> HiddenGatherer:
         raise NotImplementedError

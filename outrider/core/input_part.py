@@ -71,8 +71,9 @@ class InputParts(tuple[InputPart, ...]):
         return _moved(position, [part.next_cut for part in self])
 
     def chunk(self, start: int, length: int, most: int) -> int:
-        """The number of tokens of a chunk from `start` that ends at an allowed position: the next one from `length`
-        tokens on or, if that is more than `most` tokens, the last one before. 0 if there is none."""
+        """The number of tokens of the next chunk, which begins at `start` and must end at an allowed position.
+        Preferably that is the first allowed position from `length` tokens on. If that makes more than `most` tokens, it
+        is the last allowed one before `length` tokens. 0 if there is none."""
         longer = self.next_cut(start + length) - start
         return longer if longer <= most or longer == length else self.last_cut(start + length) - start
 

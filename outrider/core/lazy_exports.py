@@ -45,7 +45,7 @@ def lazy_exports(package: str) -> Callable[[str], Any]:
 
 @cache
 def exported_names(package: str) -> Mapping[str, tuple[str, str]]:
-    """The table of a package: name -> (module, attribute)."""
+    """Read which names a package exports from its imports under `TYPE_CHECKING`: name -> (module, attribute)."""
     source = Path(str(sys.modules[package].__file__)).read_text(encoding="utf-8")
     return {alias.asname or alias.name: (str(node.module), alias.name)
             for block in ast.parse(source).body

@@ -8,7 +8,7 @@ from outrider.core.params import RequestOutputKind
 
 
 class OutputReader:
-    """Reads one output, which grows elsewhere. What has been read never changes afterwards."""
+    """Copies an output for one reader while the engine extends it. A copy never changes afterwards."""
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self._kind = kind
@@ -17,7 +17,8 @@ class OutputReader:
         self._num_prompt_logprobs = 0
 
     def is_due(self, output: Output) -> bool:
-        """Whether there is something to read."""
+        """Whether the reader should read now. With FINAL_ONLY that is only at the end or after an error, else
+        always."""
         return self._kind is not RequestOutputKind.FINAL_ONLY or output.finished or output.error is not None
 
     def read(self, output: Output) -> Output:

@@ -27,8 +27,8 @@ class Logprob:
 
 
 class WeightSpan(NamedTuple):
-    """Tokens of a sample, or rows of a prompt, that came from one version of the weights: those from `start` on, up to
-    `end`."""
+    """The range from `start` to `end` of a sample's tokens, or of a prompt's rows, that came from one version of the
+    weights."""
 
     version: int  # how many updates of weights were complete
     start: int
@@ -40,7 +40,7 @@ VersionStarts: TypeAlias = tuple[tuple[int, int], ...]
 
 
 def weight_spans(starts: VersionStarts, num: int) -> list[WeightSpan]:
-    """The versions that `num` positions came from."""
+    """Turn version starts into the ranges of positions 0 to `num` that came from each version of the weights."""
     if not starts or starts[0][1]:
         starts = ((0, 0), *starts)
     ends = [*(start for _, start in starts[1:]), num]
@@ -48,13 +48,13 @@ def weight_spans(starts: VersionStarts, num: int) -> list[WeightSpan]:
 
 
 def with_version(starts: VersionStarts, version: int, position: int) -> VersionStarts:
-    """The starts if positions from this one on come from this version."""
+    """Add to version starts that positions from `position` on come from this version, unless they do already."""
     is_known = version == (starts[-1][0] if starts else 0)
     return starts if is_known else (*starts, (version, position))
 
 
 def cut_starts(starts: VersionStarts, first: int, stop: int) -> VersionStarts:
-    """The starts of positions `first` to `stop`, counted from `first`."""
+    """Version starts of only the positions `first` to `stop`, counted from `first`."""
     cut = [(version, max(0, start - first)) for version, start in starts if start < stop]
     num_before = sum(start == 0 for _, start in cut)  # only the last of these has positions
     return tuple(cut[max(0, num_before - 1) :])
@@ -179,7 +179,7 @@ class SampleEnd(NamedTuple):
 
 
 class PromptRows(NamedTuple):
-    """Log-probabilities of a prompt's tokens from `start` on. They replace the rows from there on that came before."""
+    """Log-probabilities of a prompt's tokens from `start` on. They replace earlier rows of these tokens."""
 
     start: int
     entries: list[TokenLogprobs]
@@ -221,8 +221,8 @@ class RequestOutput:
 
     @property
     def prompt_weight_versions(self) -> list[WeightSpan]:
-        """The versions of the weights that the rows of `prompt_logprobs` came from. If the request is computed again
-        after an update, all rows of a prompt that was not done come again."""
+        """The versions of the weights that the rows of `prompt_logprobs` came from. If a prompt is interrupted by an
+        update and computed again, all of its rows are computed again."""
         named, unnamed = self._prompt_rows
         num = len(named or ()) + len(unnamed)
         has_rows = bool(unnamed) or any(row is not None for row in named or ())  # the first token has none

@@ -76,7 +76,8 @@ NEUTRAL: dict[str, Any] = {
 
 
 def asked_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """The given fields, without those that vLLM has and Outrider lacks if their value asks for nothing."""
+    """The given fields, without vLLM's fields that Outrider lacks and whose value asks for nothing, such as
+    `best_of=1`. Other fields that Outrider lacks stay, so that they can be refused by name."""
     return {name: value for name, value in given.items()
             if name not in REFUSED_FIELDS or not (value is None or value == NEUTRAL.get(name))}
 
@@ -91,8 +92,8 @@ class _SamplingParamsType(type):
 
 
 class RequestOutputKind(enum.Enum):
-    """The part of a request's output that each item of a stream has: everything so far, the part that the reader has
-    not seen, or everything, once, at the end."""
+    """What each item of a stream contains: the whole output so far, only the part that the reader has not seen, or the
+    whole output once at the end."""
 
     CUMULATIVE = 0
     DELTA = 1
@@ -156,7 +157,7 @@ class SamplingParams(metaclass=_SamplingParamsType):
         return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})
 
     def clone(self) -> SamplingParams:
-        """A copy that shares nothing with these."""
+        """A deep copy."""
         return copy.deepcopy(self)
 
     @property

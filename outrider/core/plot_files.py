@@ -7,7 +7,7 @@ from typing import Any
 
 
 def save_plot(figure: Any, name: Path) -> list[Path]:
-    """Write name.png and name.svg, and end matplotlib's figure. Returns their paths."""
+    """Write name.png and name.svg, and close matplotlib's figure. Returns their paths."""
     from matplotlib import pyplot
 
     name.parent.mkdir(parents=True, exist_ok=True)

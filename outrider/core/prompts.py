@@ -1,4 +1,4 @@
-"""The forms in which callers give prompts, under vLLM's names."""
+"""Types of the prompts that callers may give, with vLLM's names."""
 
 from __future__ import annotations
 

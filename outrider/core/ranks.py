@@ -13,7 +13,7 @@ class RankLost(RuntimeError):
 
 @dataclass(frozen=True)
 class ShardSize:
-    """A size of a layer that is divided among the ranks."""
+    """A size of a layer that is divided among the ranks, such as its number of attention heads."""
 
     keys: tuple[str, ...]  # under which configs have it
     size: int

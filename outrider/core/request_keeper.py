@@ -1,4 +1,5 @@
-"""RequestKeeper: keeps a feature's data of requests until they end. The engine calls every keeper. No torch."""
+"""RequestKeeper: holds a feature's data about requests until they end. The engine tells every keeper when requests
+arrive and end. No torch."""
 
 from __future__ import annotations
 
@@ -26,11 +27,11 @@ class RequestKeeper:
         """Called when a request has ended."""
 
     def forget_requests(self) -> None:
-        """Forget all requests, as the engine has done after an interrupt, which may have left this keeper in any state.
-        Requests that are still wanted enter again, then `drop_unused` is called."""
+        """Forget all requests. Called after an interrupt, which may have left the data of this keeper half changed.
+        Requests that go on enter again, then `drop_unused` is called."""
 
     def drop_unused(self) -> None:
-        """Drop what no request uses any more. This completes changes that an interrupt may have cut off."""
+        """Drop data that no request uses any more. This completes changes that an interrupt may have cut off."""
 
     def close(self) -> None:
         """Called when the engine has ended, and all requests with it."""
@@ -40,7 +41,7 @@ Keeper = TypeVar("Keeper", bound=RequestKeeper)
 
 
 class RequestKeepers:
-    """All keepers of an engine."""
+    """All keepers of an engine. Each method calls the same method of every keeper."""
 
     def __init__(self, keepers: Sequence[RequestKeeper] = ()) -> None:
         self._all = tuple(keepers)

@@ -1,4 +1,4 @@
-"""RowEnd: the message that a request has left its row. No torch."""
+"""RowEnd: the message that a request has left its batch row. No torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""SampleAddition: what a feature adds to the output of a sample, with its end. Imported if a request has any. No torch.
+"""SampleAddition: a value that a feature adds to the output of a sample when the sample ends. No torch.
 
-The feature's part of a request, an AddingPart, makes one for each of the request's samples. It follows the sample on
-the engine's thread, where it only notes what it needs. Its value is made when somebody first reads it, in the reader's
-thread, so that no step waits for it.
+The feature's part of a request, an AddingPart, makes one SampleAddition for each of the request's samples. The engine's
+thread tells the addition about each step, and the addition only notes what it needs. The value is computed when it is
+first read, in the reader's thread, so that no step waits for it. This module is imported only for requests that have
+additions.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from outrider.core.request_keeper import RequestKeepers
 
 
 class SampleAddition:
-    """Follows one sample. A subclass overrides what it needs; by default a method does nothing."""
+    """Follows one sample and makes the value that is added to it. A subclass overrides what it needs; by default a
+    method does nothing."""
 
     name: ClassVar[str]  # of its value in `CompletionOutput.extras`, and of the field of a server's answers
 
     def use_weights(self, version: int, *, in_place: bool) -> None:
-        """Called when the weights have changed. in_place: the request goes on with what earlier weights have computed
-        of it."""
+        """Called when the weights have changed. in_place: the request goes on with the keys, values and states that
+        earlier weights have computed."""
 
     def resume(self, token_ids: list[int]) -> None:
         """Called before the first increment if the sample goes on after an interrupt. token_ids: what its reader has
@@ -33,27 +35,28 @@ class SampleAddition:
         """Called with what each step adds to the sample."""
 
     def finish(self, end: SampleEnd) -> Callable[[], Any]:
-        """Return the function that makes the value, which is one of JSON. Called after the last increment of a sample
-        that a step has ended without an error."""
+        """Return a function that computes the value, which must be valid in JSON. Called after the last increment of a
+        sample that a step has ended without an error."""
         raise NotImplementedError
 
 
 class AddingPart(RequestPart):
-    """The part of a request whose samples get something from its feature. A subclass overrides the method."""
+    """A request part whose feature adds a value to each of the request's samples. A subclass overrides
+    `make_additions`."""
 
     __slots__ = ()
     adds_to_samples = True
 
     def make_additions(self, key: SampleKey, asked: CheckedRequest,
                        keepers: RequestKeepers) -> Iterable[SampleAddition]:
-        """Make what the feature adds to one sample of this request, when the request is added. Raises ValueError if it
-        cannot."""
+        """Make the additions for one sample of this request. Called when the request is added. Raises ValueError if an
+        addition cannot be made."""
         raise NotImplementedError
 
 
 class Extras(Mapping[str, Any]):
-    """Values that features add to a sample, by name. Each is made when it is first read. A copy has the values
-    themselves, as a dict."""
+    """Values that features add to a sample, by name. Each value is computed when it is first read. A copy is a plain
+    dict of all values."""
 
     def __init__(self, makers: Mapping[str, Callable[[], Any]] | None = None) -> None:
         self._makers, self._made = dict(makers or {}), dict[str, Any]()

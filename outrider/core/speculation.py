@@ -13,19 +13,19 @@ from outrider.core.drafted_request import DraftedRequest
 
 
 class DraftedBatch(Protocol):
-    """The part of a batch under construction that a `Speculation` reads: its requests, and the drafts scheduled so far
-    for each of them."""
+    """Read-only view of the batch that the scheduler is building. A `Speculation` reads it in `take_orders`, to make
+    the orders about drafts for this batch."""
 
     @property
     def requests(self) -> Sequence[DraftedRequest]: ...
 
     @property
     def num_drafts(self) -> Sequence[int]:
-        """Drafts scheduled for each of the requests."""
+        """For each of the requests, the number of drafts that the batch checks."""
 
     @property
     def only_decodes(self) -> bool:
-        """Whether every request of the batch computes one known token and samples the next one."""
+        """Whether every request of the batch computes exactly one known token and samples the next one."""
 
 
 RequestUpdate: TypeAlias = tuple[DraftedRequest, RequestResult]  # a request and its part of a settled step
@@ -42,13 +42,14 @@ class Speculation(ABC):
 
     @abstractmethod
     def plan(self, requests: Sequence[DraftedRequest], *, is_exact: bool, has_prompts: bool) -> Sequence[int]:
-        """Return the most drafts of each running request in the next step. is_exact: whether the number of drafts that
-        wait on the device is known, because no step is in flight. has_prompts: whether waiting requests may start."""
+        """Return, for each running request, the most drafts that the next step may check. is_exact: whether no step is
+        in flight, so that the number of drafts that wait on the device is known. has_prompts: whether waiting requests
+        may start."""
 
     @abstractmethod
     def take_orders(self, batch: DraftedBatch, started: Sequence[DraftedRequest]) -> DraftOrders:
-        """Return the orders about drafts that go to the worker with the planned step. started: requests that start in
-        it."""
+        """Return what the worker must know about drafts in the planned step, such as how many new drafts to propose.
+        started: requests that start in this step."""
 
     @abstractmethod
     def observe(self, batch: ScheduledBatch, result: StepResult, updates: Sequence[RequestUpdate],
@@ -58,7 +59,7 @@ class Speculation(ABC):
 
     @abstractmethod
     def leave_row(self, request: DraftedRequest) -> None:
-        """Note that a request is about to give up its row, because it has ended or is preempted."""
+        """Note that a request is about to give up its batch row, because it has ended or is preempted."""
 
     @abstractmethod
     def end(self, request: DraftedRequest) -> None:

@@ -88,8 +88,9 @@ class PageChanges:
 
 
 class DeltaReach(enum.Flag):
-    """The kinds of matrix products that row deltas change. A captured step only has the delta kernels of certain
-    kinds, so that deltas of linear layers do not pay for those of experts, embeddings or latents."""
+    """The kinds of matrix products that the weight deltas of batch rows change. A captured step contains delta kernels
+    only for certain kinds, so that deltas of linear layers do not pay for those of experts, embeddings or latent
+    attention."""
 
     NOTHING = 0
     LINEARS = enum.auto()
@@ -100,8 +101,8 @@ class DeltaReach(enum.Flag):
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWrite:
-    """Pages for a row's recurrent state after exactly `boundary` tokens. A step writes them if the row gets that far
-    in it."""
+    """An order to save a row's recurrent state to pages: the state after exactly `boundary` tokens. A step carries it
+    out if the row gets that far in it."""
 
     id: int  # reported in `StepResult.checkpoints` by the step that wrote the pages
     row: int
@@ -113,8 +114,8 @@ class CheckpointWrite:
 class HostDraft:
     """Drafts that the host made from the last result it saw. They follow the row's first `after` known tokens.
 
-    If the row has accepted more tokens since, the device compares the first drafts with these tokens. If they agree, it
-    drops these drafts; otherwise it drops all."""
+    The row may have accepted more tokens since. Then the device compares the first drafts with these tokens. If they
+    agree, it drops the compared drafts and keeps the rest; otherwise it drops all drafts."""
 
     row: int
     after: int
@@ -139,7 +140,7 @@ class StepMode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheOrders:
-    """Orders of one step about the cache: changes of pages, and writes of recurrent states."""
+    """What the worker must do to the cache in one step: change pages, and save recurrent states."""
 
     pages: PageChanges = field(default_factory=PageChanges)
     checkpoints: list[CheckpointWrite] = field(default_factory=list)  # for rows of the batch
@@ -150,7 +151,8 @@ class CacheOrders:
 
 @dataclass(frozen=True, slots=True)
 class DraftOrders:
-    """Orders of a step about drafts of later steps. The drafts that this step checks are not part of it."""
+    """What the worker must know about drafts in one step, mainly to make drafts for later steps. How many drafts this
+    step checks is in `ScheduledBatch.num_drafts`."""
 
     num_wanted: int = 0  # most drafts that the drafter may guess for the next step; 0 leaves the drafter out
     from_host: list[HostDraft] = field(default_factory=list)
@@ -238,7 +240,7 @@ class StepTimes:
 
 
 class DraftingReport(NamedTuple):
-    """Faults and reports of the drafters on the device since the last result."""
+    """What the drafters on the device have reported since the last result: their faults, and statistics of features."""
 
     faults: tuple[DrafterFault, ...]
     is_over: bool  # all of them are switched off

@@ -1,5 +1,5 @@
-"""StepPart: what a feature does for the rows in each step of a worker. Each step calls every part, in order. No torch.
-"""
+"""StepPart: the work that a feature does for batch rows in each step of a worker. Each step calls every part, in order.
+No torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 
 class StepPart:
-    """The base class of parts of a step. Methods do nothing by default. The first three methods are called before each
-    step, in this order; their work on the device runs after that of earlier steps."""
+    """Base class of a feature's work in a step. Methods do nothing by default. The first three methods are called
+    before each step, in this order; their work on the device runs after that of earlier steps."""
 
     def begin(self, batch: ScheduledBatch) -> None:
         """Called first, while the rows still belong to the requests of earlier steps."""

@@ -1,6 +1,6 @@
-"""StructuredOutputsParams: the form that a request's text must have. Names follow vLLM.
+"""StructuredOutputsParams: the grammar spec that a request's text must match, such as a JSON schema. Names follow vLLM.
 
-This file only makes the checks that need no grammar library; `features/grammars/` compiles the form before a request is
+This file only makes the checks that need no grammar library; `features/grammars/` compiles the spec before a request is
 accepted.
 """
 
@@ -21,8 +21,9 @@ FORMS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 
 @dataclass(frozen=True)
 class StructuredOutputsParams:
-    """The form that a text must have, given by exactly one field: a JSON schema, a regular expression, a list of texts,
-    a grammar, any JSON object, or a structural tag. A structural tag is free text in which some parts have a form.
+    """The grammar spec that a text must match. Exactly one field gives it: a JSON schema, a regular expression, a list
+    of allowed texts, a grammar, any JSON object, or a structural tag. A structural tag is free text in which some parts
+    must match a spec.
 
     JSON is written as `json.dumps` writes it, with one space behind each comma and colon."""
 
@@ -71,7 +72,7 @@ class StructuredOutputsParams:
 
     @property
     def where(self) -> str:
-        """The name of the form's field in error messages."""
+        """The set field as error messages name it, such as "structured_outputs.json"."""
         return f"structured_outputs.{self.form}"
 
     @property

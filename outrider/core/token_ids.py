@@ -1,4 +1,5 @@
-"""The token ids that a request names, checked against what the device can hold. No torch."""
+"""Checks that the token ids in a request's parameters are in the vocabulary, and that stop ids are not too many. No
+torch."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def bias_from_json(bias: Mapping[str, float]) -> dict[int, float]:
 
 
 def check_token_ids(params: SamplingParams, limits: Limits) -> None:
-    """Raise ValueError for token ids that no token has. Called before a request is admitted."""
+    """Raise ValueError if the stop ids, biases, allowed ids or bad words name a token that the vocabulary lacks. Called
+    before a request is admitted."""
     bad_word_ids = [token for word in params.bad_words_token_ids for token in word]
     named: dict[str, Collection[int]] = {
         "stop_token_ids": params.stop_token_ids or (),
@@ -41,7 +43,8 @@ def check_token_ids(params: SamplingParams, limits: Limits) -> None:
 
 
 def check_stop_ids(stop_ids: Collection[int], limits: Limits) -> None:
-    """Raise ValueError for ids, those of the model among them, with which the device cannot end a request."""
+    """Raise ValueError if there are more stop ids than the device can hold, or one outside the vocabulary. stop_ids:
+    those of the request and of the model together."""
     if len(stop_ids) > limits.max_stop_ids:
         raise ValueError(f"there are {len(stop_ids)} stop token ids, those of the model included, and a request may "
                          f"have at most {limits.max_stop_ids}: give fewer stop_token_ids")

@@ -1,4 +1,5 @@
-"""Checksums of weights, which a trainer compares with those of the weights that it gave. No torch.
+"""Checksums of an engine's weights. A trainer compares them with those of its own weights, to check an update. No
+torch.
 
 A tensor's checksum is the SHA-256 of its bytes, with the elements in the order of the checkpoint and in the dtype of
 the engine. So it does not depend on how the tensor came: in a file, alone or among others.
@@ -34,13 +35,14 @@ class WeightsChecksum:
 
     @property
     def sha256(self) -> str:
-        """The checksum over all tensors: of one line for each, in the order of their names."""
+        """One checksum over all tensors: the SHA-256 of their lines, in the order of their names."""
         lines = "".join(f"{name} {self.tensors[name].line}\n" for name in sorted(self.tensors))
         return hashlib.sha256(lines.encode()).hexdigest()
 
     @property
     def coded(self) -> list[str]:
-        """Names of the weights that are held as codes: only an engine with the same codes has the same checksums."""
+        """Names of the weights that are stored as quantized codes. Only an engine with the same codes has the same
+        checksums."""
         return [name for name, tensor in self.tensors.items() if tensor.kind is not None]
 
     def differences(self, other: Mapping[str, str]) -> list[str]:

@@ -38,8 +38,8 @@ T = TypeVar("T")
 
 
 def start_engine(config: EngineConfig, *, in_process: bool = False) -> Engine:
-    """Start an engine. `in_process`: whether the worker runs in this process instead of in one of its own. With several
-    ranks each rank always has its own process."""
+    """Start an engine. `in_process`: True runs the worker in a process of its own, False in the process of the caller.
+    With several ranks each rank always has its own process."""
     end_if_importing_script()
     sockets = None if config.kv_events is None else kv_events.EventSockets(config.kv_events)
     try:

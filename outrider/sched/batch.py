@@ -37,7 +37,8 @@ class BatchBuilder:
         return {request.id for request in self.requests}
 
     def add_decoding(self, request: Request, num_drafts: int, bound: int) -> None:
-        """Add one known token and drafts of a request that samples after each of them. Called before `add_prompt`."""
+        """Add a request that decodes: one known token and `num_drafts` drafts, with a sample after each. bound: the
+        most computed tokens of the request after the step. Called before `add_prompt`."""
         own = request.bound
         self.requests.append(request)
         self.num_drafts.append(num_drafts)
@@ -75,8 +76,8 @@ class BatchBuilder:
 
     @property
     def form(self) -> StepForm:
-        """Whether the step is split. It is if a request samples by masks, because the host writes them before the
-        sampler runs."""
+        """Whether the step runs whole or split. It is split if a request samples with masks, because the host writes
+        masks before the sampler runs."""
         needs_masks = any(samples and request.input.is_masked
                           for request, samples in zip(self.requests, self._samples, strict=True))
         return StepForm.SPLIT if needs_masks else StepForm.WHOLE

@@ -19,8 +19,8 @@ SETTLE, RESERVE = 0, 1  # in the order in which a turn of the engine does them
 
 
 class DecodeRun:
-    """Advances a scheduler by several turns of its engine. A turn takes the oldest result and schedules one more
-    step."""
+    """Advances a scheduler by several iterations of the engine loop (turns). In each turn the engine takes the oldest
+    result and schedules one more step."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

@@ -21,7 +21,7 @@ MAX_FAILURES = 50  # failed steps after which a request ends, even if no trial h
 
 
 class Everyone(Container[int]):
-    """Contains every request."""
+    """A set that contains every request, for the time when no request is on trial."""
 
     def __contains__(self, request: object) -> bool:
         return True

@@ -1,5 +1,8 @@
-"""UnboundedPrompts: lets prompts fill whole steps. FullStep: the room for prompts in one step. PromptLine: the queue of
-prompts."""
+"""The token budget that a step has for prompts if there is no time limit.
+
+UnboundedPrompts makes a FullStep for each step. The FullStep tells how many tokens the next chunk of a prompt may have.
+PromptLine is the queue of prompts.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from outrider.sched.waiting import WaitingRequests
 
 
 class PromptLine(NamedTuple):
-    """The prompts that wait to be computed, or to be computed further."""
+    """The queue of prompts: those that are computed in part, and those of waiting requests."""
 
     begun: list[Request]  # computed in part
     waiting: WaitingRequests
@@ -46,7 +49,7 @@ def _is_less_urgent(request: Request, other: Request) -> bool:
 
 
 class FullStep:
-    """The room for prompts in a step without a time limit: all tokens that decoding requests leave."""
+    """The token budget for prompts in a step without a time limit: all tokens that decoding requests leave."""
 
     def __init__(self, budget: int, line: PromptLine) -> None:
         self.tokens_left = budget  # a range of a prompt that cannot be cut may take them all
@@ -81,8 +84,8 @@ class UnboundedPrompts:
     """Lets prompts fill a step completely, even if requests that decode then wait long for their next token."""
 
     def begin(self, decoding: list[Request], num_tokens: int, budget: int, line: PromptLine, step: int) -> FullStep:
-        """Return the room for prompts in step number `step`, in which the requests `decoding` already have `num_tokens`
-        tokens. budget: tokens that are left."""
+        """Return the token budget for prompts in step number `step`. The requests in `decoding` already have
+        `num_tokens` tokens in this step. budget: tokens that are left."""
         return FullStep(budget, line)
 
 

@@ -83,7 +83,7 @@ PATIENCE = Patience(one_prompt=0.040, all_prompts=0.250)
 
 
 class TimedStep(FullStep):
-    """The room for prompts in a step with a time limit, because other requests decode in it."""
+    """The token budget for prompts in a step with a time limit, because other requests decode in it."""
 
     def __init__(self, costs: MixedStepCosts, max_seconds: float, num_tokens: int, budget: int, seconds: float,
                  line: PromptLine) -> None:

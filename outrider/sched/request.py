@@ -74,7 +74,7 @@ class Request:
         self.error: str | None = None
 
     def take_row(self, row: int, hit: int) -> None:
-        """Begin to run in a row. `hit`: how many tokens are already computed, because of a prefix hit."""
+        """Begin to run in a batch row. `hit`: how many tokens are already computed, because of a prefix hit."""
         self.row, self.state, self.admitted_len = row, State.RUNNING, len(self.token_ids)
         self.settled.at_least = self.bound.at_most = self.covered = self.folded = hit
         self.stats.num_hit_tokens = hit
@@ -93,7 +93,8 @@ class Request:
 
     @property
     def yields_tokens(self) -> bool:
-        """Whether all tokens known at its admission are computed, or will be by the steps in flight."""
+        """Whether the request decodes: all tokens known at its admission are computed, or will be by the steps in
+        flight."""
         return self.state is State.RUNNING and self.admitted_len <= self.bound.at_most
 
     @property

@@ -1,9 +1,10 @@
-"""RowResource: what a request needs on the device to run, beside a row and pages, such as a slot on the device.
+"""RowResource: a limited resource on the device that a request needs to run, beside a batch row and cache pages.
 
 No torch.
 
-A feature gives the scheduler its resources. A request for which a resource has no room waits, and other requests may
-start before it. Once it has waited for long, no other request that needs the resource may, of whatever tenant.
+A feature gives the scheduler its resources, such as a fixed number of slots on the device. A request waits while a
+resource that it needs is used up, and other requests may start before it. Once it has waited for long, no other request
+that needs a resource may start before it, of whatever tenant.
 """
 
 from __future__ import annotations
@@ -31,12 +32,13 @@ class Room(enum.Enum):
 class RowResource(ABC):
     @abstractmethod
     def room_for(self, asked: CheckedRequest) -> Room:
-        """Whether the request needs the resource, and whether there may be room. Changes nothing; `take` decides."""
+        """Whether the request needs the resource, and whether some of it may be free. Changes nothing; `take`
+        decides."""
 
     @abstractmethod
     def take(self, asked: CheckedRequest) -> bool:
-        """Take the resource for a request that needs it and gets a row. Returns False if the resource has no room
-        yet."""
+        """Take the resource for a request that needs it and gets a row. Returns False if nothing of the resource is
+        free yet."""
 
     @abstractmethod
     def give(self, asked: CheckedRequest) -> None:
@@ -96,8 +98,8 @@ class RowResources:
 
 
 class Overdue:
-    """Keeps the one request that no other may overtake, because it has waited for a resource for long. There is none
-    if all requests are of one tenant."""
+    """Remembers the one request that no other may overtake, because it has waited long for a resource. While all
+    requests are of one tenant, there is no such request."""
 
     def __init__(self) -> None:
         self._request: Request | None = None

@@ -153,7 +153,8 @@ class Scheduler:
         """Recover after the oldest step in flight has failed and no step runs any more. The content of all rows and of
         all pages that these steps wrote is unknown. So every running request is preempted and computed again from the
         tokens that results have confirmed, in a new generation of steps. A request that causes failures is ended once
-        it is found. lacked_memory: the device had none left for the step, so that smaller ones are scheduled."""
+        it is found. lacked_memory: the step failed because the device had too little memory, so smaller steps are
+        scheduled."""
         batches = list(self._in_flight.values())
         self._in_flight.clear()
         self._generation += 1
@@ -230,7 +231,7 @@ class Scheduler:
         return self._shares.in_turn({request.input.tenant for request in prefills} | self._waiting.tenants.keys())
 
     def _begin_prompts(self, batch: BatchBuilder, budget: int, prefills: list[Request]) -> FullStep:
-        """Return the room that the decoding requests of the batch leave for prompts."""
+        """Return the token budget that the decoding requests of the batch leave for prompts."""
         line = PromptLine(prefills, self._waiting, min(self._waiting.num_ready, len(self._free_rows)))
         if batch.is_empty or not (prefills or self._waiting.has_next):
             return FullStep(budget, line)
@@ -409,7 +410,8 @@ class Scheduler:
         self._waiting.push(request)
 
     def _start_again(self, request: Request) -> None:
-        """Let a request start again without promised pages, because a promise that it started from was broken."""
+        """Restart a request that began from pages or a state which another request was still computing, because these
+        turned out wrong. From now on the request begins only from finished pages and states."""
         request.shares_promises = False
         self.stats.num_restarts += 1
         self._give_up_row(request)

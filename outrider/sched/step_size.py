@@ -25,7 +25,8 @@ class StepSize:
         return (self.requests, self.tokens) == (self._most_requests, self._most_tokens)
 
     def shrink(self, num_requests: int, num_tokens: int) -> bool:
-        """Schedule steps of half this size, for which there was no memory. Returns False if it cannot be halved."""
+        """Halve the largest step, because there was no memory for a step of this size. Returns False if the size cannot
+        be halved."""
         if num_requests <= 1 and num_tokens <= LEAST_TOKENS:
             return False
         self.requests = max(1, min(self.requests, num_requests // 2))

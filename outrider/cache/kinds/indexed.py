@@ -1,4 +1,5 @@
-"""Sparse attention to chosen blocks of a context: keys and values of every token, and index keys to choose blocks by.
+"""Sparse attention: each query reads only chosen blocks of its context. The cache keeps keys and values of every token,
+and the index keys by which blocks are chosen.
 
 All of them are stored in the same pages, with one page table. Pages stay until the request ends.
 """

@@ -54,14 +54,14 @@ class PagedSpec(ABC):
 
 @dataclass(frozen=True)
 class Capacity:
-    """Sizes of one group for one request."""
+    """The most pages that one request may hold in a group, and the width of its page table."""
 
     table_width: int  # columns of the request's row in the page table: one per page of positions, dropped or not
     max_pages: int  # pages that the request can hold at once
 
 
 class Kind(Protocol):
-    """A spec bound to the page size of its group."""
+    """The page arithmetic of a spec, for the page size of its group."""
 
     def capacity(self, limits: Limits) -> Capacity: ...
 

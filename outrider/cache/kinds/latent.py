@@ -1,4 +1,5 @@
-"""Latent attention (MLA): one compressed vector of every token, shared by all heads, and in some models an index key.
+"""Latent attention (MLA): the cache keeps one compressed vector of every token, shared by all heads. Some models also
+keep a key by which an indexer chooses positions.
 
 Both are stored in the same pages, with one page table. Pages stay until the request ends.
 """

@@ -16,8 +16,8 @@ CHECKPOINT_INTERVAL = 1024  # tokens
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """The sizes of what one layer keeps in every row: state, tail (last inputs of the convolution) and the inputs of
-    drafts."""
+    """The sizes of what one recurrent layer keeps in every batch row: the state, the tail (last inputs of the
+    convolution) and the inputs of drafts."""
 
     conv_dim: int  # inputs of the causal convolution per token
     conv_width: int  # kernel width; the tail holds the last conv_width - 1 inputs, before the convolution
@@ -53,7 +53,8 @@ class RecurrentSpec:
 
 @dataclass(frozen=True)
 class RowCapacity:
-    """Sizes of a model's recurrent layers for one request."""
+    """Bytes that all recurrent layers of a model keep for one request, and the number of its checkpoints and their
+    pages."""
 
     row_bytes: int  # state, tail and window of the request in all layers
     window_bytes: int  # the windows' part of `row_bytes`, which alone grows with the number of drafts
@@ -63,7 +64,8 @@ class RowCapacity:
 
 @dataclass(frozen=True)
 class RecurrentKind:
-    """All recurrent layers of a model. A model without recurrent layers has an empty one."""
+    """The recurrent layers of a model, and the boundaries at which their states are saved. A model without recurrent
+    layers has one without layers."""
 
     layers: tuple[tuple[int, RecurrentSpec], ...] = ()
     page_tokens: int = 1  # checkpoints are taken at multiples of this, where the pages of all the target's groups end

@@ -19,8 +19,8 @@ class CacheType:
     name: str  # value of the setting kv_cache_dtype
 
     def parts(self, num_kv_heads: int, head_dim: int, itemsize: int) -> tuple[Part, ...]:
-        """The tensors kept of every token, in the order in which they lie in a page. itemsize: bytes of one number in
-        the model's dtype."""
+        """The tensors that are kept for every token, in the order in which they lie in a page. itemsize: bytes of one
+        number in the model's dtype."""
         shape = (num_kv_heads, head_dim)
         return Part("k", shape, itemsize), Part("v", shape, itemsize)
 
