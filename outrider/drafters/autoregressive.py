@@ -150,7 +150,8 @@ class AutoregressiveDrafter(NetworkDrafter):
         self._admitted = []
 
     def skip(self, step: Step) -> None:
-        """Note that the drafter misses the tokens of this step: pages completed now are not valid for a hit."""
+        """Note that the drafter has not computed the tokens of this step. Its cache then has a gap, so pages completed
+        now cannot serve a prefix hit."""
         ops.forget_pages(committed_requests(step), self._batches.tables(step.batch.padded), self._state)
 
     def propose(self, step: Step) -> Drafts:
@@ -208,13 +209,13 @@ class AutoregressiveDrafter(NetworkDrafter):
             self._run_first_slot(self._batches.first_slots(view, planned), hidden, given_rows)
 
     def _fitting(self, given_rows: GivenRows | None) -> GivenRows | None:
-        """The vectors that replace embeddings, if they have the network's width. Otherwise None, and the network embeds
-        the token ids: a draft model's embeddings may have another width than the target's."""
+        """The request's prompt embeddings, if they have the network's width. Otherwise None, and the network embeds the
+        token ids: a draft model's embeddings may have another width than the target's."""
         fits = given_rows is not None and given_rows.values.shape[1] == self.network.hidden_size
         return given_rows if fits else None
 
     def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None, given_rows: GivenRows | None) -> None:
-        """Run one token row for each row just admitted. hidden: the hidden states that were stored with the page before
-        it."""
+        """Run one token row for each row just admitted, which fills the slot that its steps will not fill. hidden: the
+        hidden states that were stored with the page before that slot."""
         context = StepContext(self._cached.bind(view), view.positions, given_rows=given_rows)
         self.network.forward(view.token_ids, hidden, context)

@@ -1,7 +1,8 @@
-"""Drafter, the base class of drafters, and Step, the committed step that a drafter sees.
+"""Drafter, the base class of drafters, and Step, which gives a drafter the tokens that a step of the target has just
+accepted.
 
 A drafter guesses the tokens that follow the step, for every request of the batch in one pass. A wrong guess costs time
-and never changes the text: a draft is accepted only if the one sampler picks the same token.
+and never changes the text: a draft is accepted only if the target's sampler picks the same token.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from outrider.models.base import Hidden, Model
 
 @dataclass(frozen=True)
 class DraftBuild:
-    """What is needed to make a drafter: the target, and properties of the engine."""
+    """What a drafter is made from: the target model, and properties of the engine."""
 
     target: Model
     dtype: torch.dtype
@@ -52,7 +53,7 @@ class DraftBuild:
 
 
 class HiddenReads(enum.IntEnum):
-    """Which of a step's final hidden states a drafter reads. The others need not be computed."""
+    """Which of a step's final hidden states a drafter reads. The target need not compute the others."""
 
     NOTHING = 0
     LAST = 1  # the state of each request's last computed token, by `Step.last_final`
@@ -61,8 +62,8 @@ class HiddenReads(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Step:
-    """A committed step, as drafters see it. Drafters only read it. Tensors marked [requests] have the padded number of
-    requests; tensors marked [ROWS] are the state of all rows."""
+    """A step of the target whose accepted tokens are known, as drafters see it. Drafters only read it. Tensors marked
+    [requests] have the padded number of requests; tensors marked [ROWS] are the state of all rows."""
 
     batch: ForwardBatch
     hidden: Hidden  # hidden states of the step's token rows, as far as the drafter reads them
@@ -100,8 +101,8 @@ RENAMED = {"taps": "aux_layers", "skip_reads_taps": "skip_reads_aux"}  # attribu
 
 
 class Drafter:
-    """Base class of drafters. Override `propose`; the other methods are for drafters that have layers, read hidden
-    states or keep state of rows.
+    """Base class of drafters. Override `propose`. The other methods are for drafters that have layers, read hidden
+    states or keep state for each batch row.
 
     While the engine runs, only `drafters.guard.DrafterGuards` calls a drafter. A drafter that raises, or returns
     anything other than drafts, loses its drafts of that step; after some faults it is switched off."""
@@ -115,7 +116,7 @@ class Drafter:
     lookahead = 0  # slots past the computed tokens that it writes
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Accept attributes that a subclass declares under their names of version 0.1."""
+        """Accept the attribute names of version 0.1 in subclasses."""
         super().__init_subclass__(**options)
         for old, name in RENAMED.items():
             if old in vars(cls):
@@ -133,27 +134,28 @@ class Drafter:
         return []
 
     def bind(self, cached: CachedLayers, limits: Limits, device: torch.device) -> None:
-        """Called once, before the first step. Gives the drafter the cache of its layers, and the sizes for any row
-        state that it allocates."""
+        """Called once, before the first step. Gives the drafter the cache of its layers. `limits` has the sizes for
+        state that the drafter keeps for each batch row."""
 
     def admit(self, admissions: list[Admission]) -> None:
         """Called when requests take rows, before the step that first schedules them."""
 
     def reset(self) -> None:
-        """Forget all state of rows, because no row holds a request any more."""
+        """Forget the state of all rows. Called when no row holds a request any more."""
 
     def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
-        """Called before a step, when the page tables of the rows just admitted are written. Fill those slots of the
-        rows that their steps will not fill. `view_of(admissions)` makes the batch for this. is_cold: the step makes no
-        proposal."""
+        """Called before a step, when the page tables of the rows just admitted are written. Fill those cache slots of
+        the rows that their steps will not fill. `view_of(admissions)` makes the batch for this. is_cold: the step makes
+        no proposal."""
 
     def propose(self, step: Step) -> Drafts:
         """Guess up to `step.num_wanted` tokens for every request. The method must not read device data on the host.
-        Drafts for requests that do not go on are ignored."""
+        Drafts for requests that have ended are ignored."""
         raise NotImplementedError
 
     def skip(self, step: Step) -> None:
-        """Called for a step without a proposal. The drafter's state of the rows then lacks this step's tokens."""
+        """Called for a step in which this drafter does not propose. Its state of the rows then lacks this step's
+        tokens."""
 
     def modules(self) -> list[LayeredModule]:
         """The models and heads that the drafter runs."""

@@ -1,6 +1,6 @@
-"""DraftingBatches: builds the batches of all drafting passes from the batch of a committed step.
+"""DraftingBatches: builds the batches of all drafting passes from the batch of the target's step.
 
-The token rows of a pass differ from those of the step: their positions, slots and lengths come from `kernels.drafting`.
+The token rows of a pass differ from those of the step: `kernels.drafting` computes their positions, slots and lengths.
 Page tables are those of the step's batch.
 """
 
@@ -44,8 +44,8 @@ class DraftingBatches:
         return self._moved(step.batch.padded, step, 1, passes.tokens, passes.first, keys)
 
     def last_tokens(self, first: BatchView, token_rows: torch.Tensor) -> BatchView:
-        """A batch with only the last token of every request, taken from the first pass. token_rows: where these tokens
-        are in the first pass. Nothing is written to the cache."""
+        """A batch with only the last token of every request, taken from the first pass, for layers that need no other
+        rows. token_rows: where these tokens are in the first pass. Nothing is written to the cache."""
         single, live = self._single.cut(first), first.live.clamp_max(1)
         return replace(
             single, token_ids=first.token_ids[token_rows], positions=first.positions[token_rows], live=live,
@@ -53,8 +53,8 @@ class DraftingBatches:
         )
 
     def further(self, step: Step, passes: DraftPasses, index: int, tokens: torch.Tensor) -> BatchView:
-        """The batch of a further pass. It has one token per request: the draft that precedes draft `index`. The token
-        of a request that does not go on is arbitrary."""
+        """The batch of a drafting pass after the first. It has one token per request: the draft that precedes draft
+        `index`. The token of a request that has ended is arbitrary."""
         keys = KeysFrom(passes.key_starts, passes.key_starts_int32)
         single = self._single.cut(step.batch.padded)
         return self._moved(single, step, 1 + index, tokens, passes.further[index - 1], keys)
@@ -66,7 +66,7 @@ class DraftingBatches:
         return self._with_rows(admitted, admitted.token_ids, planned.only, keys)
 
     def reading(self, step: Step, reading: ReadingPass) -> BatchView:
-        """The batch of a pass that only reads the cache: one query for each request that goes on, at its last computed
+        """The batch of a pass that only reads the cache. Each live request has one query, at its last computed
         token."""
         single, only = self._single.cut(step.batch.padded), reading.only
         return replace(
@@ -77,7 +77,8 @@ class DraftingBatches:
 
     def _moved(self, view: BatchView, step: Step, ahead: int, tokens: torch.Tensor, rows: DraftPass,
                keys: KeysFrom) -> BatchView:
-        """The view with other token rows. Their contexts are at most `ahead` tokens longer than those of the step."""
+        """The view with the token rows of a drafting pass instead. Their contexts are at most `ahead` tokens longer
+        than those of the step."""
         bound = step.batch.padded.max_length.after(ahead, self._max_len)
         return replace(self._with_rows(view, tokens, rows, keys), max_length=bound)
 
@@ -110,7 +111,7 @@ class SingleTokenView:
 
 
 def first_given_rows(admitted: Sequence[Admission], device: torch.device) -> GivenRows | None:
-    """The vectors that replace the embedding of the first token that each admitted row computes."""
+    """The prompt embeddings for the first token that each admitted row computes, if its request has them."""
     found = [(vectors, index - own.computed) for index, own in enumerate(admitted) for part in own.request.input_parts
              if (vectors := part.vectors(own.computed, own.computed + 1)) is not None]
     return GivenRows.try_build(found, device)

@@ -73,8 +73,8 @@ class BlockDrafter(Drafter):
         return self.head.weight_bytes()
 
     def cache_layers(self) -> list[LayerCache]:
-        """The drafter's layers. Each page also keeps the flag "valid": whether the drafter has filled all slots of the
-        page."""
+        """The cache of the drafter's layers. Each page also keeps the flag "valid": whether the drafter has filled all
+        slots of the page, so that a prefix hit may use it."""
         first, *others = self.head.cache_layers()
         return [replace(first, page_parts=(Part("valid", (), 1, "bool"),)), *others]
 
@@ -116,7 +116,8 @@ class BlockDrafter(Drafter):
                              self._state, needs_tail=False, num_chained=0, is_filled=False)
 
     def skip(self, step: Step) -> None:
-        """Note that the drafter misses the tokens of this step: pages completed now are not valid for a hit."""
+        """Note that the drafter has not computed the tokens of this step. Its cache then has a gap, so pages completed
+        now cannot serve a prefix hit."""
         ops.forget_pages(committed_requests(step), self._tables(step.batch.padded), self._state)
 
     # Proposal
@@ -180,7 +181,7 @@ class BlockDrafter(Drafter):
         return tuple(slots)
 
     def _context_view(self, view: BatchView, context: DraftPass) -> BatchView:
-        """A view of the step's token rows in which only computed tokens are live, to write their slots."""
+        """A view of the step's token rows for writing their slots. Only computed and accepted tokens are live in it."""
         return replace(
             view, positions=context.positions, lengths=context.lengths, live=context.live,
             lengths_int32=context.lengths_int32, live_int32=context.live_int32,
@@ -212,8 +213,8 @@ class BlockDrafter(Drafter):
         )
 
     def _whole_view(self, view: BatchView, block: BlockRows, num_rows: int, sight: Sight) -> BatchView:
-        """A view of the blocks in which each row sees its whole block. Every row is a separate request, placed at the
-        end of its block."""
+        """A view of the blocks for layers in which each row attends to its whole block. Every row becomes a request of
+        its own with one query at the block's end, so that causal kernels let it see the whole block."""
         count, device = view.num_requests * num_rows, block.positions.device
         bound = view.max_length.after(num_rows, self._max_len)
         tables = list(view.page_tables)

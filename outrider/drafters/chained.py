@@ -1,4 +1,4 @@
-"""ChainedDrafter: several multi-token-prediction modules. Module i makes draft i + 1.
+"""ChainedDrafter: drafts with several multi-token-prediction modules. Module i makes draft i + 1.
 
 Module 0 consumes the target's hidden states, every other module the output of the module before it, one slot earlier:
 

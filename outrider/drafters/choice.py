@@ -29,7 +29,8 @@ MOST_RATE = 0.99
 
 
 class _Grades:
-    """One drafter's last proposal for every row, and how many of its drafts in the row were right so far."""
+    """How well one drafter has done in every row: its last proposal, and decaying counts of drafts that were tried and
+    right."""
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self.tokens = buffer(limits, Axis.ROWS, Axis.DRAFTS, dtype=torch.int64, device=device)
@@ -39,7 +40,7 @@ class _Grades:
 
     def grade(self, rows: torch.Tensor, run: torch.Tensor, run_len: torch.Tensor) -> None:
         """Compare the last proposals with the tokens that a step yielded, and update the counts of right drafts. run:
-        [requests, tokens]."""
+        [requests, tokens] the tokens; run_len: [requests] their number."""
         width = min(self.tokens.shape[1], run.shape[1])
         counts, columns = self.counts[rows], torch.arange(width, device=rows.device)
         is_known = columns < torch.minimum(counts, run_len)[:, None]

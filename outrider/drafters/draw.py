@@ -14,10 +14,10 @@ from outrider.sample.philox import gumbel
 
 def _draw_drafts(logits: torch.Tensor, keys: DraftSamplingKeys, index: int, *, target_ids: torch.Tensor | None,
                  any_sampled: bool, out: torch.Tensor, levels: torch.Tensor) -> None:
-    """Write a draft of every request to `out` [requests]: the likeliest token of logits [requests, outputs], or, with a
-    temperature, the token that the noise of draft `index` selects. target_ids: the target's id of each of the drafter's
-    tokens, if they differ. levels [requests]: the draft's confidence level (`core/draft_confidence.py`) is packed
-    beside those of earlier drafts; draft 0 overwrites it."""
+    """Write a draft of every request to `out` [requests]. The draft is the likeliest token of logits [requests,
+    outputs], or, with a temperature, the token that the noise of draft `index` selects. target_ids: the target's id of
+    each of the drafter's tokens, if they differ. levels [requests]: the draft's confidence level
+    (`core/draft_confidence.py`) is packed beside those of earlier drafts; draft 0 overwrites it."""
     scores = logits
     if any_sampled:
         temperature = keys.temperature[:, None].to(logits.dtype)
@@ -31,9 +31,9 @@ def _draw_drafts(logits: torch.Tensor, keys: DraftSamplingKeys, index: int, *, t
 
 
 def _levels(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """[requests] the confidence level of each chosen token, from its probability at temperature 1. A request's
-    temperature has no effect, because this probability predicts best whether the target picks the token. The level is 1
-    if logits are not finite."""
+    """[requests] the confidence level of each chosen token, from its probability at temperature 1. The request's own
+    temperature is not used, because the probability at 1 predicts best whether the target picks the token. The level is
+    1 if logits are not finite."""
     mass = (logits - logits.gather(1, chosen[:, None])).exp_().sum(dim=1)  # infinite for a token that has hardly any
     return 1 + (TOP_LEVEL / mass).nan_to_num(0.0).long().clamp_max(TOP_LEVEL - 1)
 

@@ -44,7 +44,7 @@ def with_method(config: SpeculativeConfig, build: DraftBuild) -> SpeculativeConf
 
 def method_of(source: ModelSource, *, has_tensors: bool, is_target: bool) -> str:
     """The draft method that a model's files are for. `has_tensors`: whether the weights can be read. `is_target`:
-    whether these are the target's files, in which only a prediction module can draft."""
+    whether these are the target's own files, which can draft only with a multi-token-prediction module."""
     config = source.reader()
     classes = " ".join(map(str, config.get("architectures", list, []))).lower()
     for word, kind in NOT_SERVED.items():

@@ -9,13 +9,13 @@ Implementations differ only in its rope position, which is the same for all draf
     "sampled"         position n    transformers uses this position
     "computed"        position n-1  other implementations use this one
 
-So one view serves every draft, nothing is written, no prompt is computed, and a step without drafts leaves no gap.
+So one batch view serves every draft. The drafter writes no cache and computes no prompt, and may miss steps.
 
 `assistant_position` chooses between the two; `"sampled"` is the default. A checkpoint must be run as it was trained:
-the tests train a small pair with the first rule, whose mean run at 3 drafts is 3.88 with that rule and 1.01 with the
-other. Published checkpoints have not been measured here. The drafts of transformers also depend on history: right after
-a prompt or a fully accepted draft its assistant sees one more sliding key. Here it always sees the window of the last
-computed token.
+the tests train a small pair with the first rule, and with 3 drafts it yields 3.88 tokens per step with that rule and
+1.01 with the other. Published checkpoints have not been measured here. The drafts of transformers also depend on
+history: right after a prompt or a fully accepted draft its assistant sees one more sliding key. Here it always sees the
+window of the last computed token.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from outrider.models.head import load_head
 
 
 class AssistantDrafter(NetworkDrafter):
-    """A drafter without cache slots and without state of rows, so that missed steps do not matter."""
+    """A drafter without cache and without state of batch rows, so that it may miss steps."""
 
     reads_hidden = HiddenReads.LAST
 

@@ -1,9 +1,9 @@
 """DrafterGuards: the only place where a step calls drafters, and where their results enter the engine.
 
-A drafter may be a user's own class. Whatever it raises, returns or writes, requests give the tokens of an engine
-without a drafter. Exceptions are caught here, and so are values of a wrong type, shape, dtype or device. Counts and
-token ids are checked on the device (`store_drafts` in `kernels/step.py`), because the host does not wait for them;
-`report` turns what was found there into faults when a step's result is read.
+A drafter may be a user's own class. Whatever it raises, returns or writes, requests get the same tokens as without a
+drafter. Exceptions are caught here, and so are values of a wrong type, shape, dtype or device. Counts and token ids are
+checked on the device (`store_drafts` in `kernels/step.py`), because the host does not wait for them; `report` turns
+what was found there into faults when a step's result is read.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class WrongForm(ValueError):
 
 
 class SpoiledRows(RuntimeError):
-    """Raised if a drafter has written to the rows' tensors. No row can be trusted until all requests are admitted
-    again."""
+    """Raised if a drafter has written to the engine's state of the batch rows. No row can be trusted until all requests
+    are admitted again."""
 
 
 class DrafterGuard:
@@ -111,7 +111,8 @@ class DrafterGuard:
 
 
 def _checked(drafts: object, step: Step) -> Proposal:
-    """Return the drafts as tensors of the shape and dtype that kernels take. Their values are not read."""
+    """Return the drafts as tensors, if they have the shape and dtype that kernels take. Raises WrongForm otherwise.
+    Their values are not read."""
     rows = step.batch.padded.rows
     if not isinstance(drafts, Drafts):
         raise WrongForm(f"{type(drafts).__name__}, not Drafts")
@@ -141,7 +142,7 @@ class DrafterGuards(StepPart):
     def __init__(self, drafter: Drafter | None, group: RankGroup | None = None,
                  without_sums: WithoutSums = nullcontext, observers: Sequence[DraftObserver] = ()) -> None:
         """group: the ranks that run the drafters; each rank has a copy or a part of them. without_sums: makes a context
-        in which the group refuses to sum. observers: objects that are told of all steps."""
+        in which the ranks refuse to sum, for users' drafters. observers: objects that are told of all steps."""
         self._group, self._observers = group, observers
         parts = drafter.drafters if isinstance(drafter, CombinedDrafter) else [] if drafter is None else [drafter]
         self._guards = tuple(DrafterGuard(part, group, without_sums) for part in parts)
@@ -206,8 +207,8 @@ class DrafterGuards(StepPart):
             observer.close()
 
     def load_filling(self, dead: list[Admission], view_of: ViewOf) -> None:
-        """Run the slot filling of this package's drafters once, so that its kernels are loaded. dead: admissions of the
-        null row."""
+        """Run the slot filling of this package's drafters once, so that its kernels are loaded before requests come.
+        dead: admissions of the null row, whose results are dropped."""
         for guard in self._guards:
             if not guard.is_foreign:
                 guard.admit(dead)
@@ -268,9 +269,9 @@ class DrafterGuards(StepPart):
         return not any(guard.is_foreign for guard in self._guards)
 
     def lend(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a view of row state for drafters. If a drafter changes the view's shape in place (`resize_`, `t_`),
-        the engine's tensor keeps its shape. If a drafter writes to the view, torch also raises the version counter of
-        the engine's tensor, so the write is detected."""
+        """Return a view of row state to show to drafters. If a drafter changes the view's shape in place (`resize_`,
+        `t_`), the engine's tensor keeps its shape. If a drafter writes to the view, torch also raises the version
+        counter of the engine's tensor, so the write is detected."""
         return tensor if self._trusts_all else tensor.detach()
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -287,8 +288,8 @@ class DrafterGuards(StepPart):
             self.is_on.copy_(to_device(flags, torch.int64, self.is_on.device))
 
     def check_rows(self) -> None:
-        """Raise an error if a drafter has written to the rows. The step then fails, and all requests are admitted
-        anew."""
+        """Raise SpoiledRows if a drafter has written to the engine's state of the rows. The step then fails, and all
+        requests are admitted anew."""
         for guard in self._guards:
             if guard.has_written:
                 raise SpoiledRows(f"drafter {guard.record.drafter} wrote to the tensors of the engine's rows; all "

@@ -1,5 +1,5 @@
-"""Loads the multi-token-prediction modules of the target as a drafter. Their tensors are in the target's checkpoint, or
-in a file beside it."""
+"""Makes a drafter of the target's multi-token-prediction modules, and loads them. Their tensors are in the target's
+checkpoint, or in a file beside it."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ class NativeChain:
         return Drafts(tokens.t(), counts, levels)
 
     def _bind(self, num_tokens: int) -> DraftChain | None:
-        """Return the chain for this number of token rows, or None if the C code does not support it. It is bound again
-        if a head that learns has new weights."""
+        """Return the native chain for this number of token rows, or None if the C code does not support it. The chain
+        is made again if a head that learns has new weights."""
         head, attention, mlp = self._head, self._head.first.attention, self._head.first.mlp
         assert head.own_output is not None
         linears: list[Linear] = [head.fc, attention.qkv, attention.out, mlp.gate_up, mlp.down, head.own_output]

@@ -1,7 +1,8 @@
-"""NgramDrafter: proposes the tokens that followed the last occurrence of the text's last tokens. It runs on the device,
-over the tokens of the row, without a model or a cache.
+"""NgramDrafter: prompt lookup. It proposes the tokens that followed the last occurrence of the text's last tokens. It
+runs on the device, over the tokens of the row, without a model or a cache.
 
-The longest suffix of max_n down to min_n tokens that occurred before is used; of several occurrences, the latest.
+It matches the longest suffix of the text, of max_n down to min_n tokens, that occurred before. Of several occurrences
+it uses the latest.
 """
 
 from __future__ import annotations

@@ -21,10 +21,10 @@ class DraftObserver(StepPart):
         step, so it must not read device data on the host."""
 
     def end_step(self) -> ResultPart | None:
-        """Called when a step's result is read. Returns the reports that are sent with the result."""
+        """Called when a step's result is read. Returns the observer's reports, which are sent with the result."""
         return None
 
     def resting(self) -> AbstractContextManager[None]:
-        """A context in which the observer does not use the device. A capture frees the scratch memory of library
-        products, which another thread must not use meanwhile."""
+        """A context in which the observer does not use the device. The engine captures CUDA graphs in it: a capture
+        frees the scratch memory of library products, which another thread must not use meanwhile."""
         return nullcontext()

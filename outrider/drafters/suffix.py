@@ -16,7 +16,7 @@ MAX_CANDIDATES = 32  # latest occurrences that are compared
 
 
 class _IndexedTokens:
-    """One token sequence with the places of its n-grams, extended as it grows."""
+    """One token sequence, and an index of where each of its n-grams occurs. It is extended as the sequence grows."""
 
     __slots__ = ("tokens", "places", "_done")
 
@@ -34,8 +34,8 @@ class _IndexedTokens:
 
 class SuffixDrafter:
     """Drafts from tokens that are kept on the host. `propose` drafts for running requests; `finish` keeps a request's
-    tokens for others of the same tenant to match. The oldest are dropped first, so that at most `max_tokens` tokens are
-    kept in all."""
+    tokens, so that later requests of the same tenant can match them. The oldest are dropped first, so that at most
+    `max_tokens` tokens are kept in all."""
 
     def __init__(self, num_kept: int = 64, max_tokens: int = 1 << 18) -> None:
         """num_kept: how many finished requests of each tenant are kept."""

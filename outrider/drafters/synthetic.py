@@ -28,8 +28,8 @@ class SyntheticAcceptance:
 
     def apply(self, sampled: torch.Tensor, logit_rows: LogitRows, drafts: torch.Tensor, seed: torch.Tensor,
               vocab: int) -> torch.Tensor:
-        """Return the sampled tokens [L], changed to equal the draft where it is to be accepted, and to differ from it
-        where it is not. `seed` is by row."""
+        """Return the sampled tokens [logit rows], changed so that exactly the drafts chosen by the rates are accepted:
+        equal to those drafts, and different from all others. `seed` is by row."""
         if drafts.shape[1] == 0:
             return sampled
         places = (logit_rows.request, logit_rows.row, logit_rows.draft_index, logit_rows.position)

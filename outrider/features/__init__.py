@@ -5,7 +5,7 @@ which feature implements them:
 
 | | adapters | processors | learning | pooling | spans, embeddings | grammars | receipts |
 |---|---|---|---|---|---|---|---|
-| part of a request | adapter, a key of pages | extra arguments | | | a key of pages | lease of a form | a writer |
+| part of a request | adapter, a key of pages | extra arguments | | | a key of pages | lease of a grammar | a writer |
 | resource, for a row | a slot, with patience | | | | | | |
 | part of a batch | placements | | | | | | |
 | part of the limits | slots, targets, numbers | | | | | | |
@@ -27,7 +27,7 @@ which feature implements them:
 A part has an interface of its own if two features need it, or if a feature from outside the package may need it. Events
 of the cache are still in the core.
 
-Two files of the core name grammars: `core/params.py` has the parameter by which requests ask for a form, and
-`core/structured.py` the forms. Users build both before there is an engine, and without the feature's folder a request
-that asks for a form is refused by name.
+Two files of the core name grammars: `core/params.py` has the parameter `structured_outputs`, and `core/structured.py`
+its class. Users build both before there is an engine. Without the feature's folder a request with this parameter is
+refused by name.
 """

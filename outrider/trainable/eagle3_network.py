@@ -26,7 +26,7 @@ LAYER = "midlayer"
 
 @dataclass(frozen=True)
 class HeadForm:
-    """The sizes and variants of an EAGLE-3 head (one Llama layer) on which its arithmetic depends."""
+    """The sizes and variants of an EAGLE-3 head (one Llama layer) that its forward pass depends on."""
 
     head_dim: int
     eps: float
@@ -38,8 +38,8 @@ class HeadForm:
 
 @dataclass(frozen=True)
 class TextSlots:
-    """The slots 1, 2, ... of several texts that are padded to one length, listed text by text. All tensors are on one
-    device."""
+    """The cache slots 1, 2, ... of several texts that are padded to one length, listed text by text without the
+    padding. All tensors are on one device."""
 
     num_texts: int
     length: int
@@ -59,7 +59,7 @@ class TextSlots:
 
     @property
     def _padded(self) -> torch.Tensor:
-        """Index of each slot among the padded slots: [slots] text * (length - 1) + slot - 1."""
+        """[slots] the index of each slot when texts are padded: text * (length - 1) + slot - 1."""
         return self.places // self.length * (self.length - 1) + self.positions
 
     def pad(self, heads: torch.Tensor) -> torch.Tensor:
@@ -90,9 +90,9 @@ class Eagle3Network(NamedLayers):
 
     def passes(self, embeds: torch.Tensor, aux_states: torch.Tensor, slots: TextSlots,
                num_passes: int) -> Iterator[torch.Tensor]:
-        """Run the passes, and yield for each the inputs of the output layer [slots, hidden]. They are meaningless in
-        slots whose text ends before the pass's token. embeds: [texts, length, hidden] embeddings of the tokens;
-        aux_states: [texts, length, layers, hidden]. Padding is left out of all computations but attention."""
+        """Run the passes, and yield for each pass the inputs of the output layer [slots, hidden]. These are meaningless
+        in slots whose text ends before the pass's token. embeds: [texts, length, hidden] embeddings of the tokens;
+        aux_states: [texts, length, layers, hidden]. All computations but attention leave out padding."""
         if not len(slots.places):
             return
         embeds = self._norm(f"{LAYER}.input_layernorm", embeds.flatten(0, 1).index_select(0, slots.places))

@@ -34,7 +34,7 @@ class AnswerPlan:
         return [shard for shard in range(-(-self.num_texts // self.settings.shard_texts)) if not store.has_shard(shard)]
 
     def prompt_of(self, index: int) -> list[int] | None:
-        """A prompt of the file, each of which is answered at most twice. None if the target writes the prompt
+        """The prompt of a text, from the file; a prompt is answered at most twice. None if the target writes the prompt
         itself."""
         return self.prompts[index % len(self.prompts)] if index < 2 * len(self.prompts) else None
 
@@ -67,7 +67,7 @@ class AnswerPlan:
 
 def generate_texts(llm: LLM, plan: AnswerPlan, store: TextStore, own: SelfPrompts, *,
                    report: Callable[[str], None]) -> None:
-    """Generate all shards that are missing."""
+    """Generate all shards that the store does not have yet."""
     known, missing = {text.prompt for text in store.read_all()}, plan.missing_shards(store)
     if missing:
         count, settings = sum(len(plan.indexes_of(shard)) for shard in missing), plan.settings
@@ -91,7 +91,7 @@ def generate_texts(llm: LLM, plan: AnswerPlan, store: TextStore, own: SelfPrompt
 
 
 def until_repeated(answer: Sequence[int]) -> Sequence[int]:
-    """The answer, cut where LOOP_TOKENS tokens occur for the third time. Small targets often repeat themselves without
+    """Cut the answer where LOOP_TOKENS tokens occur for the third time. Small targets often repeat themselves without
     end, and a drafter learns nothing from that."""
     places: dict[tuple[int, ...], int] = {}
     for end in range(LOOP_TOKENS, len(answer) + 1):

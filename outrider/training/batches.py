@@ -1,4 +1,5 @@
-"""Which texts each training step computes: a function of the settings and the number of the step alone.
+"""Which texts each training step computes. This depends only on the settings and the step's number, so that a resumed
+run continues exactly.
 
 A step has whole texts of about `batch_tokens` tokens. It is computed in micro-batches of texts of similar length,
 padded to the longest.

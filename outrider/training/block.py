@@ -38,7 +38,8 @@ class BlockTrainee(Trainee):
         return block_aux_layers(target, settings)
 
     def outputs(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[PassOutput]:
-        """Compute one block at every place that some pass asks for. Pass s reads row s of the blocks' drafts."""
+        """Compute one block at every position that some draft pass asks for. Pass s reads row s of the blocks'
+        drafts."""
         anchors, place = block_places(rows, *taught.tokens.shape)
         if not anchors.shape[1]:
             return

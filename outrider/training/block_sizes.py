@@ -67,8 +67,8 @@ class BlockSizes:
                 "confidence_head_with_markov": False}
 
     def hf_config(self, draft_vocab_size: int) -> dict[str, Any]:
-        """The config in the form of the original checkpoints, which give the stream after layer i (from 0) the number
-        i, not i + 1."""
+        """The config in the form of the original checkpoints. In it layer numbers begin at 0, so i names the stream
+        after layer i, not after i layers."""
         ids = [layer - 1 for layer in self.aux_layers]
         config = {**self.layer_config(), "block_size": self.num_rows, "num_target_layers": self.num_target_layers,
                   "draft_vocab_size": draft_vocab_size, "dtype": "bfloat16"}

@@ -19,11 +19,12 @@ CHUNK_ROWS = 4096  # token rows whose logits are held at once
 
 def _distill_rows(logits: torch.Tensor, target_logits: torch.Tensor, places: torch.Tensor,
                   row_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """([rows] losses, [rows, vocabulary] gradient of their sum, which may overwrite the logits). A row's loss is its
-    weight times the cross-entropy of the softmax of its logits against the softmax of the target's.
+    """Return ([rows] losses, [rows, vocabulary] gradient of their sum). A row's loss is its weight times the
+    cross-entropy of the softmax of its logits against the softmax of the target's. The gradient may overwrite the
+    logits.
 
-    logits [rows, vocabulary]; target_logits [places, vocabulary] float32; places [rows] the row's own place among
-    them; row_weights [rows] float32."""
+    logits [rows, vocabulary]; target_logits [places, vocabulary] float32; places [rows]: the index of each row's target
+    logits; row_weights [rows] float32."""
     own, wanted = wide(logits), target_logits[places].softmax(dim=-1)
     sums = own.logsumexp(dim=-1)
     losses = row_weights * (sums - (wanted * own).sum(dim=-1))

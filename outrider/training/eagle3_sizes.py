@@ -122,8 +122,8 @@ def usual_aux_layers(target: Model) -> tuple[int, ...]:
 
 
 def read_aux_layers(target: Model, settings: TrainingSettings) -> tuple[int, ...]:
-    """The layers after which the head reads the target's residual stream. Raises ValueError if the target does not have
-    them."""
+    """The layers after which the head reads the target's residual stream (auxiliary states). Raises ValueError if the
+    target does not have them."""
     count, aux_layers = target.num_layers, usual_aux_layers(target)
     if settings.taps:
         return check_aux_layers(settings.taps, count)

@@ -15,7 +15,7 @@ from outrider.training.trainee import Trainee
 
 def text_loss(trainee: Trainee, taught: TaughtTexts, is_known: torch.Tensor, pass_weights: Sequence[float],
               num_texts: int) -> torch.Tensor:
-    """The part that a micro-batch contributes to a step's loss. num_texts: the number of texts in the whole step.
+    """The share of a training step's loss that one micro-batch adds. num_texts: the number of texts in the whole step.
 
     The loss of a pass is the cross-entropy of the drafter's distribution against the target's, both over the draft
     vocabulary, at places where the target's likeliest token is in that vocabulary (`is_known`, on the host). It is
@@ -36,14 +36,15 @@ def text_loss(trainee: Trainee, taught: TaughtTexts, is_known: torch.Tensor, pas
 
 
 def pass_weights(num_passes: int, decay: float) -> list[float]:
-    """Weights of the passes, which fall by `decay` and add up to 1."""
+    """The weights of the draft passes in the loss. Each is `decay` times the one before, and they add up to 1."""
     raw = [decay**index for index in range(num_passes)]
     return [weight / sum(raw) for weight in raw]
 
 
 @dataclass(frozen=True)
 class HeldOutAcceptance:
-    """How many drafts the target would accept, counted at every place of greedy answers that are not trained on."""
+    """How many drafts the target would accept, counted at every position of held-out greedy answers, which are not
+    trained on."""
 
     num_places: int
     num_accepted: tuple[int, ...]  # by position: places where this draft and all before it are the target's tokens

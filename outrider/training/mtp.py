@@ -62,8 +62,8 @@ class MTPTrainee(Trainee):
 
     @contextmanager
     def with_gradients(self) -> Iterator[None]:
-        """A context in which gradients work: operations run their references, and sums in place do not overwrite
-        tensors that gradients need."""
+        """A context in which gradients work: operations run their reference implementations, and in-place sums do not
+        overwrite tensors that gradients need."""
         with ops.using("reference"), torch.autograd.graph.allow_mutation_on_saved_tensors():
             yield
 
@@ -126,7 +126,7 @@ def _attention_layers(module: MTPHead) -> list[AttentionLayer]:
 
 
 def _as_in_file(slot: WeightSlot) -> torch.Tensor:
-    """The tensor of a weight slot, with its rows in the checkpoint's order."""
+    """The tensor of a weight, with its rows in the checkpoint's order."""
     tensor = slot.target.detach().reshape(slot.shape)
     if slot.layout is None:
         return tensor

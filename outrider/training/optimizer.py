@@ -1,5 +1,5 @@
-"""DrafterOptimizer: AdamW on float32 weights. The learning rate rises, then falls along a cosine. Its state can be
-saved."""
+"""DrafterOptimizer: AdamW on float32 weights, with a learning rate that rises and then falls along a cosine. Its state
+can be saved."""
 
 from __future__ import annotations
 

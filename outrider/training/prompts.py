@@ -107,7 +107,7 @@ def _messages(place: str, item: Any) -> list[dict[str, Any]]:
 
 
 class SelfPrompts:
-    """Makes the target write prompts: gives it beginnings, and reads the prompts from its outputs."""
+    """Makes the target write prompts: gives the target their beginnings, and reads the prompts from its outputs."""
 
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -120,9 +120,9 @@ class SelfPrompts:
                                  "write prompts of its own: give some with --prompts")
 
     def opener(self, index: int) -> str:
-        """The words that prompt `index` begins with. Two prompts in turn have none, and the next two have the words of
-        a task. Answers alternate between greedy and sampled (`AnswerPlan`), so both kinds of prompts get both kinds of
-        answers."""
+        """The words that prompt `index` begins with. Prompts come in fours: two without such words, then two with the
+        words of a task. Answers alternate between greedy and sampled (`AnswerPlan`), so both kinds of prompts get both
+        kinds of answers."""
         return OPENERS[index // 4 % len(OPENERS)] if self._turn and index // 2 % 2 else ""
 
     def seed_prompt(self, index: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""train_drafter: a whole run, from a loaded target to the files of its drafter."""
+"""train_drafter: a whole training run, from a loaded target to the files of its drafter."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TrainedDrafter:
 
 def train_drafter(target: ServedTarget, config: EngineConfig, settings: TrainingSettings, workspace: Workspace, *,
                   prompts_file: Path | None = None, report: Callable[[str], None] = print) -> TrainedDrafter:
-    """Generate texts, train, and write the drafter. Goes on where an earlier run in the workspace was killed."""
+    """Generate texts, train, and write the drafter. Continues where an earlier run in the workspace was interrupted."""
     began, model = time.perf_counter(), target.model
     if model.classes is not None:
         raise ValueError(f"{target.name} scores classes and generates no text that a drafter could be trained on: name "

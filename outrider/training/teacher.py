@@ -59,14 +59,14 @@ class TaughtTexts:
 
 
 def may_draft(lengths: torch.Tensor, answer_from: torch.Tensor, width: int, num_drafts: int) -> torch.Tensor:
-    """See `TaughtTexts.may_draft`. It is false at the first token of a text, because there is no hidden state before
-    it."""
+    """[texts, length] bool on the host: whether the next `num_drafts` tokens after a token are known and belong to the
+    answer. False at the first token of a text, because there is no hidden state before it."""
     at = torch.arange(width)
     return (at >= (answer_from[:, None] - 1).clamp_min(1)) & (at + num_drafts < lengths[:, None])
 
 
 class Teacher:
-    """An engine around the target, which computes texts. It keeps the hidden states of those texts that fit into
+    """An engine around the target, which computes texts. It keeps the hidden states of as many texts as fit into
     memory."""
 
     def __init__(self, config: EngineConfig, model: Model, aux_layers: tuple[int, ...], vocabulary: DraftVocabulary, *,
@@ -94,7 +94,7 @@ class Teacher:
 
     @torch.no_grad()
     def keep(self, texts: Sequence[TrainingText], report: Callable[[str], None]) -> None:
-        """Compute texts and keep their states while there is room, in the order of the texts."""
+        """Compute texts, and keep their hidden states until memory is full, in the order of the texts."""
         missing = {tokens: start for tokens, start in _answers(texts).items() if tokens not in self._kept}
         room = StateRoom.measure(self._model.device)
         progress = KeepProgress(sum(map(len, missing)), room, report)
@@ -105,15 +105,16 @@ class Teacher:
         progress.end(room)
 
     def _segment_limits(self, num_texts: int) -> tuple[int, int]:
-        """The most tokens and texts of a segment. On a CPU a segment must fit into one engine step: if a resumed run
-        split a segment differently over steps, the last bits of its states might differ."""
+        """The most tokens and texts that are computed in one go (a segment). On a CPU a segment must fit into one
+        engine step: if a resumed run split a segment differently over steps, the last bits of its states might
+        differ."""
         if self._model.device.type == "cpu":
             return self._step_tokens, MAX_MICRO_TEXTS
         return SEGMENT_BYTES // self._recorder.row_bytes, num_texts
 
     def _keep_segment(self, group: Mapping[Tokens, int], room: StateRoom) -> bool:
         """Compute a segment's texts and keep their states on the device, or else on the host. Returns False, and
-        computes nothing, if neither has room."""
+        computes nothing, if neither has enough free memory."""
         num_bytes = (sum(map(len, group)) + 1) * self._recorder.row_bytes
         is_on_device = room.take_on_device(num_bytes)
         if not is_on_device and not room.take_on_host(num_bytes):

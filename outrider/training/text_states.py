@@ -33,7 +33,7 @@ class TextStates:
 
 @dataclass
 class StateRoom:
-    """The number of bytes that kept states may still take."""
+    """The free memory for kept hidden states, in bytes, on the device and on the host."""
 
     on_device: int
     on_host: int  # beside a GPU; 0 where the device is the host itself
@@ -46,7 +46,7 @@ class StateRoom:
         return cls(int(DEVICE_SHARE * torch.cuda.mem_get_info(device)[0]), host)
 
     def take_on_device(self, num_bytes: int) -> bool:
-        """Reserve room on the device for one text. Returns False if the device has no room."""
+        """Reserve memory on the device for one text. Returns False if there is not enough."""
         has_room = num_bytes <= self.on_device
         self.on_device -= num_bytes if has_room else 0
         return has_room
@@ -61,7 +61,7 @@ class KeepProgress:
     """Reports how many tokens' states are kept, every few seconds and at the end."""
 
     def __init__(self, num_tokens: int, room: StateRoom, report: Callable[[str], None]) -> None:
-        """num_tokens: the number of tokens of all texts. room: the room before any states are kept."""
+        """num_tokens: the number of tokens of all texts. room: the free memory before any states are kept."""
         self._num_tokens, self._before, self._report = num_tokens, replace(room), report
         self._num_kept = 0
         self._began = self._last_told = time.perf_counter()

@@ -31,8 +31,8 @@ class TrainingText:
         return self.tokens[: self.answer_from]
 
     def num_places(self, num_drafts: int) -> int:
-        """The number of places whose next `num_drafts` tokens belong to the answer. The first token of a text is never
-        such a place."""
+        """The number of positions at which `num_drafts` drafts can be trained: those whose next `num_drafts` tokens
+        belong to the answer. The first token of a text is never one."""
         return max(0, len(self.tokens) - num_drafts - max(1, self.answer_from - 1))
 
     @property

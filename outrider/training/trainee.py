@@ -36,8 +36,8 @@ class PassOutput(NamedTuple):
 
 
 class Trainee(ABC):
-    """The drafter's weights in float32, under their names in the exported file, and its outputs on texts. Made as
-    Class(target, settings, vocabulary); `load` may replace the fresh weights afterwards."""
+    """A drafter in training: its weights in float32, under their names in the exported file, and its outputs on texts.
+    Made as Class(target, settings, vocabulary); `load` may replace the fresh weights afterwards."""
 
     weights: dict[str, torch.Tensor]  # trained ones
     num_passes: int
@@ -58,8 +58,8 @@ class Trainee(ABC):
 
     @torch.no_grad()
     def logits(self, taught: TaughtTexts, rows: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield for each pass the logits [rows, draft vocabulary], for a measurement. Products are in float32: in 16
-        bits several tokens may have equal logits, which would count as wrong drafts."""
+        """Yield for each pass the logits [rows, draft vocabulary], to measure acceptance. Products are in float32: in
+        16 bits several tokens may have equal logits, which would count as wrong drafts."""
         for states, weight in self.outputs(taught, rows):
             with torch.autocast(states.device.type, enabled=False):
                 yield F.linear(states.to(weight.dtype), weight)
@@ -73,7 +73,7 @@ class Trainee(ABC):
         return nullcontext()
 
     def load(self, weights: dict[str, torch.Tensor]) -> None:
-        """Replace the weights by the weights of a checkpoint."""
+        """Replace the weights with those of a checkpoint."""
         with torch.no_grad():
             for name, weight in self.weights.items():
                 weight.copy_(weights[name])

@@ -52,7 +52,8 @@ class Trainer:
 
     @property
     def best(self) -> Evaluation:
-        """The evaluation with the longest mean run. Among equal ones it is the last, because its loss is lower."""
+        """The evaluation with the most tokens per step (mean run). Among equal ones it is the last, because its loss is
+        lower."""
         return max(reversed(self.evaluations), key=lambda evaluation: evaluation.acceptance.mean_run)
 
     @property
@@ -106,7 +107,8 @@ class Trainer:
         self._trainee.load(self._state.best)
 
     def _train_step(self, step: int) -> None:
-        """Launch a training step on the device. Its loss is known after `_settle`."""
+        """Launch a training step on the device. `_settle` reads its loss later, so that the host does not wait for each
+        step."""
         groups = self._plan.micro_batches(step)
         num_texts, total = sum(map(len, groups)), torch.zeros((), device=self._device)
         self._optimizer.zero_gradients()

@@ -1,8 +1,8 @@
 """UnrolledAttend: attention of a draft head's passes over whole texts, as torch operations with gradients.
 
 It replaces an engine's caches while a head that drafts token by token is trained. Passes are unrolled as in
-`learning.eagle3_network`: the query of pass s at place p sees the keys of pass 0 up to p, and one key of each pass from
-1 to s: that of the draft chain which begins at p.
+`trainable.eagle3_network`. The query of pass s at place p sees the keys of pass 0 up to p. It also sees one key of each
+pass from 1 to s, that of the draft chain which begins at p.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class UnrolledAttend:
 
 class UnrolledLayer:
     """One attention layer, called once for each pass. Token rows are grouped by text, and all texts have equally many.
-    A later pass has fewer rows of each text: the first ones."""
+    A later pass has only the first rows of each text."""
 
     def __init__(self, layer: AttentionLayer, num_texts: int) -> None:
         assert not layer.is_chunked, "draft heads attend to their whole context, or slide"
@@ -33,7 +33,7 @@ class UnrolledLayer:
         self._values: list[torch.Tensor] = []
 
     def fused(self, *_: object) -> None:
-        """Return None: no operation is fused, because norms and rope are applied before the call."""
+        """Return None, because no operation is fused here: norms and rope are applied before the call."""
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv heads, dim]. Returns [tokens, heads * dim]."""

@@ -55,7 +55,7 @@ class Workspace:
             raise ValueError(f"--out: {self.folder} {reason}: name another folder")
 
     def check_room(self, needed: int, what: str) -> None:
-        """Raise ValueError if the disk has less than `needed` free bytes. what: names the data that needs them, for the
+        """Raise ValueError if the disk has less than `needed` free bytes. what: the name of the data, for the
         message."""
         existing = self._nearest_existing()
         free = shutil.disk_usage(existing).free

@@ -7,7 +7,7 @@
 | `placements.py` | the batch's part: adapters to be copied before a step |
 | `store.py` | the step's part: reads folders, copies adapters to their places, gives token rows their deltas |
 | `commands.py` | orders to a worker: read, poll, drop |
-| `on_device.py`, `in_engine.py` | the feature's halves, which make the above |
+| `on_device.py`, `in_engine.py` | the feature's parts in the worker and in the engine, which make the above |
 
 The store uses further files: `peft_folder.py` reads the folder of an adapter, `target.py`, `experts_target.py` and
 `targets.py` fit them to the model, `host_adapter.py` lays them out, `arena.py` is their device memory and

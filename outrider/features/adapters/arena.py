@@ -1,5 +1,5 @@
-"""AdapterArena: the device memory of adapters. Each takes its real size in one flat tensor, at an offset that the
-scheduler has chosen (`slots.py`); tables say where the factors of each slot and target begin.
+"""AdapterArena: the device memory of LoRA adapters. Each adapter takes its real size in one flat tensor, at an offset
+that the scheduler has chosen (`slots.py`). Tables say where the factors of each slot and target begin.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class AdapterArena:
         self._changed: dict[int, frozenset[int]] = {}  # the targets that it changes
 
     def place(self, adapter: HostAdapter, slot: int, offset: int) -> None:
-        """Copy an adapter to its place. The copy is queued behind the steps that may still read the memory."""
+        """Copy an adapter to its place in device memory. The copy is queued behind the steps that may still read the
+        memory."""
         end = offset + adapter.size
         tables = self.tables
         assert end <= len(tables.numbers), "the scheduler has placed an adapter beyond the arena"
@@ -68,7 +69,7 @@ class AdapterArena:
 
     @property
     def num_numbers(self) -> int:
-        """The capacity of the arena: how many numbers (factor elements) fit, over all adapters."""
+        """The capacity of the arena, over all adapters: the number of factor elements that fit."""
         return len(self.tables.numbers)
 
     @property

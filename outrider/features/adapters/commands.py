@@ -1,4 +1,4 @@
-"""Commands that load and drop adapters of a worker, in order with its steps. No torch."""
+"""Commands by which the engine makes a worker load or drop adapters, in order with its steps. No torch."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class BeginAdapter(Command[None]):
 
 @dataclass(frozen=True)
 class PollAdapter(Command["AdapterRead | None"]):
-    """How the reading of an adapter ended, or None while it is read. The answer stays the same until `DropAdapter`."""
+    """Ask how the reading of an adapter ended; the answer is None while it is read. The answer stays the same until
+    `DropAdapter`."""
 
     number: int
 
@@ -42,8 +43,8 @@ class PollAdapter(Command["AdapterRead | None"]):
         return read
 
     def combine(self, answers: Sequence[AdapterRead | None]) -> AdapterRead | None:
-        """Join the answers of ranks, which hold different parts of the adapter. The largest part must fit, and the
-        reading has ended when all ranks have."""
+        """Join the answers of all ranks into one. Ranks hold different parts of an adapter, so the size is the largest
+        of theirs. The answer is None until all ranks have read their parts."""
         ended = [answer for answer in answers if answer is not None]
         if len(ended) < len(answers):
             return None

@@ -1,7 +1,7 @@
-"""ExpertsTarget: one projection of all experts of a layer.
+"""ExpertsTarget: one projection of all experts of a MoE layer, as a target of LoRA adapters.
 
-Files hold its factors in several ways: a module for each expert, tensors of three axes for all experts, or the wrapper
-that PEFT puts around a joint parameter. All of them are joined into the two factors that the arena holds.
+Adapter files hold its factors in several ways: a module for each expert, tensors of three axes for all experts, or the
+wrapper that PEFT puts around a joint parameter. All of them are joined into the two factors that the arena holds.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class ExpertFactors(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertsTarget(Target):
-    """One of the two projections of all experts: `a` [experts, rank, inputs] and `b` [experts, rank, outputs]. With
-    several ranks each holds a part of the inner features."""
+    """One of the two projections of all experts, with LoRA factors `a` [experts, rank, inputs] and `b` [experts, rank,
+    outputs]. With several ranks each holds a part of the inner features."""
 
     experts: Experts
     is_down: bool
@@ -104,7 +104,8 @@ class ExpertsTarget(Target):
         return join_names(expert, names.get(matrix, matrix))
 
     def takes(self, rest: str, pair: FactorPair) -> bool:
-        """Whether a module of a file, named relative to the experts, is this projection or a part of it."""
+        """Whether a module of an adapter file changes this projection or a part of it. rest: the module's name below
+        the experts' name."""
         expert, _, matrix = rest.rpartition(".")
         if matrix in self.parts:
             return expert == "" or expert in self._expert_names
@@ -128,8 +129,8 @@ class ExpertsTarget(Target):
         return {(index, begin) for index in experts for begin in begins}
 
     def held_rank(self, rest: str, rank: int) -> int:
-        """The rank that the arena must hold. If gate and up have separate factors, these are stored one after the
-        other, so the rank is doubled."""
+        """The LoRA rank for which the arena must have room. If gate and up have separate factors, these are stored one
+        after the other, so the rank is doubled."""
         return 2 * rank if self.is_gated and rest.endswith(("gate_proj", "up_proj")) else rank
 
     @cached_property
@@ -137,8 +138,8 @@ class ExpertsTarget(Target):
         return frozenset(map(str, range(self.experts.num_experts)))
 
     def config_name(self, module: str) -> str:
-        """The name that the config's patterns are matched with. If PEFT has wrapped a joint parameter, it is the name
-        of the parameter."""
+        """The name that patterns in the adapter's config are matched with. If PEFT has wrapped a joint parameter, it is
+        the name of the parameter."""
         experts = module.removesuffix(".base_layer")
         return f"{experts}.{next(iter(self.parts))}" if experts.endswith("experts") else module
 

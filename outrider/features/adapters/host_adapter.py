@@ -47,8 +47,9 @@ class HostAdapter:
 
 def read_adapter(name: str, folder: str, targets: Targets, *, max_rank: int, max_size: int, dtype: torch.dtype,
                  pin: bool = False, check_cancelled: Callable[[], None] = lambda: None) -> HostAdapter:
-    """Read a folder for a model. Every shape is checked, and the size of the whole known, before the first tensor is
-    read; numbers that are not finite in the model's dtype are refused by the tensor's name."""
+    """Read an adapter's folder for a model, into the host's memory. Every shape is checked, and the size of the whole
+    known, before the first tensor is read. Numbers that are not finite in the model's dtype are refused by the tensor's
+    name."""
     source = PeftFolder.open(folder)
     places = {module: targets.find(module, pair) for module, pair in source.pairs.items()}
     ranks = _check_modules(source, folder, places, max_rank)

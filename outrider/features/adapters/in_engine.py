@@ -1,4 +1,5 @@
-"""AdaptersInEngine: the engine's half of adapters: the slots of each scheduler, and the loads. No torch."""
+"""AdaptersInEngine: the engine's part of adapters. It makes the adapter slots of each scheduler, and the registry of
+loads. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdapterLimits: sizes of the device's buffers of adapters. No torch."""
+"""AdapterLimits: how many adapters, targets and numbers the device's buffers of adapters hold. No torch."""
 
 from __future__ import annotations
 

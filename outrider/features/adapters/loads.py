@@ -169,8 +169,8 @@ class AdapterRegistry(AdapterLoads):
     # Requests
 
     def newest(self, number: int) -> int:
-        """The load that a request uses when it is added: the load from its check, or a newer load of the same adapter.
-        Raises UnknownAdapter if the adapter is not loaded any more."""
+        """The load that a request uses when the engine adds it: the load found when the request was checked, or a newer
+        load of the same adapter. Raises UnknownAdapter if the adapter is not loaded any more."""
         if number in self.sizes:
             return number
         dropped = self._dropped.get(number)
@@ -208,8 +208,8 @@ class AdapterRegistry(AdapterLoads):
             load.num_requests = 0
 
     def drop_unused(self) -> None:
-        """Drop loads that were replaced, and unread loads that no front waits for. Serve the loads that have been
-        read."""
+        """Serve the loads that have been read. Drop loads that were replaced, and loads still being read that no front
+        waits for."""
         for load in list(self._loads.values()):
             if load.number not in self.sizes and load.is_idle:
                 self._drop(load)
@@ -226,7 +226,7 @@ class AdapterRegistry(AdapterLoads):
         return hold
 
     def _find(self, asked: LoRARequest) -> int | None:
-        """The load of an adapter: the load that is served under its name, otherwise a load that is being read."""
+        """The load of an adapter: the load that is served under its name, or else a load that is still being read."""
         current = self._current.get(asked.lora_name)
         reading = (number for number in reversed(self._loads) if number not in self.sizes)
         for number in reading if current is None else (current, *reading):
@@ -269,8 +269,8 @@ class AdapterRegistry(AdapterLoads):
             self._drop(load)
 
     def _drop(self, load: AdapterLoad) -> None:
-        """Drop a load. An interrupted call can be repeated: the load is known until the end, and no request is given to
-        it."""
+        """Drop a load. If the call is interrupted it can be repeated: until its end the load stays known, and no
+        request gets the load meanwhile."""
         load.is_replaced = True
         if load.number in self.sizes:  # no request has been checked with one that was never read
             self._dropped[load.number] = DroppedLoad(load.name, None if load.is_removed else load.path)

@@ -1,4 +1,5 @@
-"""AdaptersOnDevice: the worker's half of adapters: room for them on the device, and the store of each step."""
+"""AdaptersOnDevice: the worker's part of adapters. It sizes their device memory, and gives each step the adapter
+store."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Reads the folder of an adapter as PEFT writes it: adapter_config.json and adapter_model.safetensors.
 
-Nothing of the model is known here. A key of the config that asks for arithmetic which is not served is refused by its
-name. Sizes are read from the file's header, so that shapes can be checked before any tensor is read.
+This file knows nothing of the model. Config keys that ask for unsupported arithmetic are refused by name. Sizes are
+read from the file's header, so that shapes can be checked before any tensor is read.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ HARMLESS = {
 
 
 class AdapterError(ValueError):
-    """Raised for a folder that is not an adapter which this engine can serve. The message names the key, tensor or
-    file."""
+    """Raised for a folder without an adapter that this engine can serve. The message names the key, tensor or file."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +115,8 @@ class PeftFolder:
         return int(_matched(self._ranks, self._key(module), self._rank))
 
     def _key(self, module: str) -> str:
-        """The name that PEFT matches with patterns: the weight's name if the parameter is adapted, otherwise the
-        module's name."""
+        """The name that PEFT matches with the config's patterns: the weight's name if a parameter is adapted, otherwise
+        the module's name."""
         weight = f"{module}.weight"
         return weight if any(f".{weight}".endswith(f".{name}") for name in self._parameters) else module
 
@@ -163,8 +162,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _read_pairs(file: Path) -> tuple[dict[str, FactorPair], dict[str, tuple[int, ...]]]:
-    """Return the names of each module's factors, and the shapes of base weights that PEFT saves with adapted embeddings
-    and heads."""
+    """Return the names of each module's factors. Also return the shapes of base weights, which PEFT saves beside the
+    factors of adapted embeddings and heads."""
     if not file.is_file():
         raise AdapterError(f"{file.parent} holds no {TENSORS}: save the adapter as safetensors")
     try:
@@ -230,8 +229,8 @@ def _pattern(path: Path, config: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _matched(pattern: Mapping[str, Any], module: str, default: Any) -> Any:
-    """The value of the first pattern that matches the end of the module's name, as PEFT looks it up; `default` if none
-    does."""
+    """Look up a module's value in a dict of patterns, as PEFT does: the first pattern that matches the end of the
+    module's name wins. `default` if none matches."""
     for key, value in pattern.items():
         if re.match(rf"(.*\.)?({key})$", module):
             return value

@@ -1,4 +1,4 @@
-"""AdapterPlacements: the adapters that the device must have before a step. No torch."""
+"""AdapterPlacements: which adapters to copy to the device before a step, and where. No torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class AdapterPlacement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AdapterPlacements(BatchPart):
-    """The placements of one step. They are carried out before rows are admitted, because admitted requests may have
-    these adapters."""
+    """The adapters to copy before one step. They are copied before rows are admitted, because admitted requests may use
+    them."""
 
     placements: tuple[AdapterPlacement, ...]

@@ -1,7 +1,8 @@
-"""AdapterSlots: which adapters are on the device, and where. Only accounting: the worker copies. No torch.
+"""AdapterSlots: the scheduler's accounts of which adapters are on the device, and where. The worker copies them. No
+torch.
 
-An adapter stays in its place until another one needs the room and no running request has it. The one that was used
-least recently goes first.
+An adapter stays on the device until its memory is needed for another one and no running request uses it. The least
+recently used one is evicted first.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class AdapterSlots(RowResource):
         self._changes: list[AdapterPlacement] = []
 
     def room_for(self, asked: CheckedRequest) -> Room:
-        """Whether the request's adapter can have a slot. TAKEN: running requests use the adapters of all slots, and the
-        request's adapter is in none of them."""
+        """Whether the request's adapter can have a slot on the device. TAKEN: the adapter is in no slot, and running
+        requests use the adapters of all slots."""
         part = asked.part(LoadedAdapter)
         if part is None:
             return Room.NOT_NEEDED
@@ -51,14 +52,14 @@ class AdapterSlots(RowResource):
             del self._users[part.number]
 
     def forget(self, number: int) -> None:
-        """Remove an adapter that is no longer loaded."""
+        """Remove an adapter that was dropped from the host's memory."""
         assert number not in self._users, "an adapter is dropped while requests run with it"
         if number in self._placed:
             self._evict(number)
 
     @property
     def running(self) -> list[int]:
-        """The adapters of running requests."""
+        """The load numbers of the adapters that running requests use."""
         return list(self._users)
 
     def forget_all(self) -> None:

@@ -1,4 +1,4 @@
-"""StepAdapters: what adapters add to the products of a step's token rows (`kernels/adapter_products.py`).
+"""StepAdapters: adds the LoRA products of a step's adapters to the layers' outputs (`kernels/adapter_products.py`).
 
 Every token row is computed separately and adds its terms in a fixed order, so its result does not depend on the
 adapters of other rows. Rows without an adapter are not written.
@@ -87,15 +87,15 @@ class StepAdapters(RowDeltas):
 
 
 class Unchanged(ProductChange):
-    """The change of a product that no adapter of this step changes. It adds nothing."""
+    """Adds nothing. Stands for the adapters' part of a product that no adapter of this step changes."""
 
     def add_to(self, out: torch.Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
 class FactoredChange(ProductChange):
-    """A change that is given by two low-rank factors. The product with the first factor is launched right after the
-    layer's own product, so that a GPU can run both at the same time."""
+    """What adapters add to a layer's product, computed with their two low-rank factors. The product with the first
+    factor is launched right after the layer's own product, so that a GPU can run both at the same time."""
 
     asked: range  # the targets that have some of the output features
     rows: RowSlots

@@ -119,8 +119,8 @@ class AdapterStore(DeltaSource):
 
     @property
     def is_capturable(self) -> bool:
-        """Whether kernels compute what adapters add. Without them torch operations do so. These read device data on the
-        host, so steps with them cannot be captured."""
+        """Whether steps with adapters can be captured in a CUDA graph. They can if kernels compute the adapters'
+        products; the torch operations used otherwise read device data on the host."""
         return all(operation.serves(self.arena.tables.numbers) for operation in OPERATIONS)
 
     def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> StepAdapters:

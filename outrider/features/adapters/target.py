@@ -1,7 +1,7 @@
-"""A target: one product of a model that adapters may change.
+"""Target: one weight of a model that LoRA adapters may change.
 
-A target knows the shapes that a file's two factors must have. It cuts them to the part that this rank computes, in the
-order of this rank's weights. Experts are in `experts_target.py`; `targets.py` finds a model's targets.
+A target knows the shapes that a file's two factors must have. It cuts the factors to the part that this rank computes,
+in the order of this rank's weights. Experts are in `experts_target.py`; `targets.py` finds a model's targets.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Target(ABC):
 
     @abstractmethod
     def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
-        """This rank's part of the factors, in the layout of the arena."""
+        """This rank's part of the two factors, in the layout of the arena (`arena.py`)."""
 
     @abstractmethod
     def check(self, pair: FactorPair) -> int:
@@ -58,7 +58,7 @@ class Target(ABC):
         return {(0, 0)}
 
     def held_rank(self, rest: str, rank: int) -> int:
-        """The rank for which the arena must have room, if a file's module has the rank `rank`."""
+        """The LoRA rank for which the arena must have room, if a file's module has the rank `rank`."""
         return rank
 
     @property
@@ -74,8 +74,8 @@ class Target(ABC):
     @property
     @abstractmethod
     def bounds(self) -> tuple[int, int]:
-        """The begin and end of the output features that the target covers, in this rank's module or in each of its
-        experts."""
+        """The first output feature that the target covers, and the one after the last, in this rank's module or in each
+        of its experts."""
 
     def room(self, rank: int) -> int:
         return sum(map(aligned, self.sizes(rank)))
@@ -117,8 +117,8 @@ class TargetPart(NamedTuple):
 
 @dataclass(frozen=True)
 class JointModule:
-    """A module of a file whose one matrix changes several targets of a layer. The rows of each attention head contain a
-    part for every target."""
+    """A module of an adapter file whose one matrix changes several targets of a layer. The rows of each attention head
+    contain a part for every target."""
 
     targets: tuple[LinearTarget, ...]
     layout: HeadLayout
@@ -148,7 +148,7 @@ def _held_rows(b: torch.Tensor, segment: Segment) -> torch.Tensor:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LinearTarget(Target):
-    """One matrix of a linear layer: `a` [rank, inputs] and `b` [rank, outputs]."""
+    """One matrix of a linear layer, with LoRA factors `a` [rank, inputs] and `b` [rank, outputs]."""
 
     linear: Linear
     segment: Segment
@@ -181,8 +181,8 @@ class LinearTarget(Target):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpansionTarget(Target):
-    """The projection from the latent space to keys and values, which attention uses in both directions: `a` [rank,
-    latent] and `b` [rank, heads x (key | value)]."""
+    """MLA's projection from the latent space to keys and values (kv_b_proj), which attention uses in both directions.
+    Its LoRA factors are `a` [rank, latent] and `b` [rank, heads x (key | value)]."""
 
     expansion: LatentExpansion
     reach = DeltaReach.LATENTS
@@ -206,8 +206,8 @@ class ExpansionTarget(Target):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EmbeddingTarget(Target):
-    """The embedding table: `a` [vocabulary, rank], which is looked up like the table itself, and `b` [rank, hidden].
-    With several ranks each holds all of both."""
+    """The embedding table, with LoRA factors `a` [vocabulary, rank], which is looked up like the table itself, and `b`
+    [rank, hidden]. With several ranks each holds all of both."""
 
     embedding: Embedding
     is_planned: bool = False

@@ -1,4 +1,4 @@
-"""The targets of a model, found by the names that PEFT gives their modules.
+"""Finds the weights of a model that LoRA adapters may change (targets), by the names that PEFT gives their modules.
 
 Modules with several matrices (q, k and v) have a target for each.
 """
@@ -71,7 +71,7 @@ class Targets:
 
     @cached_property
     def ranges(self) -> Mapping[int, TargetRange]:
-        """The targets of each linear layer, by the layer's id."""
+        """The indexes of each linear layer's targets, by the layer's id."""
         return {key: TargetRange(own[0].index, tuple(target.bounds[1] for target in own))
                 for key, own in self.of_module.items() if isinstance(own[0], LinearTarget)}
 
@@ -126,7 +126,7 @@ class Targets:
                            "base model")
 
     def planned_room(self, rank: int) -> int:
-        """The size, in numbers, of an adapter of this rank that changes all planned targets."""
+        """The number of elements that an adapter of this rank takes if it changes all planned targets."""
         return sum(target.room(rank) for target in self.all if target.is_planned)
 
 

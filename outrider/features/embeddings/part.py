@@ -20,8 +20,8 @@ class PromptEmbeds(InputPart):
 
     @property
     def cache_key(self) -> str:
-        """The key by which pages are separated: requests share pages only if all their embeddings are equal, and never
-        with a request that has only token ids."""
+        """The part of the prefix cache's keys that separates pages: requests share pages only if all their embeddings
+        are equal, and never with a request that has only token ids."""
         return f"embeds={self.digest}"
 
     def vectors(self, start: int, end: int) -> InputVectors | None:

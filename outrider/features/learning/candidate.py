@@ -1,8 +1,8 @@
-"""Candidate: a copy of the serving head in training on served texts, and how it compares with the head that serves.
+"""Candidate: a copy of the serving draft head that is trained on served texts, and compared with the serving head.
 
-The loss is the cross-entropy against the tokens that were served: they are samples of the distribution that drafts are
-checked against, whatever the requests' parameters. The output layer is not trained, so that memory and time are spent
-on the head's layer only.
+The loss is the cross-entropy against the served tokens. They are samples of the distribution that drafts are checked
+against, whatever the requests' parameters. The output layer is not trained, so that memory and time are spent on the
+head's layer only.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class PaddedTexts:
                    torch.tensor([text.answer_from for text in texts], device=device))
 
     def places(self, num_drafts: int) -> torch.Tensor:
-        """[places] indexes (text * length + position) of the tokens after which drafts are trained and measured: the
-        next `num_drafts` tokens are known and were produced by the target. The first token is never one of them,
+        """[places] the tokens after which drafts are trained and measured, as indexes (text * length + position): those
+        whose next `num_drafts` tokens are known and were produced by the target. The first token is never one of them,
         because there is no hidden state before it."""
         at = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         is_place = (at >= (self.answer_from[:, None] - 1).clamp_min(1)) & (at + num_drafts < self.lengths[:, None])
@@ -87,7 +87,8 @@ class Candidate:
 
     @torch.enable_grad()
     def add_gradients(self, texts: Sequence[ServedText], share: float) -> None:
-        """Add the gradients of a micro-batch's loss, multiplied by `share`, its part of the whole step."""
+        """Add the gradients of a micro-batch's loss, multiplied by `share`, the micro-batch's share of the whole
+        training step."""
         padded = PaddedTexts.join(texts)
         with self._arithmetic():
             loss = self._loss(padded) * share
@@ -134,8 +135,8 @@ class Candidate:
 
     def _logits(self, network: Eagle3Network, padded: PaddedTexts,
                 rows: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yield the logits [rows, draft vocabulary] of each pass. `rows`: for each pass, indexes into the flattened
-        texts of the tokens after which logits are wanted."""
+        """Yield the logits [rows, draft vocabulary] of each draft pass. `rows`: for each pass, the tokens after which
+        logits are wanted, as indexes into the flattened texts."""
         slots = TextSlots.from_lengths(padded.lengths, padded.tokens.shape[1])
         with torch.no_grad():
             embeds, output = self._served.embeds(padded.tokens), self._served.output

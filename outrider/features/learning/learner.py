@@ -4,8 +4,8 @@ only if the one sampler picks the same token, whatever weights the head has.
 Steps record the texts that they serve (`traffic.py`). A thread trains a copy of the head on them, and compares copy and
 serving head on texts that neither was trained on. If the copy is better, the thread of steps copies its weights over
 the serving weights, before it runs its next step. While requests run, the trainer works for a small share of the time;
-it may use all of it while the engine is idle. The share replaces a low thread priority of the operating system, because
-a thread that the system holds back may hold Python's lock.
+it may use all of it while the engine is idle. A low thread priority of the operating system would not do: a thread that
+the system holds back may hold Python's lock.
 
 Whatever the trainer raises is counted and logged, and the copy begins again from the serving head. After some failures
 the trainer ends; drafting goes on with the head as it is.
@@ -83,8 +83,9 @@ class TextsForgotten(Exception):
 
 
 class DrafterLearner(DraftObserver, BackgroundWork):
-    """Records served texts, trains a copy of the head on them, and serves with better weights. The thread of steps
-    calls all methods, except those that begin with an underscore and run in the trainer's thread."""
+    """Records served texts, trains a copy of the draft head on them, and serves with the copy's weights once they are
+    better. The thread of steps calls all methods, except those that begin with an underscore and run in the trainer's
+    thread."""
 
     def __init__(self, served: ServedHead, limits: Limits, settings: LearningSettings, num_tokens: int,
                  segment_tokens: int) -> None:
@@ -318,7 +319,8 @@ class DrafterLearner(DraftObserver, BackgroundWork):
         self._report = replace(self._report, num_steps=self._report.num_steps + 1)
 
     def _measure(self, chosen: Sequence[ClosedText]) -> tuple[float, float]:
-        """Measure the mean run (tokens per step) of the serving head and of the candidate on the same texts."""
+        """Measure the mean number of tokens per step that the serving head and the candidate reach on the same
+        texts."""
         with self._at_work():
             texts = self.ring.read(chosen)
         num_places, accepted = 0, [0, 0]
@@ -380,7 +382,7 @@ class DrafterLearner(DraftObserver, BackgroundWork):
 
 
 def micro_batches(texts: Sequence[ServedText]) -> Iterator[list[ServedText]]:
-    """The texts in groups of at most MICRO_TOKENS tokens each, padding included."""
+    """Group the texts into micro-batches of at most MICRO_TOKENS tokens each, padding included."""
     group: list[ServedText] = []
     for text in sorted(texts, key=lambda text: len(text.tokens)):
         if group and (len(group) + 1) * len(text.tokens) > MICRO_TOKENS:

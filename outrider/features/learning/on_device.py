@@ -1,4 +1,5 @@
-"""LearningOnDevice: the worker's half of a drafter that learns while it serves."""
+"""LearningOnDevice: the worker's part of a drafter that learns while it serves. It makes the learner, and reports the
+memory that the learner needs."""
 
 from __future__ import annotations
 

@@ -25,8 +25,8 @@ ADVICE = "start without adapt_drafter, or use an EAGLE-3 head that `outrider tra
 
 class ServedHead:
     def __init__(self, head: Eagle3Head, max_drafts: int, allow_copies: bool) -> None:
-        """allow_copies: weight formats may hold second copies of weights, which a swap makes again. Raises ValueError
-        for a head that the network in training cannot represent."""
+        """allow_copies: weights may have second copies in other layouts, which `take` must make again. Raises
+        ValueError for a head that the network in training cannot represent."""
         self.head, self.max_drafts, self._allow_copies = head, max_drafts, allow_copies
         self.slots = {name.replace("layers.0.", f"{LAYER}."): slot for name, slot in head.weights().items()}
         reason = self._lack()
@@ -55,7 +55,7 @@ class ServedHead:
                          f"{ADVICE}")
 
     def _lack(self) -> str | None:
-        """The reason why the head cannot learn; None if it can."""
+        """The reason why the head cannot be trained; None if it can."""
         head, slots = self.head, self.slots.values()
         if head.target.group is not None:
             return "a head that several ranks hold does not learn while it serves (tensor_parallel_size)"
@@ -119,8 +119,8 @@ class ServedHead:
 
 
 class ServingWeights(Mapping[str, torch.Tensor]):
-    """The weights of slots by name, in float32. A matrix is converted when it is read, so that no second copy of all
-    weights is held."""
+    """The serving weights as float32, by name. A matrix is converted only when it is read, so that no second copy of
+    all weights is held."""
 
     def __init__(self, slots: Mapping[str, WeightSlot]) -> None:
         self._slots = slots

@@ -46,8 +46,8 @@ class RingSegment:
 
 
 class ClosedText(NamedTuple):
-    """A text that the ring held when it was asked. If the segment has been reused since, its number differs from this
-    one."""
+    """A recorded text, as listed by `TrafficRing.closed`. If the ring has reused its segment since, the segment's
+    number differs from this one, and the text is gone."""
 
     segment: RingSegment
     number: int

@@ -1,4 +1,5 @@
-"""The output of requests for hidden states: gathers the vectors of their steps and makes an embedding of them."""
+"""The output of a pooling request: gathers the hidden states of its steps, and makes an embedding, scores or classes of
+them."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ else:
 
 
 class PooledVectors:
-    """Gathers the hidden states of one request over its steps, and pools them. See HiddenGatherer."""
+    """The HiddenGatherer of the engine: gathers the hidden states of one request over its steps, and pools them at the
+    end."""
 
     def __init__(self, key: SampleKey, params: PoolingParams, prompt_len: int, classes: ClassHead | None) -> None:
         self.is_finished = False

@@ -1,4 +1,5 @@
-"""ProcessorsInEngine: the engine's half of logits processors: they may refuse the parameters of requests. No torch."""
+"""ProcessorsInEngine: the engine's part of logits processors. It lets processors refuse the parameters of requests. No
+torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ProcessorsOnDevice: the worker's half of logits processors."""
+"""ProcessorsOnDevice: the worker's part of logits processors. It makes them, and runs them in every step."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ProcessorsOnDevice(WorkerFeature):
         self._processors: list[EngineProcessor] = []
 
     def limit(self, limits: Limits, model: Model, drafter: Drafter | None) -> Limits:
-        """Make the processors, with the settings in vLLM's groups, as processors expect them. A processor that cannot
-        be made raises its error here, before memory is measured."""
+        """Make the logits processors. They get the settings as a `VllmConfig`, which they expect. A processor that
+        cannot be made raises its error here, before memory is measured."""
         groups = import_module("outrider.compat.vllm_config")  # by name: the package lies above this one
         settings = groups.VllmConfig.from_engine_config(self._config, limits)
         kinds = load_processors(self._config.logits_processors)

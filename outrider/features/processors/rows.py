@@ -89,7 +89,8 @@ class EngineProcessor:
         self._failed = False  # in this step
 
     def begin(self, update: BatchUpdate | None, batch: list[ProcessedRequest]) -> BatchUpdate | None:
-        """Called before the first position of a step. Returns the update of the batch that this processor needs."""
+        """Called before the first position of a step. Returns the BatchUpdate to show to this processor: a new
+        processor must see the whole batch as added."""
         if not self._failed:
             return update
         self._own, self._failed = self._make(), False
@@ -97,8 +98,8 @@ class EngineProcessor:
 
     def process(self, take: Callable[[], torch.Tensor], update: BatchUpdate | None,
                 batch: list[ProcessedRequest]) -> tuple[torch.Tensor, dict[int, ProcessorFailure]]:
-        """Return the processed logits [batch size, V], and the failures by the index of the request. `take`: makes a
-        copy of the logits."""
+        """Return the processed logits [batch size, V], and a dict from the index of each request that failed to its
+        failure. `take`: makes a copy of the logits."""
         if not self._failed:
             try:
                 return self._apply(self._own, take(), update), {}
@@ -124,7 +125,8 @@ class EngineProcessor:
 
 
 class StepProcessors:
-    """The processors with the logit rows of one step. The sampler calls `edit`, then `shape`."""
+    """The logits processors with the logit rows of one step. The sampler calls `edit` with the logits, then `shape`
+    with the scaled logits, for processors that never change which token is likeliest."""
 
     def __init__(self, processors: Sequence[EngineProcessor], rows: Callable[[], list[StepRows]],
                  update: Callable[[list[StepRows]], tuple[list[StepRows], BatchUpdate | None]]) -> None:
@@ -215,7 +217,8 @@ class ProcessorRows(LogitsPart):
         return StepProcessors(self._processors, follow, self._change)
 
     def _change(self, rows: list[StepRows]) -> tuple[list[StepRows], BatchUpdate | None]:
-        """Return the rows of a step in the order of their indices in the batch, and how the batch has changed."""
+        """Return the rows of a step in the order of their indices in the batch, and the BatchUpdate since the last
+        step."""
         batch, by_request = self._batch, {own.request: own for own in rows}
         free = [index for index, request in enumerate(batch) if request not in by_request]
         added = [index for index, request in enumerate(batch) if request in by_request and request.is_new]

@@ -17,9 +17,9 @@ MATE_TOKENS = 48  # most of the prompt of a random batch mate
 
 
 def engine_settings(receipt: Receipt, key: bytes | None = None, *, given: Collection[str] = ()) -> dict[str, Any]:
-    """The settings of an engine that computes as the receipt's did. Raises ValueError for a setting that no receipt
-    tells, and for logits processors, which are code that the engine would import, unless `key` has signed the receipt.
-    given: names of settings that the caller has; the receipt's are left out."""
+    """The engine settings with which a receipt's tokens can be computed again. Raises ValueError for a setting that no
+    receipt has. Logits processors are code that the engine would import, so they are refused unless `key` has signed
+    the receipt. given: names of settings that the caller sets; the receipt's values for them are left out."""
     told = {name: value for name, value in receipt["settings"].items() if name not in given}
     odd = next((name for name in told if name not in SETTINGS), None)
     if odd is not None:
@@ -49,7 +49,7 @@ def params_of(receipt: Receipt) -> SamplingParams:
 
 
 def num_tokens(receipt: Receipt) -> int:
-    """The most tokens that the receipt's request may have, prompt and answer together."""
+    """The most tokens that the receipt's request can have, prompt and answer together."""
     return len(receipt["prompt_token_ids"]) + int(receipt["params"]["max_tokens"])
 
 

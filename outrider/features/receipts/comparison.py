@@ -1,5 +1,5 @@
-"""Compares a receipt with that of a second computation. Says whether they are equal, or what differs and where the
-first differing bit is."""
+"""Compares a receipt with the receipt of a second computation: whether they are equal, and if not, what differs and at
+which token the first difference is."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def compare(receipt: Receipt, again: Receipt) -> Verdict:
 
 
 def _differing_fields(receipt: Receipt, again: Receipt) -> list[str]:
-    """Describe the fields, other than tokens and log-probabilities, in which the second computation differs."""
+    """Describe which fields, other than tokens and log-probabilities, differ in the second computation."""
     before, after = leaves(receipt), leaves(again)
     if receipt["adapter"] and again["adapter"]:
         after["adapter.name"] = before.get("adapter.name")

@@ -1,4 +1,4 @@
-"""ReceiptsInEngine: the engine's half of receipts. It reads the key that signs them when it is made, and hashes the
+"""ReceiptsInEngine: the engine's part of receipts. It reads the key that signs them when it is made, and hashes the
 model's files when the first request asks for a receipt."""
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class ReceiptsInEngine(EngineFeature):
         return (lambda: ReceiptPart(self._writer)) if params.receipt else None
 
     def start_check(self, check: Callable[[], Checked], tenant: str) -> Future[Checked] | None:
-        """See EngineFeature. The first check reads all files of the model."""
+        """Start the check of a request on another thread (see EngineFeature), because the first check reads all files
+        of the model."""
         if self._made is not None:
             return None
         pool = ThreadPoolExecutor(1)

@@ -1,7 +1,7 @@
-"""The form of a receipt: one JSON object with a check of every field and, from an operator with a key, a signature.
+"""The JSON of a receipt: one object with a check value of every field and, from an operator with a key, a signature.
 
-A check is the beginning of a field's SHA-256. Checks show which field was changed by mistake. The signature shows every
-change, also if the checks were computed again to hide it.
+A check value is the beginning of a field's SHA-256. Check values show which field was changed by mistake. The signature
+shows every change, even if the check values were computed again to hide it.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def read_key(path: str) -> bytes:
 
 
 def sealed(fields: Mapping[str, Any], key: bytes | None, written: Mapping[str, bytes] = NOTHING) -> Receipt:
-    """Return the receipt with checks added and, if there is a key, with a signature. written: the canonical bytes of
-    some fields, which are long and were written before."""
+    """Return the receipt with check values added and, if there is a key, with a signature. written: the canonical bytes
+    of some long fields, if the caller has them already."""
     checks = {path: _digits(written[path]) if path in written else check(value)
               for path, value in leaves(fields).items()}
     receipt = {**fields, "checks": checks, "signature": None}
@@ -84,7 +84,7 @@ def leaves(receipt: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def faults(receipt: Any, key: bytes | None) -> list[str]:
-    """List what is wrong with a receipt itself, before anything is computed. key: None leaves the signature
+    """List what is wrong with a receipt itself, before its tokens are computed again. key: None leaves the signature
     unchecked."""
     if not isinstance(receipt, dict) or "receipt" not in receipt:
         raise ValueError('this is no receipt: it has no field "receipt". Give the value of "receipt" of an answer')
@@ -112,7 +112,7 @@ def _form_faults(receipt: Receipt) -> list[str]:
 
 
 def _value_faults(receipt: Receipt) -> list[str]:
-    """Values of other kinds than those that a replay reads. The receipt has all fields."""
+    """List the values that a replay cannot read because of their type. The receipt has all fields."""
     output, adapter, values = receipt["output"], receipt["adapter"], leaves(receipt)
     fits = {
         "exact": isinstance(receipt["exact"], bool),

@@ -1,5 +1,5 @@
-"""ReceiptPart: the part of a request that asks for receipts. SampleNotes: what the receipt of one sample says of its
-run, noted while it runs. The thread that reads a receipt writes and seals it."""
+"""ReceiptPart: the part of a request that asks for receipts. SampleNotes: what one sample's receipt needs, noted while
+the sample runs. The thread that reads a receipt writes and signs it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from outrider.lora_request import AdapterLoads, LoadedAdapter
 
 
 class ReceiptPart(AddingPart):
-    """Asks for a receipt of each sample. A worker, which makes no outputs, gets an empty part in its place."""
+    """Part of a request that asks for a receipt of each sample. A worker, which makes no outputs, gets an empty part in
+    its place."""
 
     def __init__(self, writer: ReceiptWriter) -> None:
         self._writer = writer
@@ -49,22 +50,23 @@ class SampleNotes(SampleAddition):
     name = "receipt"
 
     def __init__(self, version: int, write: Callable[[dict[str, Any]], Receipt]) -> None:
-        """version: of the weights. write: makes the receipt of what was noted."""
+        """version: the version of the weights when the sample begins. write: makes the receipt from the noted
+        fields."""
         self._write = write
         self._token_ids: list[int] = []
         self._logprobs: list[float] = []
         self._versions = [(version, 0)]  # with the first token of each
 
     def use_weights(self, version: int, *, in_place: bool) -> None:
-        """See SampleAddition. A version that goes on in place is told even if it has no tokens, since later tokens
-        depend on it."""
+        """Note that the weights have changed (see SampleAddition). If the request goes on with its cache, the version
+        before stays in the receipt even without a token of its own, since later tokens depend on it."""
         while not in_place and self._versions and self._versions[-1][1] == len(self._token_ids):
             self._versions.pop()
         self._versions.append((version, len(self._token_ids)))
 
     def resume(self, token_ids: list[int]) -> None:
-        """See SampleAddition. The log-probabilities and weight versions of these tokens are not known any more, so the
-        receipt says from which token on it has them."""
+        """Begin again with the tokens that an interrupted sample has sent (see SampleAddition). Their log-probabilities
+        and weight versions are unknown, so the receipt says from which token on it has them."""
         self._token_ids = list(token_ids)
         self._versions = [(self._versions[-1][0], len(token_ids))]
 

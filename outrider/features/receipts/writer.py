@@ -1,4 +1,4 @@
-"""ReceiptWriter writes the receipts of an engine's samples."""
+"""ReceiptWriter: writes the receipts of an engine's samples."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class ReceiptWriter:
                              f"({error})") from None
 
     def write(self, asked: CheckedRequest, prompt: bytes, sampled: Mapping[str, Any]) -> Receipt:
-        """Write and seal the receipt of one sample, on any thread. prompt: the canonical bytes of its token ids.
-        sampled: the fields that only the run of this sample tells."""
+        """Write and sign the receipt of one sample, on any thread. prompt: the canonical bytes of the prompt's token
+        ids. sampled: the fields that were noted while the sample ran."""
         model = self._model
         if any(version for version, _, _ in sampled["weights_versions"]):  # those came from no file that is known
             model = model | {"weights": None}
         return sealed({**self._describe(asked), **sampled, "model": model}, self._key, {"prompt_token_ids": prompt})
 
     def _describe(self, asked: CheckedRequest) -> dict[str, Any]:
-        """The fields of the receipt that engine and request tell."""
+        """The fields of the receipt that come from the engine and the request, not from the sample's run."""
         params = params_to_json(asked.sampling)
         num_tokens = len(asked.token_ids)
         room = self._max_len - num_tokens

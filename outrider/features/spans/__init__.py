@@ -1,1 +1,2 @@
-"""Spans of a prompt whose tokens see each other in both directions: `bidirectional_spans` of a prompt."""
+"""Spans of a prompt whose tokens attend to each other in both directions, for models with bidirectional parts:
+`bidirectional_spans` of a prompt."""

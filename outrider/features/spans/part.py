@@ -1,4 +1,4 @@
-"""PromptSpans: the spans of a prompt whose tokens see each other in both directions. No torch."""
+"""PromptSpans: the spans of a prompt whose tokens attend to each other in both directions. No torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class PromptSpans(InputPart):
     spans: tuple[tuple[int, int], ...]
 
     def page_content(self, start: int, end: int, token_ids: Sequence[int]) -> list[int]:
-        """Return what the page's key depends on: the spans that touch the page, with all their tokens, also those in
-        later pages."""
+        """Return the part of a page's prefix-cache key that spans add: the spans that touch the page, with all their
+        tokens, also those in later pages."""
         touching = ((first, last) for first, last in self.spans if first < end and start < last)
         return [number for first, last in touching for number in (first, last, *token_ids[first:last])]
 
