@@ -1,8 +1,8 @@
 """What the Triton kernels share: small device functions, programmatic dependent launch, and checks on the host.
 
 This file knows nothing of models, caches or steps. The functions that launch kernels take `pdl` (programmatic dependent
-launch): a kernel may start while the one before it drains, does what depends on no other kernel (fetching weights),
-then waits until the memory of the one before is written. None leaves the choice to `uses_pdl`.
+launch): a kernel starts while the previous kernel drains, does work that depends on no other kernel (fetching weights),
+then waits until the previous kernel's writes are visible. None leaves the choice to `uses_pdl`.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ def wait_for_inputs(PDL: tl.constexpr):
 
 @triton.jit
 def release_dependents(PDL: tl.constexpr):
-    """Let the next kernel start once every program of this kernel has reached this call. When the next kernel waits, it
-    still waits for all writes of this kernel."""
+    """Let the next kernel start once every program of this kernel has reached this call. The next kernel still sees all
+    writes of this kernel after its own wait."""
     if PDL:
         tl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r,~{memory}", [], dtype=tl.int32, is_pure=False, pack=1
@@ -57,8 +57,8 @@ def gated(gate, up, GELU: tl.constexpr):
 
 @triton.jit
 def limited(gate, up, LIMIT: tl.constexpr):
-    """Limit gate to at most LIMIT and up to -LIMIT .. LIMIT, by selection, because a minimum would turn NaN into a
-    number."""
+    """Clamp gate to at most LIMIT, and up to -LIMIT .. LIMIT. This selects between numbers, because a minimum would
+    turn NaN into a number."""
     return tl.where(gate > LIMIT, LIMIT, gate), tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
 
 
@@ -93,8 +93,8 @@ def next_power_of_two(n: int) -> int:
 
 
 def padded_requests(num_requests: int) -> int:
-    """Return the width of a vector over all requests. It is the same for all usual numbers of requests, so that one
-    compiled kernel serves them."""
+    """Return the padded number of requests for a vector over all requests. It is the same for all usual numbers of
+    requests, so that one compiled kernel serves them."""
     return max(512, next_power_of_two(num_requests))
 
 
@@ -130,8 +130,7 @@ def require_tensor(
     inner_contiguous: int = 1,
 ) -> None:
     """Check shape (None: any size), device and dtype, and that the last `inner_contiguous` axes are packed. This runs
-    before every launch, so it first tests all of it in the cheapest way, and looks for the words of an error only if
-    that fails."""
+    before every launch, so one cheap test covers everything, and the error message is built only if that test fails."""
     got = tensor.shape
     is_right = (
         tensor.dtype in dtypes

@@ -1,6 +1,8 @@
-"""Experts with LoRA adapters: the products of pairs (token row, expert), and what adapters add to each.
+"""LoRA adapters on a mixture of experts: the experts' two projections are computed for every pair of a token row and an
+expert, and each adapter's low-rank product is added to its pairs.
 
-Nothing is read on the host. All pairs are computed; sums of token rows without such an adapter are not changed.
+Nothing is read on the host. All pairs are computed, but only the token rows whose adapter changes the experts get a new
+result.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ def mix_adapted_experts(out: torch.Tensor, x: torch.Tensor, ids: torch.Tensor, w
                         gate_up: torch.Tensor, down: torch.Tensor, activation: str, added: torch.Tensor | None,
                         rows: RowSlots, tables: DeltaTables, targets: ExpertTargets, *,
                         pdl: bool | None = None) -> None:
-    """See `kernels.adapter_products.mix_adapted_experts`."""
+    """Compute again the rows of `out` whose adapter changes the experts; see
+    `kernels.adapter_products.mix_adapted_experts` for the arguments."""
     pdl = uses_pdl(x.device) if pdl is None else pdl
     name, device, (num_experts, hidden, width) = "mix_adapted_experts", x.device, down.shape
     limit = silu_limit(activation)

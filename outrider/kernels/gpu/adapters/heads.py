@@ -1,10 +1,10 @@
-"""LoRA adapters of latent expansions, head by head: one launch for both factors. `kernels/adapter_products.py` is the
-specification.
+"""LoRA adapters of MLA's expansion of latents (kv_b_proj), head by head: one launch multiplies with both low-rank
+factors. `kernels/adapter_products.py` is the specification.
 
 For a token row and head, the product with the first factor has as many numbers as the adapter's rank, so it stays
 inside the program. Sums are over whole heads, so a token row has the same bits whatever rows are beside it. Token rows
-are processed in tiles, in the order of their slots. Several programs share the slots of a tile, each going through its
-own one after the other; a program without a slot ends at once.
+are processed in tiles, sorted by adapter slot. If a tile has several slots, several programs divide them, and each
+takes its slots one after the other. A program without a slot ends at once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _MAX_SHARED = 1024
 
 @triton.jit
 def without_largest(slot, count):
-    """Return the slots of a tile's rows, with -1 in place of the `count` largest distinct slots."""
+    """Return the adapter slots of a tile's rows, with -1 in place of the `count` largest distinct slots."""
     for _ in range(count):
         slot = tl.where(slot == tl.max(slot, axis=0), -1, slot)
     return slot
@@ -46,8 +46,8 @@ def without_largest(slot, count):
 
 @triton.jit
 def own_slots(sorted_slots, place_of_row, M, share):
-    """Return the slots of a tile's rows, of which this program begins with the largest. A slot is negative if the row
-    has no adapter, or if a program with a lower number serves it first."""
+    """Return the adapter slots of a tile's rows; the program begins with the largest. A slot is negative if the row has
+    no adapter, or if a program with a lower number serves that slot first."""
     slot = tl.load(sorted_slots + place_of_row, mask=place_of_row < M, other=-1)
     return without_largest(slot, tl.program_id(0) % share)
 
@@ -108,7 +108,8 @@ def _head_kernel(
 
 def add_head_adapters(x: torch.Tensor, out: torch.Tensor, rows: RowSlots, tables: DeltaTables, target: int,
                       columns: HeadColumns, into_latents: bool, *, pdl: bool | None = None) -> None:
-    """See `kernels.adapter_products.add_head_adapters`."""
+    """Add the adapters' low-rank products to keys or values of each head; see
+    `kernels.adapter_products.add_head_adapters` for the arguments."""
     pdl = uses_pdl(x.device) if pdl is None else pdl
     name, (num_tokens, num_heads, num_inputs) = "add_head_adapters", x.shape
     require_tensor(name, "x", x, (num_tokens, num_heads, None), x.device, FLOATS)
@@ -133,8 +134,8 @@ def add_head_adapters(x: torch.Tensor, out: torch.Tensor, rows: RowSlots, tables
 
 
 def _share_of(num_rows: int, programs: int, num_slots: int) -> int:
-    """Return how many programs share the slots of a tile, given how many programs there are already. The bits do not
-    depend on it."""
+    """Return how many programs divide the adapter slots of a tile, given how many programs there are already. This
+    affects only speed: results have the same bits for every number."""
     share = next((share for most, share in _SHARES if num_rows <= most), 1)
     share = min(share, next_power_of_two(num_slots))
     while share > 1 and cdiv(num_rows, TILE) * programs * share > _MAX_SHARED:

@@ -7,9 +7,9 @@ features, and the second adds these sums in order, so a token row has the same b
 
 A piece of work is a segment of token rows with one slot (see `RowSlots`) and a range of features. Programs loop over
 the pieces that exist: a launch is as large as the most work there may be, but takes only as long as the work that there
-is. The first kernel does not need the result of the layer's product, so it is launched after the product and runs
-beside it where the product allows it. No kernel of the layers writes factors and segments, so they are fetched while
-the previous kernel still runs.
+is. The first kernel does not need the result of the layer's product. It is launched after the product, and runs at the
+same time where the product allows that. Factors and segments are fetched while the previous kernel still runs, because
+no kernel of the layers writes them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _MAX_STEP = 16  # numbers that one load takes at most
 
 @triton.jit
 def summed_ranges(at, stride, mask, SPLITS: tl.constexpr):
-    """Add up the sums of all ranges of input features, in order."""
+    """Add up the partial sums of all ranges of input features, in order."""
     total = tl.load(at, mask=mask, other=0.0)
     for split in tl.static_range(1, SPLITS):
         total += tl.load(at + tl.cast(split, tl.int64) * stride, mask=mask, other=0.0)
@@ -59,8 +59,9 @@ def summed_ranges(at, stride, mask, SPLITS: tl.constexpr):
 
 @triton.jit
 def own_blocks(num_segments, PER_SEGMENT: tl.constexpr):
-    """Return (first, end) of this program's blocks of output features, among the blocks of all segments. Neighbouring
-    blocks mostly belong to one segment, so the program adds up that segment's sums once."""
+    """Return (first, end) of the blocks of output features that this program computes; blocks are counted over all
+    segments. Neighbouring blocks mostly belong to one segment, so the program adds up that segment's partial sums
+    once."""
     num_blocks = tl.load(num_segments).to(tl.int32) * PER_SEGMENT
     share = tl.cdiv(num_blocks, tl.num_programs(0))
     first = tl.program_id(0) * share
@@ -70,8 +71,8 @@ def own_blocks(num_segments, PER_SEGMENT: tl.constexpr):
 @triton.jit
 def added_by(total, b, b_at, b_stride, rank, inner_at, inner_stride, is_own, is_there, TILE: tl.constexpr,
              RANKS: tl.constexpr, HAS_MORE: tl.constexpr, BLOCK_N: tl.constexpr, SPLITS: tl.constexpr):
-    """Return [TILE, BLOCK_N] float32: the product of the sums at inner_at with a second factor of this rank. total, b:
-    the first RANKS ranks of both. HAS_MORE: there may be more ranks."""
+    """Multiply the summed first product of an adapter (at inner_at) with its second factor of this rank, and return
+    [TILE, BLOCK_N] float32. total, b: the first RANKS ranks of both operands. HAS_MORE: there may be more ranks."""
     lane = tl.arange(0, RANKS)
     acc = tl.dot(total, b, tl.zeros([TILE, BLOCK_N], dtype=tl.float32), input_precision="ieee")
     if HAS_MORE:
@@ -86,8 +87,8 @@ def added_by(total, b, b_at, b_stride, rank, inner_at, inner_stride, is_own, is_
 
 @triton.jit
 def _prefetch_factor(factor, row, rank, first, K: tl.constexpr, SPLIT: tl.constexpr):
-    """Prefetch SPLIT columns (a power of two) from `first` on of some rows of a first factor, so that blocks that are
-    loaded one after the other are all fetched at once."""
+    """Prefetch SPLIT columns (a power of two), from `first` on, of some rows of a first factor. Loads that follow one
+    another then wait for memory only once."""
     step: tl.constexpr = _LINE // (factor.dtype.element_ty.primitive_bitwidth // 8)
     column = tl.minimum(first + tl.arange(0, SPLIT // step) * step, K - 1)
     own = tl.minimum(row, tl.maximum(rank, 1) - 1)
@@ -104,15 +105,17 @@ def _shrink_kernel(
     PER_ROW: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr,
     BESIDE: tl.constexpr, PDL: tl.constexpr,
 ):
-    """inner [SPLITS, token rows in their order, COUNT targets, ranks] float32: the sums over SPLIT input features each.
-    A slot is one of EXPERTS experts of an adapter; its row `r` reads row r // PER_ROW of x. share: pieces of work that
-    share the ranks of an adapter.
+    """Multiply token rows with the first factors. Writes inner [SPLITS, token rows in their order, COUNT targets,
+    ranks] float32: a partial sum for every SPLIT input features.
 
-    BESIDE: the kernel before is a product of x that has let this one start after it had waited for x (`note_product`).
-    All kernels before the product have ended then, so x is complete, and `inner` is written by no other kernel: of what
-    the product still reads and writes, nothing has been freed. x is read from the L2 cache, as the copy in an L1 cache
-    may be older than x. Only the end of this kernel must lie behind that of the product, since the next kernel waits
-    for this one alone: one program waits, and the others leave their place to more of them."""
+    Each slot is an adapter, or with EXPERTS > 1 one expert of an adapter. Row `r` reads row r // PER_ROW of x. share:
+    how many pieces of work divide the ranks of an adapter.
+
+    BESIDE: this kernel runs at the same time as the previous kernel, which is a product of x that let this one start
+    after it had itself waited for x (`note_product`). So x is complete and `inner` is written by no other kernel,
+    because all kernels before the product have ended; and no memory that the product still uses has been freed. x is
+    read from the L2 cache, as the copy in an L1 cache may be older. One program waits for the product to end, since the
+    next kernel waits only for this one; the other programs leave room for more of them."""
     release_dependents(PDL)
     lane = tl.arange(0, TILE)
     piece = tl.program_id(0)
@@ -171,9 +174,11 @@ def _expand_kernel(
     TILE: tl.constexpr, RANKS: tl.constexpr, HAS_MORE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr,
     PLACES: tl.constexpr, ALIGNMENT: tl.constexpr, STEP: tl.constexpr, PDL: tl.constexpr,
 ):
-    """first, width: the output features that `out` has. COUNT: targets that `inner` has, of at most BLOCKS blocks of
-    BLOCK_N features each. gain: a factor of all that is added. STEP: all targets begin and end at multiples of it, and
-    so does `first`."""
+    """Multiply the summed first products with the second factors, and add the results to `out`.
+
+    first, width: the output features that `out` has. COUNT: targets in `inner`, each with at most BLOCKS blocks of
+    BLOCK_N features. gain: a factor for everything that is added. STEP: a number that divides `first` and the ends of
+    all targets."""
     release_dependents(PDL)
     row, lane = tl.arange(0, TILE), tl.arange(0, RANKS)
     next_block, end_block = own_blocks(num_segments, COUNT * BLOCKS)
@@ -238,8 +243,9 @@ def _expand_gated_kernel(
     HAS_MORE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCKS: tl.constexpr, PLACES: tl.constexpr, ALIGNMENT: tl.constexpr,
     STEP: tl.constexpr, GELU: tl.constexpr, PDL: tl.constexpr,
 ):
-    """out = act(gate) * up, of which `product` has both without adapters. Gate and up are the two targets that `inner`
-    has, of BLOCKS blocks of BLOCK_N features each. Every token row is written; STEP divides width."""
+    """Write out = act(gate) * up, after adding the adapters' results to gate and up. `product` has both without
+    adapters. Gate and up are the two targets in `inner`, each with BLOCKS blocks of BLOCK_N features. Every token row
+    is written; STEP divides width."""
     release_dependents(PDL)
     row, lane = tl.arange(0, TILE), tl.arange(0, RANKS)
     width = tl.multiple_of(width, STEP)
@@ -301,7 +307,8 @@ def _expand_gated_kernel(
 
 def reduce_adapters(x: torch.Tensor, rows: RowSlots, tables: DeltaTables, targets: range, *,
                     pdl: bool | None = None) -> torch.Tensor:
-    """See `kernels.adapter_products.reduce_adapters`."""
+    """Multiply token rows with the first factor of their adapters; see `kernels.adapter_products.reduce_adapters` for
+    the arguments."""
     pdl = uses_pdl(x.device) if pdl is None else pdl
     name = "reduce_adapters"
     require_tensor(name, "x", x, (None, None), x.device, FLOATS)
@@ -312,7 +319,8 @@ def reduce_adapters(x: torch.Tensor, rows: RowSlots, tables: DeltaTables, target
 
 def add_adapters(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, tables: DeltaTables,
                  targets: TargetRange, *, pdl: bool | None = None) -> None:
-    """See `kernels.adapter_products.add_adapters`."""
+    """Multiply with the second factors and add the results to `out`; see `kernels.adapter_products.add_adapters` for
+    the arguments."""
     pdl = uses_pdl(out.device) if pdl is None else pdl
     name, asked = "add_adapters", targets.within(first, first + out.shape[1])
     require_tensor(name, "out", out, (None, None), out.device, FLOATS)
@@ -324,13 +332,14 @@ def add_adapters(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSl
 
 def takes_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, rows: RowSlots, tables: DeltaTables,
                 targets: TargetRange) -> bool:
-    """Whether the kernel serves the call: gate and up must be two consecutive targets."""
+    """Whether `add_adapters_gated` has a kernel for this call: gate and up must be two consecutive targets."""
     return activation in _GATED and len(targets.ends) == 2 and 2 * targets.ends[0] == targets.ends[1] == out.shape[1]
 
 
 def add_adapters_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, rows: RowSlots, tables: DeltaTables,
                        targets: TargetRange, *, pdl: bool | None = None) -> torch.Tensor:
-    """See `kernels.adapter_products.add_adapters_gated`."""
+    """Add the adapters' results to gate and up, and return act(gate) * up in one launch; see
+    `kernels.adapter_products.add_adapters_gated` for the arguments."""
     pdl = uses_pdl(out.device) if pdl is None else pdl
     name, width, num_rows = "add_adapters_gated", targets.ends[0], len(out)
     require_tensor(name, "out", out, (None, 2 * width), out.device, FLOATS)
@@ -354,7 +363,8 @@ def add_adapters_gated(inner: torch.Tensor, out: torch.Tensor, activation: str, 
 
 def add_adapter_embeddings(out: torch.Tensor, tokens: torch.Tensor, gain: float, rows: RowSlots, tables: DeltaTables,
                            target: int, *, pdl: bool | None = None) -> None:
-    """See `kernels.adapter_products.add_adapter_embeddings`."""
+    """Add the adapters' token embeddings to `out`; see `kernels.adapter_products.add_adapter_embeddings` for the
+    arguments."""
     pdl = uses_pdl(out.device) if pdl is None else pdl
     name = "add_adapter_embeddings"
     require_tensor(name, "out", out, (None, None), out.device, FLOATS)
@@ -372,9 +382,10 @@ def add_adapter_embeddings(out: torch.Tensor, tokens: torch.Tensor, gain: float,
 
 def add_to_pairs(x: torch.Tensor, out: torch.Tensor, pairs: RowSlots, tables: DeltaTables, target: int,
                  max_rank: int, num_experts: int, pdl: bool) -> None:
-    """Add what adapters add to out [pairs, features], the products of pairs (token row, expert). pairs: the slot of
-    each pair, which is its adapter's slot times `num_experts` plus its expert. x: [pairs, inputs], or [tokens, inputs],
-    where each token row serves equally many pairs. max_rank: the target's largest rank."""
+    """Add the adapters' low-rank products to out [pairs, features], which holds an expert projection of each pair
+    (token row, expert). pairs: the slot of each pair, which is the adapter's slot times `num_experts` plus the expert.
+    x: [pairs, inputs], or [tokens, inputs], where each token row serves equally many pairs. max_rank: the target's
+    largest rank."""
     name = "add_to_pairs"
     require_tensor(name, "out", out, (None, None), x.device, FLOATS)
     require(len(x) > 0 and len(out) % len(x) == 0, name, "x", f"has {len(x)} rows for {len(out)} pairs")
@@ -431,12 +442,12 @@ def _expand(inner: torch.Tensor, out: torch.Tensor, first: int, rows: RowSlots, 
 
 
 def _ranks(inner_width: int) -> int:
-    """Return how many ranks the second kernel multiplies at once. Most adapters have no more."""
+    """Return how many ranks of an adapter the second kernel multiplies at once: enough for most adapters."""
     return min(_MAX_RANKS, next_power_of_two(inner_width))
 
 
 def _step(*places: int) -> int:
-    """Return the largest power of two, up to a limit, that divides all of these numbers."""
+    """Return the largest power of two, up to a limit, that divides all of these feature indices."""
     common = math.gcd(*places)
     return min(_MAX_STEP, common & -common)
 
@@ -447,8 +458,8 @@ def _whole(rank: int) -> int:
 
 
 def alignment_of(num_experts: int, num_features: int) -> int:
-    """Return the alignment of a factor's first number, in numbers. It is smaller if the factors of several experts are
-    stored one after another."""
+    """Return to how many numbers the start of each factor is aligned in memory. The alignment is smaller if the factors
+    of several experts are stored one after another."""
     return ALIGNMENT if num_experts == 1 else min(ALIGNMENT, num_features & -num_features)
 
 

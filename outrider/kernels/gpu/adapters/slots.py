@@ -65,7 +65,8 @@ def takes_few(slots: torch.Tensor) -> bool:
 
 
 def sort_slots(slots: torch.Tensor) -> RowSlots:
-    """See `kernels.adapter_products.sort_slots`. Takes calls that `takes_few` accepts."""
+    """Sort the token rows by adapter slot, and list the segments; see `kernels.adapter_products.sort_slots` for the
+    arguments. Accepts the calls for which `takes_few` is true."""
     name, count = "sort_slots", len(slots)
     require_tensor(name, "slots", slots, (None,), slots.device, (torch.int64,))
     require(takes_few(slots), name, "slots", f"has {count} rows, allowed are 1 to {MAX_ROWS}")

@@ -1,5 +1,5 @@
-"""What the kernels of decode, prefill and exact attention share: a tile's queries and keys, the loop over keys, the
-store of its result, and the checks of their common arguments.
+"""Device functions shared by the kernels of decode, prefill and exact attention (find a tile's queries and keys, loop
+over the keys, store the result), and the host's checks of their common arguments.
 
 A tile is some query tokens of one request times the query heads of one key/value head, so that keys and values are read
 once for all of them. Keys are visited in tiles that begin at multiples of the tile size. Keys and values outside of a
@@ -37,8 +37,8 @@ def _load_tile(at, inside, dim, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl
 def _load_values(
     v_head, v_row, inside, dim, D: tl.constexpr, D_PAD: tl.constexpr, MASKED: tl.constexpr, PAIRED: tl.constexpr
 ):
-    """Load values [keys, D_PAD] of rows that begin at v_row. PAIRED: two neighbours in one number, [keys, D_PAD /
-    2]."""
+    """Load values [keys, D_PAD] of rows that begin at v_row. PAIRED: load two neighbouring fp8 values as one 16-bit
+    number, [keys, D_PAD / 2]."""
     if PAIRED:
         pair = tl.arange(0, D_PAD // 2)
         at = (v_head + v_row).to(tl.pointer_type(tl.int16), bitcast=True)
@@ -48,7 +48,7 @@ def _load_values(
 
 
 class RequestTokens(NamedTuple):
-    """One request of the batch: its token rows, and its length in the cache."""
+    """A request's token rows in the batch, and its length in the cache."""
 
     first_token: tl.tensor  # its first token row
     scheduled: tl.tensor  # its token rows
@@ -102,8 +102,8 @@ def weigh_scores(score, peak, total):
 
 @triton.jit
 def add_sinks(sinks, head, exists, peak, total, HAS_SINKS: tl.constexpr):
-    """Add to the sum of weights that of one more key, whose value is 0 and whose score per head is in `sinks`. A sink
-    far above all scores makes the sum infinite, and the result 0."""
+    """Add the weight of an attention sink to the sum of weights. A sink is one more key, with value 0 and a score per
+    head in `sinks`. A sink far above all scores makes the sum infinite, and the result 0."""
     if HAS_SINKS:
         sink = tl.load(sinks + head, mask=exists, other=float("-inf")).to(tl.float32)
         base = tl.where(peak == float("-inf"), 0.0, peak)
@@ -120,9 +120,9 @@ def attend_keys(
 ):
     """Add keys [begin, end) of a `PagedHead` to (acc, peak, total): weighted values, running maximum in base 2, sum of
     weights. Only positions in [lowest, highest) are loaded; without MASKED the caller guarantees that every query sees
-    all of [begin, end). EARLY_VALUES: a tile's values are fetched together with its keys. STAGES: how many tiles are
-    loaded ahead, instead of the kernel's own number. For pages in fp8, `scale` may be [rows, 1], one for each query's
-    scores, and tiles with few rows multiply values in pairs (`pages/fp8.py`)."""
+    all of [begin, end). EARLY_VALUES: a tile's values are fetched together with its keys. STAGES: overrides how many
+    tiles the kernel loads ahead. For an fp8 cache, `scale` may be [rows, 1], one number for each query's scores, and
+    tiles with few rows multiply values in pairs (`pages/fp8.py`)."""
     dim = tl.arange(0, D_PAD)
     IN_FP8: tl.constexpr = pages.v_head.dtype.element_ty == tl.float8e4nv and q.dtype == tl.float16
     PAIRED: tl.constexpr = IN_FP8 and D % 2 == 0 and q.shape[0] < PAIRS_BELOW

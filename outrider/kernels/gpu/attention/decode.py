@@ -1,11 +1,11 @@
 """Paged attention for few query tokens per request (decoding and verifying drafts), split over the keys.
 
-Each program serves one request, one key/value head and one split: those of its place in the grid, or of its entry in a
-list. If there are several splits, the program that ends last merges them in split order, so that the result does not
-depend on which program that is. Lengths and live counts are read on the device; sizes that the host knows only set the
-grid. Without a fixed `split_size` splits grow with the request's own length, so a request's result depends on the
-number of splits but not on its batch mates. `splits.py` plans tiles and splits. Batches whose requests may share pages
-have a kernel of their own (`packs.py`).
+Each program serves one request, one key/value head and one split, which follow from its place in the grid or from its
+entry in a list. If there are several splits, the program that ends last merges them in split order, so that the result
+does not depend on which program that is. Lengths and live counts are read on the device; sizes that the host knows only
+set the grid. Without a fixed `split_size` splits grow with the request's own length, so a request's result depends on
+the number of splits but not on its batch mates. `splits.py` plans tiles and splits. Batches whose requests may share
+pages have a kernel of their own (`packs.py`).
 """
 
 from __future__ import annotations
@@ -141,8 +141,8 @@ def _keys_of_split(
     tile, tokens, split, base, size, num_active, first_key, window, Q_TILE: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, WINDOW_KIND: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):
-    """Return (begin, lowest, highest) of the keys that any query of the tile sees, cut to one split. The split's key
-    tiles begin at `begin`; positions in [lowest, highest) may be loaded."""
+    """Return (begin, lowest, highest): the keys of one split that some query of the tile sees. The split's key tiles
+    begin at `begin`; only positions in [lowest, highest) may be loaded."""
     highest = end_of_keys(tile, tokens, Q_TILE)
     lowest = first_key
     begin = base + split * size
@@ -240,7 +240,7 @@ def decode_attention(
     request. A call that shares `out` with another call passes fill_padding=False. key_starts [requests]: the first key
     that each request may see. `splits`: what `list_splits` returned for the same batch. `split_size` fixes the keys per
     split, for results that do not depend on the grid; `num_splits` overrides the number that would be chosen. scales:
-    of heads, for pages in fp8. sinks [heads] float32: the score of one more key, whose value is 0.
+    each head's scales, for an fp8 cache. sinks [heads] float32: each head's score of an attention sink.
     """
     name = "decode_attention"
     pdl = uses_pdl(q.device) if pdl is None else pdl

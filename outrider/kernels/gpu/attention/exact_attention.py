@@ -2,8 +2,8 @@
 
 Keys are divided into splits of a fixed size that begin at multiples of it. The result of a split depends only on the
 query and its keys: key tiles and the layout of a tile are the same for every number of queries. Splits are merged in
-order, by one program that walks over all of them, or by the last of several programs that share them. Multiplications
-and additions are fused only where the code says so, so that both ways round alike.
+order. Either one program computes and merges all splits of a tile, or several programs compute them and the last one
+merges. Multiplications and additions are fused only where the code says so, so that both ways round alike.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _VARYING = ["num_tokens", "num_requests", "num_tiles", "window", "max_query", "n
 
 @triton.jit
 def _merge(acc, peak, total, part, part_peak, part_total):
-    """Merge two parts of a query's attention: (weighted values, peak, sum of weights) of both parts together."""
+    """Merge the attention of a query over two sets of keys, each given as (weighted values, peak, sum of weights)."""
     new_peak = tl.maximum(peak, part_peak)
     # Before any key was seen the peak is -inf: subtract 0 instead, as -inf minus -inf is NaN.
     base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
@@ -66,7 +66,7 @@ def _merge(acc, peak, total, part, part_peak, part_total):
 
 @triton.jit
 def _store_part(part_out, part_state, at, part, part_peak, part_total, is_query, D_PAD: tl.constexpr):
-    """Store a split's part where `_merge_stored` reads it."""
+    """Store the result of one split where `_merge_stored` reads it."""
     tl.store(part_out + at[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :], part, mask=is_query[:, None])
     tl.store(part_state + 2 * at, part_peak, mask=is_query)
     tl.store(part_state + 2 * at + 1, part_total, mask=is_query)
@@ -74,7 +74,7 @@ def _store_part(part_out, part_state, at, part, part_peak, part_total, is_query,
 
 @triton.jit
 def _merge_stored(acc, peak, total, part_out, part_state, place, num_splits, is_query, D_PAD: tl.constexpr):
-    """Add the stored parts of all splits, in order. Other multiprocessors wrote them, so they are read from the shared
+    """Merge the stored results of all splits, in order. Other multiprocessors wrote them, so they are read from the L2
     cache."""
     for split in range(0, num_splits):
         at = place + split
@@ -89,7 +89,7 @@ def _merge_stored(acc, peak, total, part_out, part_state, place, num_splits, is_
 @triton.jit
 def _keys_of_tile(tile, tokens, key_starts, request, window, Q_TILE: tl.constexpr, WINDOW_KIND: tl.constexpr,
                   HAS_STARTS: tl.constexpr):
-    """Return (lowest, highest): the queries of the tile see keys in [lowest, highest)."""
+    """Return (lowest, highest): the queries of the tile see only keys in [lowest, highest)."""
     first = first_position(tile, tokens, Q_TILE)
     highest = end_of_keys(tile, tokens, Q_TILE)
     lowest = 0
@@ -176,8 +176,8 @@ def _exact_kernel(
 
 @dataclass(frozen=True)
 class ExactConfig:
-    """A tile, the same for every number of queries: rows (queries times query heads per key/value head), keys, and
-    options of the compiler."""
+    """The tile sizes of exact attention, the same for every number of queries: rows (queries times query heads per
+    key/value head), keys, and options of the compiler."""
 
     block_m: int
     block_n: int
@@ -256,7 +256,8 @@ def exact_attention(
 
 
 def _parts(shape: AttentionShape, parts_per_request: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Allocate room for every split of every query, in float32: (weighted values, peak and sum of weights)."""
+    """Allocate memory for the results of every split of every query, in float32: (weighted values, peak and sum of
+    weights)."""
     count = shape.num_requests * parts_per_request * shape.num_heads
     return (torch.empty(count, shape.padded_dim, dtype=torch.float32, device=device),
             torch.empty(count, 2, dtype=torch.float32, device=device))

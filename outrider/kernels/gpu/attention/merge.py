@@ -1,5 +1,6 @@
-"""Merging of the splits of decode attention: each program stores its split's part, and the program that ends last
-merges all parts in the order of their slots. Other kernels also use the counters that tell which program is last."""
+"""Merging of the splits of decode attention: each program stores the result of its split, and the program that ends
+last merges all results in the order of the splits. Other kernels also use the counters that tell which program is
+last."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ def arrive(counter, num_active):
 
 @triton.jit
 def store_part(part_out, part_lse, at, acc, peak, total, is_query, D_PAD: tl.constexpr):
-    """Store a split's part of each row at `at`: the mean of its values, and the logarithm of the sum of weights."""
+    """Store the result of one split for each row at `at`: the weighted mean of the values, and the logarithm of the sum
+    of weights."""
     divisor = tl.where(total > 0, total, 1.0)
     dim = tl.arange(0, D_PAD)
     tl.store(part_out + at[:, None] * D_PAD + dim[None, :], acc / divisor[:, None], mask=is_query[:, None])
@@ -41,8 +43,8 @@ def store_part(part_out, part_lse, at, acc, peak, total, is_query, D_PAD: tl.con
 
 @triton.jit
 def _part(part_out, part_lse, at, exists, D_PAD: tl.constexpr):
-    """Load (logarithm of the sum of weights, values) of a split. Another multiprocessor wrote it, so it is read from
-    the shared cache and not from this multiprocessor's."""
+    """Load (logarithm of the sum of weights, values) of a split. Another multiprocessor wrote them, so they are read
+    from the L2 cache, which all multiprocessors share."""
     lse = tl.load(part_lse + at, mask=exists, other=float("-inf"), cache_modifier=".cg")
     value = tl.load(part_out + at[:, None] * D_PAD + tl.arange(0, D_PAD)[None, :], mask=exists[:, None], other=0.0,
                     cache_modifier=".cg")

@@ -1,11 +1,11 @@
-"""Decode attention over pages that several requests share: one program reads these pages once for all requests of a
-pack.
+"""Decode attention over pages that several requests share: requests are grouped into packs, and one program reads the
+shared pages once for all requests of a pack.
 
 A tile has rows for more queries than one request has, so several requests fit into it. A pack's program reads the pages
-of the pack's first request. Each row sees keys only as far as its own page table equals that one; `sharing.py` has
-found out on the device how far that is, so no request ever sees a page that is not its own. The split of a pack is an
-additional split of each of its requests: its parts are stored in each request's slots, before those of the request's
-own splits, and the program that ends last merges them.
+of the pack's first request. Each row sees keys only as far as its own page table equals that request's; `sharing.py`
+has found out on the device how far that is, so no request ever sees a page that is not its own. The split of a pack is
+an additional split of each of its requests. Its results are stored beside those of the request's own splits, and the
+program that ends last merges them.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def _keys_of_item(
     is_pack, split, request, lengths, live, first_keys, num_pack_splits, split_size, coarse_size, num_splits,
     BLOCK_N: tl.constexpr,
 ):
-    """Return (begin, lowest, highest, splits of the request's pack, all splits of the request). The item's key tiles
-    begin at `begin`; positions in [lowest, highest) may be loaded."""
+    """Return (begin, lowest, highest, splits of the request's pack, all splits of the request) for one entry of the
+    list of splits. Its key tiles begin at `begin`; positions in [lowest, highest) may be loaded."""
     length, num_live = tl.load(lengths + request), tl.load(live + request)
     packed, pack_splits = tl.load(first_keys + request), tl.load(num_pack_splits + request)
     base, size, num_own = split_geometry(length, num_live, 0, packed, split_size, coarse_size,
@@ -144,8 +144,8 @@ def _keys_of_item(
 @triton.jit
 def _arrive_rows(counter, num_active, member, is_first):
     """Count this program at each row's counter. Returns whether all other splits of the row's request have stored their
-    parts, which can then be read. `is_first`: one row of each request, which counts for it. The last program resets the
-    counters to 0."""
+    results, which can then be read. `is_first` marks one row of each request; only that row is counted. The last
+    program resets the counters to 0."""
     tl.debug_barrier()  # every thread's part is stored before one of them says so
     arrived = tl.atomic_add(counter, 1, mask=is_first, sem="acq_rel", scope="gpu")
     ends = is_first & (arrived == num_active - 1)
@@ -162,7 +162,8 @@ def launch_packed(
     scale: float, softcap: float | None, scales: HeadScales | None, sinks: torch.Tensor | None, max_query: int,
     fill_padding: bool, pdl: bool,
 ) -> None:
-    """Launch attention for a list with packs. `decode_attention` calls it, after checking the arguments."""
+    """Launch attention for a list of splits that contains packs. `decode_attention` calls it, after checking the
+    arguments."""
     plan = splits.plan
     is_limited = shape.padded_dim <= 128 and plan.config.num_warps == 4 and plan.block_m == 16
     limit = {"maxnreg": MAX_REGISTERS} if is_limited and not knobs.runtime.interpret else {}

@@ -1,16 +1,16 @@
 """Which requests of a batch share pages, found on the device in the page tables themselves.
 
 Requests with a common beginning hold the same pages in the first columns of their page tables. Decode attention reads
-these pages once for several requests (`packs.py`). What is shared follows from the tables of the step alone:
-two requests share exactly the leading columns that are equal, so a wrong choice here can cost time but no key.
+these pages once for several requests (`packs.py`). What is shared follows from the tables of the step alone: two
+requests share exactly the leading columns that are equal, so a wrong choice here can cost time but no key.
 
 Requests are put into an order in which those with the longest common beginnings are neighbours: by their pages at 256,
 512, 1024, ... tokens, one after the other. A batch without common pages is done after the first of them.
 
 **Pages that requests share.** While requests decode, attention can read a page once for several requests that hold it.
 The kernel for this is 1 to 12% slower where nothing is shared, so it has graphs of its own (`GraphKey.shares_pages`,
-for powers of two, captured when a batch needs them). The host chooses these graphs when enough requests began from
-pages that others hold (`CacheManager.shares_pages`). It does not say which requests share; the device finds that out:
+for powers of two, captured when a batch needs them). The host chooses these graphs when enough requests began with a
+prefix hit on pages that other requests hold (`CacheManager.shares_pages`). The device finds out which requests share:
 
 1. `find_shared` (`kernels/gpu/attention/sharing.py`) compares the page tables and orders the requests of the step so
    that sharers are neighbours.
@@ -65,8 +65,8 @@ def _pages_at(page_table, table_stride, request, context, column, PAGE: tl.const
 
 @triton.jit
 def _column_of(level, least, PAGE: tl.constexpr):
-    """Return the page table column in which requests are compared at a level: the column of the last of the first
-    `least * 2^level` tokens."""
+    """Return the page table column in which requests are compared at a level: the one with the last of the first `least
+    * 2^level` tokens."""
     return tl.cdiv(least << level, PAGE) - 1
 
 
@@ -114,7 +114,7 @@ def _find_shared_kernel(
 
 @triton.jit
 def _find_previous(is_candidate, page_table, table_stride, other, context, num_levels, least, PAGE: tl.constexpr):
-    """[rows]: the candidate of each row that is last in the order of the pages; -1 if it has none."""
+    """Return, for each row, the candidate request that is last in the order of the pages: [rows]; -1 if it has none."""
     level = 1
     is_left = is_candidate
     while level < num_levels:
@@ -145,8 +145,9 @@ def _equal_columns(page_table, table_stride, own, previous, most, ROWS: tl.const
 
 @triton.jit
 def begins_run(shared, place, num_requests):
-    """Whether a new run of sharing requests begins at a place. It does if the place shares nothing with the one before,
-    or if the next place shares at least twice as much with it. No pack crosses the beginning of a run."""
+    """Whether a new run of sharing requests begins at a place in the order. It does if the request there shares nothing
+    with the one before, or if the next request shares at least twice as much with it. No pack crosses the beginning of
+    a run."""
     own = tl.load(shared + place, mask=place < num_requests, other=0)
     after = tl.load(shared + place + 1, mask=place + 1 < num_requests, other=0)
     return (own == 0) | (after >= 2 * own)
@@ -165,9 +166,9 @@ def find_runs(shared, place, num_requests):
 
 @triton.jit
 def find_packs(shared, place, run, num_requests, pack_size):
-    """Return (first place of the pack, tokens that the place reads with its pack, tokens that the pack reads). A run is
-    cut into packs. All places of a pack read the pages of its first place, each as far as its own page table equals
-    that one's. A place alone has 0 tokens."""
+    """Cut each run of sharing requests into packs. Returns, for each place in the order, (first place of its pack,
+    tokens that the place reads with its pack, tokens that the pack reads). All places of a pack read the pages of the
+    first place, each as far as its own page table is equal. A place that is alone reads 0 tokens this way."""
     first = place - (place - run) % pack_size
     tokens = tl.full(place.shape, _NO_PAGE, dtype=tl.int32)
     for back in range(0, pack_size - 1):
@@ -194,9 +195,9 @@ def pack_split_size(pack_tokens, num_splits, BLOCK_N: tl.constexpr):
 
 def find_shared(page_table: torch.Tensor, lengths: torch.Tensor, live: torch.Tensor, page_size: int, *,
                 max_length: int, least: int | None = None) -> SharedPages:
-    """Order the requests of a batch so that those that share pages are neighbours. `live`: live tokens of requests that
-    use the decode kernel; 0 for others, which share nothing. Common beginnings of fewer than `least` tokens (default
-    LEAST_SHARED) are ignored."""
+    """Order the requests of a batch so that those that share pages are neighbours. `live`: the number of live tokens of
+    each request that uses the decode kernel; 0 for other requests, which share nothing. Common beginnings of fewer than
+    `least` tokens (default LEAST_SHARED) are ignored."""
     least = LEAST_SHARED if least is None else least
     name, device, int32 = "find_shared", lengths.device, (torch.int32,)
     num_requests = lengths.shape[0]

@@ -132,10 +132,11 @@ def plan_launch(
 
 
 def least_listed_split(programs: int, sms: int, padded_dim: int, rows: int = 0) -> int:
-    """Return the least number of keys of a listed split, by how many programs there would be without splits. Splits
-    fill the GPU and let a long request end earlier, but a program takes microseconds to start, which is what counts
-    with many requests. rows: rows of a tile if they are many, else 0. Measured on an H200 with equal, mixed and skewed
-    lengths; many rows with heads of 128 and of 512, where splits of 512 keys stay better for short contexts."""
+    """Return the least number of keys in a listed split, given how many programs there would be without splits. Splits
+    fill the GPU and let a long request end earlier, but each program takes microseconds to start, which matters with
+    many requests. rows: rows of a tile if they are many, else 0. The numbers were measured on an H200 with equal, mixed
+    and skewed lengths; with many rows, for heads of 128 and of 512, where splits of 512 keys stay better for short
+    contexts."""
     shares = ((1, 128), (2, 256), (3, 512))  # of the multiprocessors
     least = next((least for share, least in shares if programs <= share * sms), 2048)
     if padded_dim <= 128:
@@ -181,8 +182,8 @@ class PackPlan:
 
 def plan_packs(num_requests: int, num_kv_heads: int, group: int, sms: int, max_query: int,
                plan: LaunchPlan) -> PackPlan | None:
-    """Plan the packs of a launch. Returns None if no two requests fit into a tile: packs use the spare rows of the
-    tiles of single requests."""
+    """Plan the packs of a launch. Packs use rows that are left over in the tile of a single request. Returns None if no
+    two requests fit into a tile."""
     size = min(plan.block_m // (max_query * group), num_requests)
     if size < 2 or not plan.is_split:
         return None
@@ -231,7 +232,7 @@ class SplitList:
 
     @property
     def num_slots(self) -> int:
-        """The number of slots for the parts of one request's splits."""
+        """How many split results are stored for each request."""
         return self.plan.num_splits + (self.packs.plan.num_splits if self.packs is not None else 0)
 
 
@@ -300,8 +301,8 @@ def _splits_of(
     lengths, live, key_starts, request, packed, num_requests, window, split_size, coarse_size, num_splits,
     BLOCK_N: tl.constexpr, WINDOW_KIND: tl.constexpr, HAS_STARTS: tl.constexpr,
 ):
-    """Return (keys that no pack reads, splits) of requests. Every request has at least one split, which also writes the
-    zeros of dead tokens; places past the last request have none."""
+    """Return (keys that the request reads by itself, without a pack; number of splits) of requests. Every request has
+    at least one split, which also writes the zeros of dead tokens; places past the last request have none."""
     exists = request < num_requests
     length = tl.load(lengths + request, mask=exists, other=-1)
     num_live = tl.load(live + request, mask=exists, other=0)
@@ -318,8 +319,9 @@ def list_splits(
     max_query: int, max_length: int, window: int | None = None, is_chunked: bool = False,
     key_starts: torch.Tensor | None = None, shared: SharedPages | None = None, config: DecodeConfig | None = None,
 ) -> SplitList:
-    """Make the list for `decode_attention`, which must get the same lengths, live counts, size limits, window and
-    key_starts. `shared`: pages to read once for several requests; not for layers with a window, nor with key_starts."""
+    """List the splits of a batch for `decode_attention`, which must get the same lengths, live counts, size limits,
+    window and key_starts. `shared`: pages to read once for several requests; it is not allowed for layers with a
+    window, nor with key_starts."""
     name, device, int32 = "list_splits", lengths.device, (torch.int32,)
     num_requests, sms = lengths.shape[0], num_sms(device)
     require_tensor(name, "lengths", lengths, (None,), device, int32)

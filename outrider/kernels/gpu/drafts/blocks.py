@@ -1,5 +1,5 @@
-"""The bookkeeping of a block drafter's proposal in one launch: where context is stored, and the positions of the
-blocks.
+"""Plans the passes of a block drafter in one launch: the cache slots where the context is stored, and the positions of
+the blocks.
 
 `kernels.drafting.plan_block_passes` is the specification, integer for integer. Each program, of one warp, serves one
 request.
@@ -144,7 +144,8 @@ def plan_block_passes(
     requests: CommittedRequests, rows: DraftingRows, tables: Tables, own: DrafterCacheState, *, num_wanted: int,
     num_rows: int,
 ) -> BlockPasses:
-    """See `kernels.drafting.plan_block_passes`."""
+    """Plan the context pass and the block pass of a proposal; see `kernels.drafting.plan_block_passes` for the
+    arguments."""
     name, device, (count,), (num_tokens,) = (
         "plan_block_passes", requests.rows.device, requests.rows.shape, requests.request_of.shape
     )

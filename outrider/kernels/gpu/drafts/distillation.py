@@ -1,5 +1,6 @@
-"""Cross-entropy of logits against the softmax of other logits, and its gradient: each logit is read twice and written
-once, as the gradient in its place. One program for each row, float32 throughout."""
+"""Loss for training draft heads: the cross-entropy of logits against the softmax of a target's logits, and its
+gradient. Each logit is read twice and overwritten once, with its gradient. One program serves each row, in float32
+throughout."""
 
 from __future__ import annotations
 
@@ -51,8 +52,8 @@ def _distill_kernel(
 
 def distill_rows(logits: torch.Tensor, target_logits: torch.Tensor, places: torch.Tensor,
                  row_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `training.distillation.distill_rows`. The gradient overwrites the logits. `places` are not checked to be rows
-    of the target."""
+    """Compute each row's cross-entropy, and overwrite the logits with the gradient; see
+    `training.distillation.distill_rows` for the arguments. `places` are not checked to be rows of the target."""
     name, device = "distill_rows", logits.device
     require_tensor(name, "logits", logits, (None, None), device, FLOATS)
     num_rows, vocab_size = logits.shape

@@ -1,5 +1,5 @@
-"""Storing drafts in the rows, in one launch for each drafter. Whatever a drafter returned, rows then hold only counts
-and token ids that a step can verify.
+"""Stores the drafts of each drafter in the batch rows, in one launch per drafter. Invalid counts and token ids are
+rejected here, so a step can verify whatever the rows then hold.
 
 `kernels.step.store_drafts` is the specification, integer for integer.
 """
@@ -24,8 +24,8 @@ _FAULT_VALUE, _LEVELS = tl.constexpr(FAULT_VALUE), tl.constexpr(LEVELS)
 
 @triton.jit
 def _check_proposal(tokens, count, index, num_wanted, vocab_size):
-    """Return (fault, wrong value): fault is 0 for none, 1 for a count out of range, 2 for a token id outside of the
-    vocabulary."""
+    """Return (fault, wrong value). The fault is 0 if the proposal is valid, 1 for a count out of range, 2 for a token
+    id outside of the vocabulary."""
     is_count = (count >= 0) & (count <= num_wanted)
     is_wrong = (index < count) & (index < num_wanted) & ((tokens < 0) | (tokens >= vocab_size))
     has_wrong = is_count & (tl.max(is_wrong.to(tl.int32), axis=0) > 0)
@@ -89,7 +89,8 @@ def store_drafts(
     rows: torch.Tensor, proposals: Sequence[Proposal], goes_on: torch.Tensor, is_on: torch.Tensor, *, vocab_size: int,
     fills: bool, drafts: torch.Tensor, num_drafts: torch.Tensor, levels: torch.Tensor, counts: torch.Tensor,
 ) -> None:
-    """See `kernels.step.store_drafts`. The null row keeps its drafts."""
+    """Store each request's drafts in its batch row; see `kernels.step.store_drafts` for the arguments. The null row,
+    which padded requests use, keeps its drafts."""
     name, device, int64, (requests,) = "store_drafts", rows.device, (torch.int64,), rows.shape
     num_wanted = proposals[0].tokens.shape[1]
     require_tensor(name, "rows", rows, (requests,), device, int64)

@@ -1,7 +1,7 @@
-"""The bookkeeping of a drafter for rows that were just admitted, in one launch: which slots of their prefix hits are
-valid, and the pass that fills the slot of each row's first token.
+"""Plans a drafter's first work on newly admitted requests, in one launch: finds which cache slots of the prefix hit the
+drafter has filled, and plans the pass that fills the slot of the first token to compute.
 
-`kernels.drafting.plan_first_slots` is the specification, integer for integer. A program has a request to itself.
+`kernels.drafting.plan_first_slots` is the specification, integer for integer. Each program serves one request.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from outrider.kernels.gpu.launch.triton_kernel import kernel
 
 @triton.jit
 def _valid_in_hit(table, page_valid, valid_stride, needed, begin, PAGE: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the slot after the last one in the hit that was not filled or was evicted: from there on all slots are
-    valid."""
+    """Return the cache slot from which on all slots of the prefix hit are valid. It follows the last slot that the
+    drafter did not fill or that was evicted."""
     end = begin // PAGE
     last = tl.zeros((BLOCK,), tl.int64)
     for first in range(needed, end, BLOCK):
@@ -76,7 +76,8 @@ def plan_first_slots(
     admitted: AdmittedRows, tables: Tables, own: DrafterCacheState, *, needs_tail: bool, num_chained: int,
     is_filled: bool,
 ) -> FirstSlots:
-    """See `kernels.drafting.plan_first_slots`."""
+    """Plan the pass that fills the first cache slots of admitted requests; see `kernels.drafting.plan_first_slots` for
+    the arguments."""
     name, device, (count,), groups = "plan_first_slots", admitted.rows.device, admitted.rows.shape, len(tables)
     for field, tensor in zip(admitted._fields, admitted, strict=True):
         shape = (groups, count) if field == "needed" else (count,)

@@ -1,7 +1,7 @@
 """The inputs of draft heads in one launch: a token's embedding and a hidden state side by side, each normed or not.
 Also gathers rows of two matrices for the next pass.
 
-The result is rounded as if embedding, scale and norm were separate operations. This file does not know heads or drafts.
+The result is rounded as if embedding, scale and norm were separate operations.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _join_kernel(
     embedding_at, hidden_at,
     HAS_SCALE: tl.constexpr, HAS_POSITIONS: tl.constexpr, NORMS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Two programs serve each token row, one for each half."""
+    """Two programs serve each token row: one writes the embedding, the other the hidden state."""
     at = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     valid = column < width
@@ -57,8 +57,8 @@ def join_embedding(
     gains: tuple[torch.Tensor, torch.Tensor] | None = None, eps: float = 0.0, hidden_first: bool = False,
     positions: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Join table[tokens] (times scale) and hidden [token rows, width], or the other way round: [token rows, 2 x width].
-    Also returns a view of the hidden part.
+    """Place each token's embedding table[tokens] (times scale) and its hidden state [token rows, width] side by side:
+    [token rows, 2 x width]. With `hidden_first` the hidden state comes first. Also returns a view of the hidden part.
 
     `gains`: the norm weights [width] of the embedding and of the hidden state. Embeddings at `positions` up to 1 are
     zero.
@@ -106,7 +106,7 @@ def _take_kernel(
 
 
 def take_rows(first: torch.Tensor, second: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (first[index], second[index]) of two matrices."""
+    """Gather the same rows of two matrices in one launch: (first[index], second[index])."""
     name, device = "take_rows", first.device
     require_tensor(name, "first", first, (None, None), device, FLOATS)
     require_tensor(name, "second", second, (first.shape[0], None), device, FLOATS)

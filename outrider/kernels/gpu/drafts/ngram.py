@@ -1,6 +1,8 @@
-"""n-gram lookup in the rows' own tokens. It reads only a row's known tokens, not its whole buffer.
+"""n-gram lookup: proposes the tokens that followed the last tokens of a request's text where they occurred before. It
+reads only the known tokens, not the row's whole buffer.
 
-Each program reads one part of one row's text. If there are several parts, a second launch takes the best match of them.
+Each program searches one part of one row's text. If there are several parts, a second launch takes the best match of
+them.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ _LONGER = tl.constexpr(1 << 40)  # in a score: one more token that is equal coun
 
 @triton.jit
 def _best_in(text, last, begin, end, MIN_N: tl.constexpr, MAX_N: tl.constexpr, BLOCK: tl.constexpr):
-    """Return the best score of a match that ends at places begin to end - 1; -1 if there is none. Longer matches score
-    higher; of equally long ones, later ones."""
+    """Return the best score of a match that ends at positions begin to end - 1; -1 if there is none. Longer matches
+    score higher; of equally long ones, later ones."""
     best = tl.full([], -1, dtype=tl.int64)
     for start in range(begin, end, BLOCK):
         place = start + tl.arange(0, BLOCK)
@@ -81,7 +83,8 @@ def _best_kernel(
 def find_ngram(
     tokens: torch.Tensor, known: torch.Tensor, rows: torch.Tensor, width: int, num_wanted: int, min_n: int, max_n: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.find_ngram`. Tokens past the count are 0."""
+    """Find the tokens that followed an earlier occurrence of each row's last tokens; see `reference.find_ngram` for the
+    arguments. Tokens past the count are 0."""
     name, device, int64, requests = "find_ngram", tokens.device, (torch.int64,), rows.shape[0]
     require_tensor(name, "tokens", tokens, (None, None), device, int64)
     require_tensor(name, "known", known, (tokens.shape[0],), device, int64)

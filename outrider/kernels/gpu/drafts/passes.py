@@ -1,8 +1,9 @@
-"""The bookkeeping of a proposal in one launch: all passes of a drafter that fills slots, or the one pass that only
-reads.
+"""Plans a proposal of drafts in one launch: all passes of a drafter that fills its own cache slots, or the one pass of
+a drafter that only reads the target's cache.
 
-`kernels.drafting` is the specification, integer for integer. A committed step and row state come in, token rows go out.
-Each program, of one warp, serves one request, so that nothing it reads can be changed by another warp or program.
+`kernels.drafting` is the specification, integer for integer. The inputs are a committed step and row state; the outputs
+are the token rows of each pass. Each program, of one warp, serves one request, so that nothing it reads can be changed
+by another warp or program.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NUM_KEYS = tl.constexpr(4)  # seed, sample index, count and last token row, befo
 
 
 class OwnTensors(NamedTuple):
-    """The tensors of a DrafterCacheState."""
+    """The tensors of a `DrafterCacheState`: which slots and pages of its cache the drafter has filled."""
 
     valid_from: torch.Tensor
     filled: torch.Tensor
@@ -70,7 +71,8 @@ def store_keys(
 def mark_pages(
     table, page_valid, valid_stride, before, count, valid_from, least, PAGE: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Mark the pages whose last token the step computed as valid, if all their slots are filled."""
+    """Mark the pages that the step completed as valid for later prefix hits, if the drafter has filled all their
+    slots."""
     end = (before + count) // PAGE
     for first in range(before // PAGE, end, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -111,8 +113,8 @@ def _store_further(
     request, goes_on, known, tables, out, requests, num_wanted, max_len, table_strides,
     PAGES: tl.constexpr, GROUPS: tl.constexpr, DRAFTS: tl.constexpr,
 ):
-    """Write the plans of the later passes, each at the position after the draft before it. A row without room for it is
-    dead, at a clamped position."""
+    """Write the plans of the later passes; each pass is at the position after the previous draft. A request without
+    room for another token has a dead token row at a clamped position."""
     index = tl.arange(0, DRAFTS)
     valid = (index > 0) & (index < num_wanted)
     at = (index - 1) * requests + request
@@ -248,7 +250,8 @@ def check_tables(name: str, rows: torch.Tensor, tables: Tables, own: DrafterCach
 def plan_draft_passes(
     requests: CommittedRequests, rows: DraftingRows, tables: Tables, own: DrafterCacheState, *, num_wanted: int
 ) -> DraftPasses:
-    """See `kernels.drafting.plan_draft_passes`."""
+    """Plan every pass of a proposal, and record which cache slots the first pass fills; see
+    `kernels.drafting.plan_draft_passes` for the arguments."""
     name, device, (count,), (num_tokens,) = (
         "plan_draft_passes", requests.rows.device, requests.rows.shape, requests.request_of.shape
     )
@@ -298,7 +301,7 @@ def unpacked_keys(keys: torch.Tensor, temperature: torch.Tensor) -> DraftSamplin
 
 
 def forget_pages(requests: CommittedRequests, tables: Tables, own: DrafterCacheState) -> None:
-    """See `kernels.drafting.forget_pages`."""
+    """Mark the pages that the step completed as not valid for drafting; see `kernels.drafting.forget_pages`."""
     name, device, (count,) = "forget_pages", requests.rows.device, requests.rows.shape
     check_tables(name, requests.rows, tables, own)
     for field, tensor in (("computed_before", requests.computed_before), ("num_computed", requests.num_computed)):
@@ -314,7 +317,7 @@ def forget_pages(requests: CommittedRequests, tables: Tables, own: DrafterCacheS
 def plan_reading_pass(
     requests: CommittedRequests, rows: DraftingRows, *, num_wanted: int, max_len: int, behind: int
 ) -> ReadingPass:
-    """See `kernels.drafting.plan_reading_pass`."""
+    """Plan a drafting pass that only reads the cache; see `kernels.drafting.plan_reading_pass` for the arguments."""
     name, device, (count,) = "plan_reading_pass", requests.rows.device, requests.rows.shape
     check_requests(name, requests, rows, max_len)
     require(num_wanted > 0, name, "num_wanted", f"is {num_wanted}")
@@ -336,6 +339,7 @@ def draw_drafts(
     logits: torch.Tensor, keys: DraftSamplingKeys, index: int, *, target_ids: torch.Tensor | None, any_sampled: bool,
     out: torch.Tensor, levels: torch.Tensor,
 ) -> None:
-    """See `drafters.draw.draw_drafts`. One compiled kernel serves every temperature, also 0."""
+    """Sample one draft for each request from a draft head's logits; see `drafters.draw.draw_drafts` for the arguments.
+    One compiled kernel serves every temperature, also 0."""
     key = (keys.seed, keys.sample_index, keys.positions[index])
     sample_logits(logits, keys.temperature, *key, ids=target_ids, out=out, levels=DraftLevels(levels, index))

@@ -1,7 +1,8 @@
-"""Shares token rows out among the drafts of a batch, likeliest first, in one launch of one program.
+"""Shares a step's token rows out among the drafts of a batch, those most likely to be accepted first, in one launch of
+one program.
 
-`kernels.step.share_drafts` is the specification, integer for integer. The least gain that still gets a token row is
-found by bisection, bit by bit, so thousands of drafts need no sort.
+`kernels.step.share_drafts` is the specification, integer for integer. The smallest gain (chance of acceptance) that
+still gets a token row is found by bisection, bit by bit, so thousands of drafts need no sort.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def _share_kernel(
 
 
 def share_drafts(packet: StepPacket, rows: RowFields, *, max_drafts: int) -> None:
-    """See `kernels.step.share_drafts`."""
+    """Divide the token rows among the drafts and lay out the batch again; see `kernels.step.share_drafts` for the
+    arguments."""
     name, device, int64 = "share_drafts", packet.rows.device, (torch.int64,)
     (requests,), (tokens,) = packet.rows.shape, packet.request_of.shape
     sizes = {"query_starts": requests + 1, "num_shared": 1, "chances": max_drafts * NUM_LEVELS}

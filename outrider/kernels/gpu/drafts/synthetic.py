@@ -44,8 +44,8 @@ def accept_at_rates(
     sampled: torch.Tensor, verdicts: DraftVerdicts, seed: torch.Tensor, thresholds: torch.Tensor, *, vocab: int,
     row_step: int,
 ) -> torch.Tensor:
-    """Return sampled [logit rows] changed to the draft if 32 random bits are below the draft's threshold, else to
-    another token.
+    """Return sampled [logit rows] with every token that decides about a draft replaced: by the draft itself if 32
+    random bits are below its threshold (the draft is then accepted), otherwise by another token.
 
     thresholds [kinds, drafts]: row r is of kind r % kinds. The bits are word 0 of Philox with counter (0, position, 0,
     0) and key seed[row] + row * row_step.

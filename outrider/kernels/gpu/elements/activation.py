@@ -1,6 +1,7 @@
-"""Activations: gated ones, of a fused projection whose first half of columns gates the second half, and relu squared.
+"""Activation functions of MLPs: gated ones, whose input holds the gate in its first half of columns and the gated
+numbers in its second half, and relu squared.
 
-This file does not know where the projection came from. Token rows may be strided; columns are packed.
+Token rows may be strided; columns are packed.
 """
 
 from __future__ import annotations
@@ -96,19 +97,19 @@ def _gated(kernel: str, x: torch.Tensor, gelu: bool, rounding: int, pdl: bool | 
 
 
 def silu_mul(x: torch.Tensor, rounding: int = 0, *, pdl: bool | None = None) -> torch.Tensor:
-    """x [tokens, 2 * width] -> silu(x[:, :width]) * x[:, width:]. rounding: if not 0, the result also gets fp8 codes,
-    which the next product finds (`linear/rounding.py`)."""
+    """Return silu(x[:, :width]) * x[:, width:] of x [tokens, 2 * width]. rounding: if not 0, the result is also rounded
+    to fp8, and the next product finds the codes attached to it (`linear/rounding.py`)."""
     return _gated("silu_mul", x, False, rounding, pdl)
 
 
 def gelu_tanh_mul(x: torch.Tensor, rounding: int = 0, *, pdl: bool | None = None) -> torch.Tensor:
-    """x [tokens, 2 * width] -> gelu_tanh(x[:, :width]) * x[:, width:]."""
+    """Return gelu_tanh(x[:, :width]) * x[:, width:] of x [tokens, 2 * width]. rounding: as in `silu_mul`."""
     return _gated("gelu_tanh_mul", x, True, rounding, pdl)
 
 
 def limited_silu_mul(x: torch.Tensor, limit: float, *, pdl: bool | None = None) -> torch.Tensor:
-    """x [tokens, 2 * width] -> silu(x[:, :width]) * x[:, width:], where the first half is limited to at most `limit`
-    and the second half to -limit .. limit."""
+    """Return silu(x[:, :width]) * x[:, width:] of x [tokens, 2 * width], after clamping the first half to at most
+    `limit` and the second half to -limit .. limit."""
     return _gated("limited_silu_mul", x, False, 0, pdl, limit)
 
 
@@ -125,7 +126,7 @@ def _relu2_kernel(x, out, x_stride, out_stride, width, COLUMNS: tl.constexpr, PD
 
 
 def relu2(x: torch.Tensor, *, pdl: bool | None = None) -> torch.Tensor:
-    """x [tokens, width] -> the square of relu(x)."""
+    """Return the square of relu(x) of x [tokens, width]."""
     pdl = uses_pdl(x.device) if pdl is None else pdl
     require_tensor("relu2", "x", x, (None, None), x.device, FLOATS)
     num_tokens, width = x.shape

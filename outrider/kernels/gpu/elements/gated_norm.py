@@ -1,7 +1,7 @@
 """RMS norm over groups of columns with a gate, silu(z) or sigmoid(z), on its input or on its output, in one launch.
 
-Everything is computed in float32 and rounded once, at the end. This file does not know the recurrent layers whose
-output it norms. Token rows may be strided; columns are packed.
+Recurrent layers norm their output this way. Everything is computed in float32 and rounded once, at the end. Token rows
+may be strided; columns are packed.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def gated_norm(
     y: torch.Tensor, z: torch.Tensor, weight: torch.Tensor, group_size: int, eps: float, gate_first: bool,
     activation: str = "silu", *, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """y and z [tokens, size] -> [tokens, size] in z's dtype: rms_norm(y * silu(z)) * weight over groups of columns with
-    `gate_first`, else rms_norm(y) * weight * silu(z). weight [size], or [group_size] for all groups. activation:
-    "silu" or "sigmoid"."""
+    """Norm y [tokens, size] over groups of columns, gated by z [tokens, size]. With `gate_first` the result is
+    rms_norm(y * silu(z)) * weight, else rms_norm(y) * weight * silu(z), in z's dtype. weight [size], or [group_size]
+    for all groups. activation: "silu" or "sigmoid", the function of z."""
     pdl = uses_pdl(y.device) if pdl is None else pdl
     name = "gated_norm"
     require_tensor(name, "y", y, (None, None), y.device, FLOATS)

@@ -1,8 +1,8 @@
-"""Hyper-connections: what half a layer (attention or MLP) reads from several residual streams, and how it writes to
-them.
+"""Hyper-connections: several residual streams, from which half a layer (attention or MLP) reads a weighted sum, and to
+which it writes its result.
 
-One kernel reads: each program computes all weights of a token row, including the rounds of division for mixing weights,
-and the weighted sum. Another kernel writes. Numbers are rounded where the torch reference rounds them
+One kernel reads: each program computes all weights of a token row, including the repeated normalisation of the mixing
+weights, and the weighted sum. Another kernel writes. Numbers are rounded where the torch reference rounds them
 (`kernels/streams.py`).
 """
 
@@ -83,7 +83,8 @@ def _read_kernel(
 
 def read_streams(streams: torch.Tensor, logits: torch.Tensor, scale: torch.Tensor, base: torch.Tensor,
                  rule: StreamRule, *, pdl: bool | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """See `kernels.streams.read_streams`."""
+    """Compute the weighted sum of the residual streams, and the weights for writing back; see
+    `kernels.streams.read_streams` for the arguments."""
     name, device, n, wide = "read_streams", streams.device, rule.num_streams, (torch.float32,)
     pdl = uses_pdl(device) if pdl is None else pdl
     require_tensor(name, "streams", streams, (None, None), device, FLOATS)
@@ -133,7 +134,8 @@ def _write_kernel(
 
 def write_streams(streams: torch.Tensor, x: torch.Tensor, post: torch.Tensor, mixing: torch.Tensor, *,
                   pdl: bool | None = None) -> None:
-    """See `kernels.streams.write_streams`."""
+    """Add a layer's result to the residual streams and mix them; see `kernels.streams.write_streams` for the
+    arguments."""
     name, device, wide = "write_streams", streams.device, (torch.float32,)
     pdl = uses_pdl(device) if pdl is None else pdl
     require_tensor(name, "streams", streams, (None, None), device, FLOATS)

@@ -100,7 +100,8 @@ def _launch(
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: int = 0, *, pdl: bool | None = None
 ) -> torch.Tensor:
-    """x [tokens, width] -> x / rms(x) * weight. rounding: the result keeps its fp8 codes (`linear/rounding.py`)."""
+    """Return x / rms(x) * weight of x [tokens, width]. rounding: if not 0, fp8 codes are attached to the result for the
+    next product (`linear/rounding.py`)."""
     return _launch("rms_norm", x, None, weight, eps, rounding, pdl)
 
 
@@ -116,5 +117,6 @@ def norm_add_norm(
     x: torch.Tensor, post_weight: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float,
     factor: float = 1.0, rounding: int = 0, *, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Set residual [tokens, width] to factor * residual + rms_norm(x, post_weight), in place, and return its norm."""
+    """Set residual [tokens, width] to factor * residual + rms_norm(x, post_weight), in place, and return the norm of
+    the new residual."""
     return _launch("norm_add_norm", x, residual, weight, eps, rounding, pdl, post_weight, factor)

@@ -1,4 +1,5 @@
-"""Residual streams side by side in each token row: adding to all of them and norming them, their gates, and their mean.
+"""Several residual streams side by side in each token row: kernels that add a layer's result to all streams and norm
+them, compute their gates, and take their gated mean.
 
 Each kernel treats every token row by itself. Numbers are rounded where the torch reference rounds them
 (`kernels/streams.py`).
@@ -53,7 +54,8 @@ def _join_kernel(
 
 def join_streams(x: torch.Tensor | None, weights: torch.Tensor | None, streams: torch.Tensor, gain: torch.Tensor,
                  eps: float, num_streams: int, *, pdl: bool | None = None) -> torch.Tensor:
-    """See `kernels.streams.join_streams`."""
+    """Add a layer's result to each residual stream, and norm each stream; see `kernels.streams.join_streams` for the
+    arguments."""
     name, device = "join_streams", streams.device
     pdl = uses_pdl(device) if pdl is None else pdl
     require_tensor(name, "streams", streams, (None, None), device, FLOATS)
@@ -100,7 +102,8 @@ def _gates_kernel(
 
 def stream_gates(projected: torch.Tensor, num_streams: int, has_weights: bool, *,
                  pdl: bool | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.streams.stream_gates`."""
+    """Compute the low-rank gates and the weights of the residual streams; see `kernels.streams.stream_gates` for the
+    arguments."""
     name, device = "stream_gates", projected.device
     pdl = uses_pdl(device) if pdl is None else pdl
     require_tensor(name, "projected", projected, (None, None), device, FLOATS)
@@ -139,7 +142,7 @@ def _mix_kernel(
 
 def mix_streams(gates: torch.Tensor, normed: torch.Tensor, num_streams: int, *,
                 pdl: bool | None = None) -> torch.Tensor:
-    """See `kernels.streams.mix_streams`."""
+    """Return the gated mean of the normed residual streams; see `kernels.streams.mix_streams` for the arguments."""
     name, device = "mix_streams", gates.device
     pdl = uses_pdl(device) if pdl is None else pdl
     require_tensor(name, "gates", gates, (None, None), device, FLOATS)

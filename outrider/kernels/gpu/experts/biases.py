@@ -1,7 +1,7 @@
 """The activation of experts with biases, between their two products: bias, limits and gate of each pair's outputs.
-Products with codes do this themselves (`clamped_swiglu_of`).
+Products with quantised weights call `clamped_swiglu_of` in their own kernels instead.
 
-A pair is one (token row, chosen expert). This file knows nothing of products.
+A pair is one (token row, chosen expert).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LIMIT, _GAIN = tl.constexpr(SWIGLU_LIMIT), tl.constexpr(SWIGLU_GAIN)
 
 @triton.jit
 def clamped_swiglu_of(gate, up):
-    """gpt-oss's activation; float32 in and out."""
+    """Apply gpt-oss's activation, a SwiGLU with clamped inputs; float32 in and out."""
     gate, up = limited(gate, up, _LIMIT)
     return gate / (1.0 + tl.exp(gate * -_GAIN)) * (up + 1.0)
 
@@ -53,7 +53,8 @@ def _clamped_swiglu_kernel(
 
 
 def clamped_swiglu(x: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor | None, *, pdl: bool = False) -> torch.Tensor:
-    """x [pairs, 2 x width], ids [pairs, packed in any shape], bias [experts, 2 x width] -> [pairs, width]."""
+    """Add the chosen experts' biases to x [pairs, 2 x width] and apply gpt-oss's activation: [pairs, width]. ids: each
+    pair's expert, packed in any shape; bias [experts, 2 x width]."""
     name, (num_pairs, fused), device = "clamped_swiglu", x.shape, x.device
     require_tensor(name, "x", x, (None, None), device, FLOATS)
     require_tensor(name, "ids", ids.view(-1), (num_pairs,), device, (torch.int64,))

@@ -1,9 +1,9 @@
-"""Products of a few token rows with the experts they chose, whose weights are 4-bit codes with scales, without tensor
-cores: each program serves a few weight rows of one pair.
+"""Products of a few token rows with their chosen experts' 4-bit weights (codes with scales), without tensor cores: each
+program serves a few weight rows of one pair (token row, expert).
 
 So few pairs rarely share an expert, and tiles for tensor cores would wait for one short read after the other. Here a
-thread reads 16 bytes of a weight row at a time, and requests several of them before it multiplies. Such 16 bytes share
-a scale, which multiplies their sum. Sums are in float32. A pair's result does not depend on other pairs.
+thread reads chunks of 16 bytes of a weight row, and requests several chunks before it multiplies. The codes of a chunk
+share one scale, which multiplies their sum. Sums are in float32. A pair's result does not depend on other pairs.
 """
 
 # mypy: disable-error-code="assignment, var-annotated"
@@ -95,7 +95,8 @@ _INT4_TO_FLOATS = tl.constexpr("""{
 
 @triton.jit
 def _float_of(nibble, IS_FP4: tl.constexpr):
-    """Convert codes to numbers, times the unit of their kind."""
+    """Convert 4-bit codes to floats that are too small by a constant factor (the unit of the code type), which the
+    caller multiplies in later."""
     wide = nibble.to(tl.uint16)
     bits = (wide & 7) << 9 | (wide & 8) << 12 if IS_FP4 else wide
     return bits.to(tl.float16, bitcast=True).to(tl.float32)
@@ -103,7 +104,8 @@ def _float_of(nibble, IS_FP4: tl.constexpr):
 
 @triton.jit
 def _unpack_floats(packed, IS_FP4: tl.constexpr, ASM: tl.constexpr):
-    """Unpack bytes to (numbers of the low bits, numbers of the high bits), times the unit of their kind."""
+    """Unpack bytes of two 4-bit codes to (floats of the low codes, floats of the high codes), scaled as in
+    `_float_of`."""
     if ASM:
         return tl.inline_asm_elementwise(
             _E2M1_TO_FLOATS if IS_FP4 else _INT4_TO_FLOATS, "=f,=f,=f,=f,=f,=f,=f,=f,r", [packed],
@@ -115,8 +117,8 @@ def _unpack_floats(packed, IS_FP4: tl.constexpr, ASM: tl.constexpr):
 
 @triton.jit
 def _load_codes(codes_row, in_rows, first, LANES: tl.constexpr, UNIT: tl.constexpr, BYTES: tl.constexpr):
-    """Load LANES chunks of weight rows, from chunk number `first` on: [rows, chunks, bytes]. They are read only
-    once."""
+    """Load LANES chunks of weight rows, from chunk number `first` on: [rows, chunks, bytes]. Each is read only once, so
+    it need not stay in the cache."""
     byte = first * UNIT + tl.arange(0, LANES * UNIT)  # one axis: neighbouring threads read neighbouring bytes
     inside = in_rows[:, None] & (byte < BYTES)[None, :]
     packed = tl.load(codes_row[:, None] + byte[None, :], mask=inside, other=0, eviction_policy="evict_first")
@@ -147,7 +149,8 @@ def _scaled_sums(
     PER_GROUP: tl.constexpr, IS_FP4: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
     ASM: tl.constexpr,
 ):
-    """Sum the products of each chunk's weights with the token row, without the per-row factors: [rows, chunks]."""
+    """Sum the products of each chunk's weights with the token row: [rows, chunks]. Factors of whole weight rows are not
+    included."""
     of_low, of_high = _unpack_floats(packed, IS_FP4, ASM)
     # Two sums of products, each of which is one chain of fused multiplications and additions.
     sums = tl.sum(of_low * low[None, :, :], axis=2) + tl.sum(of_high * high[None, :, :], axis=2)
@@ -171,13 +174,14 @@ def _coded_expert_rows_kernel(
     HAS_OFFSETS: tl.constexpr, HAS_FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """out[pair] = activation(row pair // PAIRS_PER_ROW of x times its expert's weight [rows, K] transposed); N outputs.
+    """Compute a projection of every pair: out[pair] = activation(x[pair // PAIRS_PER_ROW] @ weight[expert of the
+    pair].T), with weights [rows, K] and N outputs.
 
     Names of strides end in _e from expert to expert, in _n from row to row of a weight and in _g from group to group.
     With a gated activation weight rows 0 to N are the gate and the next N are what it gates. bias: of each weight row,
     added before the activation. A chunk is UNIT bytes, which have one scale; LANES chunks are multiplied together, and
     DEPTH times as many are read together. EARLY: no kernel that may still run writes ids, so the first weights are read
-    before x is there."""
+    before this kernel waits for x."""
     GATED: tl.constexpr = (ACTIVATION > 0) and (ACTIVATION != _RELU2)
     IS_FP4: tl.constexpr = CODE == _FP4
     SPAN: tl.constexpr = GROUP // 2  # bytes of a group
@@ -278,7 +282,8 @@ def tile_for(is_gated: bool, is_small: bool) -> CodedRowsTile:
 
 
 def activation_number(activation: str | None) -> tuple[int, float]:
-    """Return the kernel's number for an activation, and its limit; the limit is 0 if there is none or it is fixed."""
+    """Return (the number by which the kernel knows the activation, its limit); the limit is 0 if there is none or it is
+    fixed."""
     return (_NUMBER_OF_CLAMPED, 0.0) if activation == CLAMPED else activation_code(activation)
 
 
@@ -300,9 +305,9 @@ def multiply(
     x: torch.Tensor, weight: Scaled, ids: torch.Tensor, pairs_per_row: int, n: int, activation: str | None,
     bias: torch.Tensor | None, pdl: bool, *, is_second: bool = False, tile: CodedRowsTile | None = None,
 ) -> torch.Tensor:
-    """Multiply pairs of ids [tokens, k]: [pairs, n], where row p is pair p, from row p // pairs_per_row of x.
-    is_second: x is the result of a first product of the same ids. bias [experts, rows of a weight]: added before the
-    activation."""
+    """Multiply token rows with the weights of their chosen experts, for the pairs of ids [tokens, k]. Row p of the
+    result [pairs, n] is pair p, made from row p // pairs_per_row of x. is_second: x is the result of a first product of
+    the same ids. bias [experts, rows of a weight]: added before the activation."""
     name, (num_experts, rows, k), device = "coded_expert_rows", weight.shape, x.device
     require_tensor(name, "x", x, (ids.numel() // pairs_per_row, k), device, FLOATS)
     require_tensor(name, "ids", ids, (None, None), device, (torch.int64,), inner_contiguous=2)

@@ -2,7 +2,7 @@
 
 A pair is one (token row, chosen expert). Each program takes a tile of pairs of one expert and a tile of its outputs. In
 a small batch a program searches the ids for its pairs; otherwise the pairs are sorted by expert first. A pair's result
-does not depend on other pairs. This file knows nothing of routers or shared experts.
+does not depend on other pairs.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def _few_pairs_kernel(
     PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Compute `_expert_kernel` for pairs that are not sorted by expert: each program searches for the pairs of its
-    expert."""
+    """Do what `_expert_kernel` does, for pairs that are not sorted by expert: each program searches for the pairs of
+    its expert."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     expert, pairs, exists, is_tile = find_few_pairs(ids, tl.program_id(1), P, PAIRS, BLOCK_M)
@@ -139,12 +139,13 @@ def _expert_kernel(
     BLOCK_M: tl.constexpr, TALL_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TALL_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out[pair] = activation(x[pair // PAIRS_PER_ROW] times its expert's weight [rows, K] transposed); N outputs.
+    """Compute a projection of every pair: out[pair] = activation(x[pair // PAIRS_PER_ROW] @ weight[expert of the
+    pair].T), with weights [rows, K] and N outputs.
 
     With a gated activation weight rows 0 to N are the gate and the next N are what it gates. Weights are those of E
-    experts from `first_expert` on; other pairs are left out. Programs go through the tiles in turn: how many there are
-    only the device knows, and one program for each that there might be would mostly find none. Outputs first: programs
-    that run together share a tile of x, and read one expert's weights."""
+    experts from `first_expert` on; other pairs are left out. A fixed number of programs goes through the tiles in turn,
+    because only the device knows how many tiles there are. All tiles of outputs for some pairs come before the next
+    pairs, so programs that run together share a tile of x and read one expert's weights."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     tiles_end, tiles, start, end, size = sorted_tiles(ends, first_expert, E, EXPERTS, BLOCK_M, TALL_M)
@@ -233,8 +234,8 @@ class TileConfig:
 @lru_cache(maxsize=1024)
 def tile_config(num_pairs: int, num_experts: int, n: int, is_gated: bool, sms: int,
                 dtype: torch.dtype = torch.bfloat16) -> TileConfig:
-    """Return the tile for these shapes, without reading ids. With few pairs per expert the time is that of reading
-    weights, and narrow tiles spread the reads over all multiprocessors. With many, large tiles reuse the weights that
+    """Return the tile for these shapes, without reading ids. With few pairs per expert, reading weights takes all of
+    the time, and narrow tiles spread the reads over all multiprocessors. With many, large tiles reuse the weights that
     they have read. Tiles of an expert with many more pairs than the others are tall."""
     if dtype == torch.float32:  # a tile's inputs are summed by themselves: as many in every tile, or bits would differ
         return replace(tile_config(num_pairs, num_experts, n, is_gated, sms), block_k=64, tall_k=64)
@@ -250,8 +251,9 @@ def tile_config(num_pairs: int, num_experts: int, n: int, is_gated: bool, sms: i
 
 
 def spread(x: torch.Tensor, place: torch.Tensor, *, pdl: bool | None = None) -> torch.Tensor:
-    """Copy token rows to the places of their pairs: x [tokens, width] -> [pairs, width]. place: [pairs] int32. Every
-    row is read once, while a gather by pairs would read it for each of them."""
+    """Copy token rows to the places of their pairs after sorting by expert: x [tokens, width] -> [pairs, width]. place
+    [pairs] int32: the row of each pair in the result. Every token row is read once, while a gather would read it once
+    per pair."""
     pdl = uses_pdl(x.device) if pdl is None else pdl
     name, (num_tokens, width), num_pairs = "spread", x.shape, place.numel()
     require_tensor(name, "x", x, (None, None), place.device, FLOATS)
@@ -270,9 +272,10 @@ def combine(
     made: torch.Tensor, weights: torch.Tensor, place: torch.Tensor | None = None, added: torch.Tensor | None = None,
     bias: tuple[torch.Tensor, torch.Tensor] | None = None, *, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Add up the results of pairs: made [pairs, width], weights [tokens, k] float32 -> [tokens, width], in the order of
-    k, with `added` [tokens, width] last. place: the row of each pair in `made`, if rows are not in the order of pairs.
-    bias: (biases [experts, width], ids [tokens, k]): the chosen experts' biases are added to their results."""
+    """Return each token row's weighted sum of its experts' results: made [pairs, width], weights [tokens, k] float32 ->
+    [tokens, width]. The sum is in the order of k, with `added` [tokens, width] last. place: the row of each pair in
+    `made`, if rows are not in the order of pairs. bias: (biases [experts, width], ids [tokens, k]): the chosen experts'
+    biases are added to their results."""
     pdl = uses_pdl(made.device) if pdl is None else pdl
     name, (num_tokens, top_k), width = "combine", weights.shape, made.shape[1]
     require_tensor(name, "made", made, (num_tokens * top_k, width), weights.device, FLOATS)
@@ -303,7 +306,7 @@ def experts(
     method: str | None = None, up_config: TileConfig | None = None, down_config: TileConfig | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """See `kernels.moe.experts`.
+    """Return the weighted sum of each token row's experts; see `kernels.moe.experts` for the arguments.
 
     method: "rows" (each pair by itself), "few" (each program searches for its pairs), "tiles" (pairs are sorted first),
     "library" (torch's grouped product on sorted rows), or None to choose by shapes.
@@ -359,7 +362,7 @@ def check_activation(name: str, activation: str, biases: ExpertBiases | None) ->
 
 
 def activation_code(activation: str | None) -> tuple[int, float]:
-    """Return the kernels' number for an activation, and its limit; 0 if it has none."""
+    """Return (the number by which the kernels know the activation, its limit); the limit is 0 if it has none."""
     limit = None if activation is None else silu_limit(activation)
     return (ACTIVATIONS[activation], 0.0) if limit is None else (ACTIVATIONS["silu"], limit)
 
@@ -374,7 +377,7 @@ def activate_pairs(projected: torch.Tensor, ids: torch.Tensor, activation: str, 
 
 
 def bias_of_down(biases: ExpertBiases | None, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the biases of the second projection in the form that `combine` takes."""
+    """Return the biases of the experts' second projection in the form that `combine` takes."""
     return None if biases is None or biases.down is None else (biases.down, ids)
 
 
@@ -388,8 +391,8 @@ def choose_method(num_pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> 
 
 
 def methods_of_class(num_pairs: int, gate_up: torch.Tensor, down: torch.Tensor) -> set[str]:
-    """Return the methods for all numbers of pairs up to the same power of two, whose tiles are compiled together with
-    this one."""
+    """Return the methods that `experts` would choose for any number of pairs up to the same power of two. Their tiles
+    are compiled together with this call's, before a step needs them."""
     most = next_power_of_two(num_pairs)
     return {choose_method(pairs, gate_up, down) for pairs in (most // 2 + 1, num_pairs, most)}
 
@@ -398,8 +401,8 @@ def _product(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, pairs: Pairs | None, pairs_per_row: int, n: int,
     activation: str | None, config: TileConfig | None, pdl: bool,
 ) -> torch.Tensor:
-    """Multiply pairs with their experts' weights: [pairs, n], where row p is pair p, from row p // pairs_per_row of
-    x."""
+    """Multiply token rows with the weights of their chosen experts. Row p of the result [pairs, n] is pair p, made from
+    row p // pairs_per_row of x."""
     # By powers of two: a batch of another size is no reason to compile anew.
     config = config or tile_config(next_power_of_two(ids.numel()), weight.shape[0], n, weight.shape[1] == 2 * n,
                                    num_sms(x.device), x.dtype)
@@ -412,7 +415,8 @@ def product_of_pairs(
     x: torch.Tensor, weight: torch.Tensor, ids: torch.Tensor, pairs: Pairs | None, pairs_per_row: int, n: int,
     pdl: bool,
 ) -> torch.Tensor:
-    """Return [pairs, n]: row p // pairs_per_row of x times the weight of pair p's expert."""
+    """Multiply token rows with the weights of their chosen experts, without an activation. Row p of the result [pairs,
+    n] is pair p, made from row p // pairs_per_row of x."""
     return _product(x, weight, ids, pairs, pairs_per_row, n, None, None, pdl)
 
 

@@ -57,8 +57,8 @@ def find_sorted_tile(tile, tiles_end, tiles, start, end, size):
 
 @triton.jit
 def find_sorted_pairs(order, ends, tile, first_expert, E, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Do what `find_few_pairs` does, for the tile with this number among those of E experts, numbered expert by expert;
-    there may be fewer tiles. Experts are counted from `first_expert`."""
+    """Do what `find_few_pairs` does, for sorted pairs: return the tile with this number. Tiles are numbered expert by
+    expert over E experts from `first_expert` on; a number may lie past the last tile."""
     tiles_end, tiles, start, end, size = sorted_tiles(ends, first_expert, E, EXPERTS, BLOCK_M, BLOCK_M)
     expert, first, last = find_sorted_tile(tile, tiles_end, tiles, start, end, size)
     row = first + tl.arange(0, BLOCK_M)

@@ -1,7 +1,7 @@
-"""A router's choice in one kernel: scores, groups, the best k experts and their weights. One program serves a token
-row.
+"""A mixture of experts' router in one kernel: it turns a token row's router logits into scores, and chooses the best k
+experts and their weights, perhaps within the best groups. One program serves a token row.
 
-It takes the router's float32 logits, and knows nothing of experts' weights. The rule is `kernels.moe.RouteRule`.
+The logits are float32. `kernels.moe.RouteRule` says how experts are chosen.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _TAKEN = tl.constexpr(-(1 << 31))  # below every value, in their order
 
 @triton.jit
 def _ordered(values):
-    """Map values to integers in the same order, because a single instruction finds the greatest integer of a warp."""
+    """Map floats to integers in the same order, because a single instruction finds the greatest integer of a warp."""
     bits = tl.where(values == 0.0, 0.0, values).to(tl.int32, bitcast=True)  # -0.0 and 0.0 are one value
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 

@@ -1,6 +1,6 @@
 """Products of one or two token rows with the experts they chose, without tensor cores, as in `linear/matvec.py`. In the
-first product's kernel a program serves a few weight rows of one pair; in the second's it adds up all pairs of a token
-row. A shared expert of the same shape is served in the same launches.
+kernel of the first product a program serves a few weight rows of one pair (token row, expert). In the kernel of the
+second product it adds up all pairs of a token row. A shared expert of the same shape is served in the same launches.
 
 So few pairs rarely share an expert, and then tiles for tensor cores are mostly empty; many small programs keep more
 reads in flight. A token row's result does not depend on other rows.
@@ -60,7 +60,8 @@ def _expert_rows_kernel(
     K: tl.constexpr, PAIRS_PER_ROW: tl.constexpr, ACTIVATION: tl.constexpr, LIMIT: tl.constexpr,
     SHARED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
-    """out[pair] = activation(x[pair // PAIRS_PER_ROW] times its expert's weight [rows, K] transposed); N outputs.
+    """Compute a projection of every pair: out[pair] = activation(x[pair // PAIRS_PER_ROW] @ weight[expert of the
+    pair].T), with weights [rows, K] and N outputs.
 
     With a gated activation weight rows 0 to N are the gate and the next N are what it gates. Rows of out from P on are
     token rows with the shared expert. Their programs come first: they need no choice of experts, so they read their
@@ -114,8 +115,9 @@ def _mix_rows_kernel(
     K: tl.constexpr, PAIRS: tl.constexpr, SHARED: tl.constexpr, HAS_ADDED: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, PDL: tl.constexpr,
 ):
-    """out[token] = the sum of its PAIRS rows of x, each times its share and its expert's weight [N, K] transposed; plus
-    row P + token of x times the shared expert's weight, plus added[token]."""
+    """Compute the second projection and add up each token row's experts. out[token] = the sum over its PAIRS rows of x
+    of share * (row @ weight[expert].T), with weights [N, K]; plus x[P + token] @ (shared expert's weight).T, plus
+    added[token]."""
     WHOLE: tl.constexpr = K % BLOCK_K == 0
     release_dependents(PDL)
     token = tl.program_id(1).to(tl.int64)

@@ -1,11 +1,12 @@
-"""Products of token rows with the experts they chose, whose weights are codes with scales (`kernels.scaled.Scaled`).
+"""Products of token rows with the experts they chose, whose weights are quantised: codes with scales
+(`kernels.scaled.Scaled`).
 
 Pairs (token row, chosen expert) are found as in `moe.py`. An output is one chain of additions over the columns, as in
-`linear/scaled.py`: the weight is the first operand, fp8 codes are multiplied with rounded rows as they are, and other
-codes become the dtype of x in registers. A tile of a gated product has as many gate rows as up rows. A pair's result
-does not depend on other pairs, nor on the tile, so exact mode has the same kernel. In ordinary mode the codes of
-experts with many pairs are first expanded to numbers, some experts at a time, and a few pairs are left to
-`coded_rows.py`.
+`linear/scaled.py`. The weight is the first operand. Fp8 codes are multiplied directly with token rows that were rounded
+to fp8; other codes become the dtype of x in registers. A tile of a gated product has as many gate rows as up rows. A
+pair's result depends neither on other pairs nor on the tile, so exact mode has the same kernel. In ordinary mode,
+experts with many pairs are multiplied as dense weights: their codes are first dequantised, some experts at a time. A
+few pairs are left to `coded_rows.py`.
 """
 
 from __future__ import annotations
@@ -73,12 +74,13 @@ def _scaled_expert_kernel(
     HAS_FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
     EARLY: tl.constexpr,
 ):
-    """out[pair] = activation(row pair // PAIRS_PER_ROW of x times its expert's weight [rows, K] transposed); N outputs.
+    """Compute a projection of every pair: out[pair] = activation(x[pair // PAIRS_PER_ROW] @ weight[expert of the
+    pair].T), with weights [rows, K] and N outputs.
 
     Strides end in _e from expert to expert, in _n from row to row of a weight and in _g from group to group. With a
     gated activation weight rows 0 to N are the gate and the next N are what it gates. bias: of each weight row, added
-    before the activation. EARLY: ids, order and ends are not of the kernels that may still run, so weights are asked
-    for before x is there."""
+    before the activation. EARLY: no kernel that may still run writes ids, order and ends, so weights are requested
+    before this kernel waits for x."""
     GATED: tl.constexpr = (ACTIVATION == _SILU) or (ACTIVATION == _GELU_TANH) or (ACTIVATION == _CLAMPED)
     OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     PER_BYTE: tl.constexpr = 2 if (CODE == _INT4) or (CODE == _FP4) else 1
@@ -155,8 +157,9 @@ def scaled_experts(
     as_numbers: bool | None = None, by_rows: bool | None = None, tile: ScaledTile | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.moe.scaled_experts`. as_numbers: expand codes to numbers in scratch memory first. by_rows: multiply
-    each pair by itself, without tensor cores. None: choose by shapes. `tile` is used if neither is done."""
+    """Return the weighted sum of each token row's quantised experts; see `kernels.moe.scaled_experts` for the
+    arguments. as_numbers: dequantise the codes to scratch memory first. by_rows: multiply each pair by itself, without
+    tensor cores. None: choose by shapes. `tile` is used if neither is done."""
     name, device, (num_experts, hidden, width) = "scaled_experts", x.device, down.shape
     check_activation(name, activation, biases)
     rows = width if activation == "relu2" else 2 * width
@@ -199,9 +202,9 @@ def exact_scaled_experts(
 
 
 def is_faster_as_numbers(code: str, num_pairs: int, num_experts: int) -> bool:
-    """Whether it is faster to expand codes to numbers first; decided by powers of two of the pairs, like the tiles. Fp8
-    codes go to tensor cores as they are: on an H200 with 192 pairs for each expert they took 1.27 ms, and numbers took
-    2.81."""
+    """Whether it is faster to dequantise the codes first. The decision depends on the power of two of the number of
+    pairs, like the tiles. Fp8 codes go to tensor cores as they are: on an H200 with 192 pairs for each expert they took
+    1.27 ms, and dequantised weights took 2.81."""
     return code != FP8 and next_power_of_two(num_pairs) >= NUMBERS_PAIRS_PER_EXPERT * num_experts
 
 
@@ -210,9 +213,9 @@ def _product(
     activation: str | None, rounds: bool, as_numbers: bool, tile: ScaledTile | None, pdl: bool, is_second: bool,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Multiply pairs with their experts' weights: [pairs, n], where row p is pair p, from row p // pairs_per_row of x.
-    is_second: x is the result of a first product. bias [experts, rows of a weight]: added before the activation, only
-    in products with codes."""
+    """Multiply token rows with the weights of their chosen experts. Row p of the result [pairs, n] is pair p, made from
+    row p // pairs_per_row of x. is_second: x is the result of a first product. bias [experts, rows of a weight]: added
+    before the activation, only in products with codes."""
     group = min(weight.group, x.shape[1])
     assert not rounds or group == x.shape[1] or group % COLUMNS == 0, "sums of whole groups are scaled"
     values, x_scales = x, x

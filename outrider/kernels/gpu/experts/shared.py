@@ -14,7 +14,8 @@ def experts_with_shared(
     x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
     activation: str, shared_gate_up: torch.Tensor, shared_down: torch.Tensor, *, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.moe.experts_with_shared`. Takes calls that `takes_shared` accepts."""
+    """Compute a token row's experts and the shared expert in the same launches; see `kernels.moe.experts_with_shared`
+    for the arguments. Accepts the calls for which `takes_shared` is true."""
     name, device, pdl = "experts_with_shared", x.device, uses_pdl(x.device) if pdl is None else pdl
     if not takes_shared(x, ids, weights, gate_up, down, activation, shared_gate_up, shared_down):
         refuse(name, "shared_gate_up", f"has shape {list(shared_gate_up.shape)}, expected that of an expert")
@@ -26,7 +27,8 @@ def experts_with_shared(
 
 def takes_shared(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor,
                  activation: str, shared_gate_up: torch.Tensor, shared_down: torch.Tensor) -> bool:
-    """Whether there are few token rows, and the shared expert's weights are laid out like another expert's."""
+    """Whether `experts_with_shared` has a kernel for this call: there are few token rows, and the shared expert's
+    weights are laid out like another expert's."""
     return 0 < ids.numel() <= MAX_PAIRS and activation != CLAMPED and all(
         shared.shape == own.shape[1:] and shared.stride() == own.stride()[1:] and own.stride(2) == 1
         for shared, own in ((shared_gate_up, gate_up), (shared_down, down)))

@@ -1,4 +1,4 @@
-"""The structures that the programs of the gated delta rule pass between their functions: a model's sizes, the places of
+"""The structures that the programs of the gated delta rule pass between their functions: a model's sizes, the order of
 a request's tokens, a program's part of the state, and the checkpoints to write on the way. `steps.py` builds them."""
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class DeltaSizes(NamedTuple):
 
 
 class RequestPlaces(NamedTuple):
-    """The order in which a request's tokens are applied: places 0 to pending - 1 are accepted drafts of earlier steps,
-    which are folded into the state now; then come known tokens, then drafts."""
+    """The order in which a request's tokens are applied to its state. Places 0 to pending - 1 are accepted drafts of
+    earlier steps, which are only now applied (folded) to the stored state; then come known tokens, then drafts."""
 
     index: tl.tensor
     folded: tl.tensor  # index of place 0 among the inputs of the recurrence
@@ -83,7 +83,7 @@ def part_of(head, tile, convolved, g, beta, out, sizes, KEY_HEADS: tl.constexpr,
 
 @triton.jit
 def save_checkpoints(state, seen, request, part, saves, KEY_DIM: tl.constexpr, PAGE_WORDS: tl.constexpr):
-    """Write the checkpoints, if any, whose boundary is at `seen` tokens."""
+    """Write the request's checkpoints that are due after `seen` tokens, if any."""
     save_state(state, seen, request.index, part.first_row, part.num_rows, saves, request.layer_word, request.num_pages,
                KEY_DIM, PAGE_WORDS)
 

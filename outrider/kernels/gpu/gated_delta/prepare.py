@@ -1,8 +1,8 @@
-"""The part of the gated delta rule's chunks that does not need the state, for all chunks of a batch at once: one launch
-before the one that takes the states through the chunks (`scan.py`).
+"""Computes the part of the gated delta rule's chunks that does not need the state, for all chunks of a batch in one
+launch. A second launch then advances the states through the chunks (`scan.py`).
 
 A chunk is a triangular system of equations, because each of its tokens corrects what the state and the tokens before it
-predict. It is solved here for both of its right sides, values and keys. If a head decays as a whole, the decays between
+predict. It is solved here for both right-hand sides, values and keys. If a head decays as a whole, the decays between
 tokens are one matrix; if each key channel decays by itself (KDA), they are part of the products of keys. A decay is
 always the product of the steps between two tokens, never a quotient of products from the start, which would overflow.
 
@@ -75,15 +75,17 @@ def record_of(chunks, slot, head, heads, TOKENS: tl.constexpr, KEYS: tl.constexp
 
 @triton.jit
 def first_slot(start, request, TOKENS: tl.constexpr):
-    """Return the slot of the first chunk of a request whose first token row is `start`. Its other chunks follow; they
-    are counted from the first known token. A request with n token rows has at most cdiv(n, TOKENS) chunks, which end
-    before the next request's first slot; all slots are below tokens // TOKENS + requests."""
+    """Return the index of the record for the first chunk of a request, whose first token row is `start`. The records of
+    its other chunks follow. Chunks are counted from the first known token. A request with n token rows has at most
+    cdiv(n, TOKENS) chunks, which end before the next request's first record; all indices are below tokens // TOKENS +
+    requests."""
     return start // TOKENS + request
 
 
 @triton.jit
 def _find_chunk(counts, slot, requests, TOKENS: tl.constexpr, PAD: tl.constexpr):
-    """Return (request, index of its chunk) of a slot. The request may have fewer chunks than that."""
+    """Return (request, index of the chunk in the request) for the record with index `slot`. The request may have fewer
+    chunks than that."""
     index = tl.arange(0, PAD)
     start = tl.load(counts + requests + index, mask=index < requests, other=0).to(tl.int32)
     first = first_slot(start, index, TOKENS)
@@ -141,8 +143,8 @@ def _load_values(tokens, value, VALUE_DIM: tl.constexpr):
 
 @triton.jit
 def load_decays(g, index, valid, key, g_size, KEY_DIM: tl.constexpr, DECAYS: tl.constexpr):
-    """Load decays [tokens, keys], or [tokens, 1] if a head decays as a whole; 1 where there is no token. g: of the
-    head; g_size: how many numbers a token has for all heads."""
+    """Load decays [tokens, keys], or [tokens, 1] if a head decays as a whole; 1 where there is no token. g: pointer to
+    the head's decays; g_size: how many decays a token has over all heads."""
     if DECAYS > 1:
         at = g + (index * g_size)[:, None] + key[None, :]
         return tl.exp(tl.load(at, mask=valid[:, None] & (key < KEY_DIM)[None, :], other=0.0))
@@ -166,9 +168,9 @@ def decays_around(g, index, is_there, has_next, key, g_size, KEY_DIM: tl.constex
 
 @triton.jit
 def _products_of_blocks(q, k, tokens, key, KEY_DIM: tl.constexpr, TOKENS: tl.constexpr, PIECE: tl.constexpr):
-    """Return decayed k k' and q k' [blocks, _BLOCK, _BLOCK] of tokens in the same block, for some key channels. For
-    each token of a block, from the last one back, the products with later tokens are computed. The result also holds
-    products of pairs in the wrong order, which are not masked here."""
+    """Return the decayed products k k' and q k' [blocks, _BLOCK, _BLOCK] of tokens in the same block, summed over some
+    key channels. The products of each token with later tokens are computed from the block's last token back. The result
+    also holds products of pairs in the wrong order, which are not masked here."""
     blocks: tl.constexpr = TOKENS // _BLOCK
     q, k = tl.reshape(q, [blocks, _BLOCK, PIECE]), tl.reshape(k, [blocks, _BLOCK, PIECE])
     place = tl.arange(0, _BLOCK)
@@ -203,8 +205,8 @@ def _spread_blocks(blocks, TOKENS: tl.constexpr):
 @triton.jit
 def _decays_to_middle(tokens, key, level: tl.constexpr, KEY_DIM: tl.constexpr, TOKENS: tl.constexpr,
                       PIECE: tl.constexpr):
-    """Return decays [tokens, keys] in blocks of two halves of 2^level tokens: from the middle to a token of the second
-    half, or from a token of the first half to the middle."""
+    """Return decays [tokens, keys] within blocks of 2 x 2^level tokens: from the middle of the block to a token of its
+    second half, or from a token of its first half to the middle."""
     size: tl.constexpr = 1 << level
     halves: tl.constexpr = TOKENS // size
     decays = load_decays(tokens.g, tokens.index, tokens.is_there, key, tokens.g_size, KEY_DIM, 2)
@@ -220,7 +222,7 @@ def _decays_to_middle(tokens, key, level: tl.constexpr, KEY_DIM: tl.constexpr, T
 def _channel_products(tokens, KEY_DIM: tl.constexpr, TOKENS: tl.constexpr, LEVELS: tl.constexpr, PIECE: tl.constexpr,
                       PRECISION: tl.constexpr):
     """Compute `_key_products` for key channels that decay separately: k k' and q k' with the decays between two tokens.
-    Entries are right for a token with those before it and with itself.
+    Only entries of a token with itself or with earlier tokens are valid.
 
     The decay between two tokens cannot be split into one factor per token for all pairs, because quotients would
     overflow. Within blocks of _BLOCK tokens every pair has its own decay. Pairs across blocks are computed level by
@@ -365,8 +367,8 @@ def prepare_chunks(
     counts: torch.Tensor, inputs: StepInputs, sizes: StepSizes, *, num_key_heads: int, decays: int, chunk: int,
     keys: int, values: int, config: PrepareConfig, precision: str, pdl: bool,
 ) -> torch.Tensor:
-    """Return the records [slots, heads, record size] of the chunks of all requests with more than SHORT_RUN known
-    tokens; `delta_steps` has checked the arguments. keys, values: sizes of a head, padded."""
+    """Compute the records [chunks, heads, record size] of all requests with more than SHORT_RUN known tokens; `scan.py`
+    reads them. `delta_steps` has checked the arguments. keys, values: sizes of a head, padded."""
     slots, heads, device = sizes.tokens // chunk + sizes.requests, sizes.heads, counts.device
     chunks = torch.empty(slots, heads, record_size(chunk, keys, values), dtype=torch.float32, device=device)
     piece = max(16, min(config.piece, keys, next_power_of_two(values)))

@@ -1,7 +1,7 @@
-"""The gated delta rule over a request's long run of known tokens, in chunks; the second of two launches.
+"""The gated delta rule over a request's long run of known tokens, in chunks: the second of two launches.
 
-The first launch (`prepare.py`) has computed what does not need the state, once for each chunk. Here each program takes
-its part of the state through the chunks in order.
+The first launch (`prepare.py`) has computed everything that does not need the state, once for each chunk. Here each
+program advances its part of the state through the chunks in order.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from outrider.kernels.gpu.gated_delta.prepare import decays_around, record_of
 @triton.jit
 def _advance(state, chunk, slot, request, part, chunks, sizes, TOKENS: tl.constexpr, TILE: tl.constexpr,
              KEYS: tl.constexpr, TILES: tl.constexpr, PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr):
-    """Take the state through one chunk, and store its outputs. Returns (the new state, the corrections [tokens, tile]
-    that the chunk's tokens made)."""
+    """Advance the state by one chunk, and store the chunk's outputs. Returns (the new state, the corrections [tokens,
+    tile] that the chunk's tokens made)."""
     token, key, column = tl.arange(0, TOKENS), tl.arange(0, KEYS), tl.arange(0, TILE)
     record = record_of(chunks, slot + chunk, part.head, sizes.heads, TOKENS, KEYS, TILES * TILE)
     at_key = token[:, None] * KEYS + key[None, :]
@@ -61,9 +61,9 @@ def _state_within(state, corrections, chunk, seen, slot, request, part, chunks, 
 def scan_prepared(state, slot, request, part, chunks, saves, sizes, KEY_DIM: tl.constexpr, PAGE_WORDS: tl.constexpr,
                DECAYS: tl.constexpr, TOKENS: tl.constexpr, TILE: tl.constexpr, KEYS: tl.constexpr, TILES: tl.constexpr,
                PRECISION: tl.constexpr, Y_PRECISION: tl.constexpr, STAGES: tl.constexpr):
-    """Advance the state over all known tokens. slot: the slot of the first chunk. Chunks without a checkpoint's
-    boundary go through a loop of nothing but loads and products, so that the compiler can load a chunk while it
-    computes the one before."""
+    """Advance the state over all known tokens. slot: the index of the first chunk's record. Chunks without a
+    checkpoint's boundary go through a loop of nothing but loads and products, so that the compiler can load a chunk
+    while it computes the one before."""
     num_chunks = tl.cdiv(request.known_end - request.pending, TOKENS)
     if PAGE_WORDS == 0:
         for chunk in tl.range(0, num_chunks, num_stages=STAGES):

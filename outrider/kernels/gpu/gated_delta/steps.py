@@ -3,10 +3,11 @@ the state, compute drafts. A head decays as a whole, or each of its key channels
 
 `kernels/recurrent.py` is the specification. A program has some value rows of one head of one request. It reads its part
 of the state once and writes it once, and also writes it to pages where it passes a checkpoint's boundary. Decoding
-takes as long as reading and writing the states, if enough reads are in flight: so programs are small, and load states
-before the kernel that makes the inputs (convolved inputs, gates) has ended. The row's tail and window are updated here,
-since no other program still reads them. Long runs of known tokens go in chunks: a launch before this one (`prepare.py`)
-computes what does not need the state, and here the state goes through the chunks (`scan.py`).
+takes as long as reading and writing the states, if enough reads are in flight. So programs are small, and they load
+states before the previous kernel has made the inputs (convolved inputs, gates). The row's tail and window are updated
+here, since no other program still reads them. Long runs of known tokens go in chunks: a launch before this one
+(`prepare.py`) computes everything that does not need the state, and here the state advances through the chunks
+(`scan.py`).
 """
 
 from __future__ import annotations
@@ -165,7 +166,8 @@ def _delta_kernel(
 
 
 class ChunkConfig(NamedTuple):
-    """How long runs are computed. It is the same for all batches, because bits depend on it."""
+    """How long runs are computed in chunks. It is the same for all batches, because the bits of the results depend on
+    it."""
 
     chunk: int = 16  # tokens, a power of two from 16 on; more tokens need more registers and fewer steps
     stages: int = 3  # of the loop over chunks: two chunks are on their way to shared memory while one is computed
@@ -178,8 +180,8 @@ CHUNKS = ChunkConfig()
 def delta_config(value_dim: int, chunked: bool) -> StepConfig:
     """Return the launch configuration. A program that goes token by token is one warp with few value rows: no warp
     waits for another, and a multiprocessor runs many programs, whose states are loaded at the same time. Chunked runs
-    use matrix products, which need more rows and several warps. The choice does not depend on the batch, because bits
-    depend on it."""
+    use matrix products, which need more rows and several warps. The choice does not depend on the batch, because the
+    bits of the results depend on it."""
     return StepConfig(min(32, next_power_of_two(value_dim)), 4) if chunked else StepConfig(
         min(8, next_power_of_two(value_dim)), 1)
 
@@ -193,10 +195,10 @@ def delta_steps(
     """Advance the rows of a batch by one step, and return y [tokens, value heads * v dim] in the inputs' dtype; 0 for
     dead and padded token rows. inputs.wide_gates: g (the logarithm of the decay) and beta; neighbouring value heads
     share a key head. per_channel: g has a number for each key channel of a head instead of one for the head. chunked:
-    requests with more than SHORT_RUN known tokens go in chunks, in two launches. y_precision: precision there of
-    products that affect only y. fold_only: the rows have ended, so only checkpoints are written. follows_inputs: the
-    launches before this one are `recurrent_inputs` and perhaps `save_tails`, so that states can be loaded while these
-    run."""
+    requests with more than SHORT_RUN known tokens go in chunks, in two launches. y_precision: in chunks, the precision
+    of products that affect only y. fold_only: the requests have ended, so only checkpoints are written. follows_inputs:
+    the launches before this one are `recurrent_inputs` and perhaps `save_tails`, so that states can be loaded while
+    these run."""
     name = "delta_steps"
     num_heads, _, num_channels = layer.state.shape[1:]
     decays = num_channels if per_channel else 1

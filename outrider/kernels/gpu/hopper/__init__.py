@@ -1,9 +1,10 @@
 """Kernels for Hopper GPUs, written in Gluon: some warps fetch data into shared memory, and groups of warps multiply.
 
-The table of operations and the wrappers in other folders choose them. `items.py` and `fetch.py` have what most of these
-kernels share: how a program gets its work, and the copies of pages and weights into rings of tiles.
+The table of operations and the wrappers in other folders choose when a Hopper kernel runs. Most of these kernels share
+`items.py` (which work a program takes) and `fetch.py` (copies of cache pages to shared memory).
 
-- attention: `prefill.py` launches it, and `attend.py` has the groups of warps that multiply
-- latent attention and its indexer: `latent.py`, `latent_decode.py`, `index.py`, `index_decode.py`
-- matrix products: `few_rows.py`, `products.py` (exact mode), `coded/` (weights that are codes with scales)
+- prefill attention: `prefill.py` launches the kernel, and `attend.py` is what its multiplying warps run
+- attention over the latent cache (MLA): `latent.py` for many token rows, `latent_decode.py` for few
+- scores of the sparse attention's indexer: `index.py` for many token rows, `index_decode.py` for few
+- linear layers: `few_rows.py` for up to 64 token rows, `products.py` for exact mode, `coded/` for quantised weights
 """

@@ -1,9 +1,9 @@
-"""The part of Hopper prefill attention that the warp groups run: each group of four warps owns 64 rows of the query
-tile, or half of the columns of its 64 rows.
+"""The part of Hopper prefill attention that the multiplying warps run. A group of four warps owns 64 rows of the query
+tile or, if heads are wide, half of the columns of 64 rows.
 
 A group starts the product of its queries with the next keys before it computes the softmax weights of the current ones,
-so that the tensor cores work during the softmax. If a head is too wide for the registers of one group, both groups have
-the same rows: each multiplies its half of the columns, they add up their scores, and each sums up its half of the
+so that the tensor cores work during the softmax. If a head is too wide for the registers of one group, two groups have
+the same rows. Each multiplies its half of the columns, the two add up their scores, and each sums up its half of the
 values.
 """
 
@@ -65,8 +65,8 @@ def _weigh(
     BLOCK_N: gl.constexpr, MASKED: gl.constexpr, WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr,
     HAS_SOFTCAP: gl.constexpr,
 ):
-    """Return the softmax weights of one tile of keys, the new (peak, total), and the factor for everything summed
-    before. Peaks are in base 2. MASKED: whether is_masked may be true."""
+    """Return the softmax weights of one tile of keys, the new (peak, total), and the factor for everything summed so
+    far. Peaks are in base 2. MASKED: whether is_masked may be true."""
     scale, softcap, window = scaling
     if HAS_SOFTCAP:
         score = softcap * _tanh(score * (scale / softcap))
@@ -93,8 +93,8 @@ def _weigh(
 
 @gluon.jit
 def _add_other_half(score, turn, exchange, GROUP_INDEX: gl.constexpr):
-    """Add the scores of the other group, which has the other half of the columns. Both groups add the same two numbers,
-    so they get the same bits."""
+    """Add the scores that the other group of warps computed from the other half of the columns. Both groups add the
+    same two numbers, so they get the same bits."""
     halves, ready = exchange
     slot = slot_of(turn, 2)
     halves.index(slot * 2 + GROUP_INDEX).store(score)
@@ -106,9 +106,9 @@ def _add_other_half(score, turn, exchange, GROUP_INDEX: gl.constexpr):
 
 @gluon.jit
 def _hold(total):
-    """Keep the assembler from moving the wait for the values' product ahead of the exponentials, which it would do
-    because it assumes that the wait costs little. It cannot move the wait ahead of this store, which depends on all
-    weights and is never carried out."""
+    """Keep the assembler from moving the wait for the values' product ahead of the exponentials; it would, because it
+    assumes that the wait costs little. The wait cannot move ahead of the store in this function, which depends on all
+    weights and never actually runs."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $1, 0fBF800000; "
         "@p st.volatile.shared.b32 [a], $1; mov.b32 $0, $1; }",
@@ -144,8 +144,8 @@ def _step(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, GROUP_INDEX: gl.constexpr,
     MASKED: gl.constexpr, WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):
-    """Start the scores of tile `turn`; add the weighted values of the tile before; compute the softmax weights of the
-    scores while the tensor cores work on the values."""
+    """Compute one step of the loop over key tiles: start the scores of tile number `turn`, add the weighted values of
+    the previous tile, and compute the softmax weights of the scores while the tensor cores multiply the values."""
     score = _start_scores(q_tile, keys, turn, BLOCK_N, STAGES, SPLIT, GROUP_INDEX)
     acc = _start_values(acc, weight, values, turn - 1, STAGES, SPLIT, GROUP_INDEX)
     score = warpgroup_mma_wait(1, deps=[score])
@@ -168,8 +168,8 @@ def _attend_run(
     BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, GROUP_INDEX: gl.constexpr,
     WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):
-    """Add tile i, which may need a mask, and all tiles after it. With a window or starts some of these need a mask too;
-    otherwise none does."""
+    """Add tile i, which may need a mask, and all tiles after it. With a window or first keys (`key_starts`), some later
+    tiles need a mask too; otherwise none does."""
     begin, num_key_tiles, first_whole, end_whole, lowest = keys_of_item
     HAS_BRANCH: gl.constexpr = WINDOW_KIND or HAS_STARTS
     turn += i
@@ -203,7 +203,7 @@ def _attend_keys(
     WIDTH: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr, SPLIT: gl.constexpr, GROUP_INDEX: gl.constexpr,
     WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr,
 ):
-    """Return (weighted values, peak in base 2, sum of weights) over all keys of an item of work."""
+    """Return (weighted values, peak in base 2, sum of weights) over all keys of one query tile and head."""
     num_key_tiles, end_whole = keys_of_item[1], keys_of_item[3]
     acc_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
     row_layout: gl.constexpr = q_position.type.layout
@@ -235,7 +235,8 @@ def _attend_item(
     STAGES: gl.constexpr, SPLIT: gl.constexpr, SEARCH: gl.constexpr, WINDOW_KIND: gl.constexpr,
     HAS_STARTS: gl.constexpr, HAS_SOFTCAP: gl.constexpr, HAS_SINKS: gl.constexpr,
 ):
-    """Attend for one item of work and store the result. Returns the number of its key tiles."""
+    """Attend for one query tile of a request and one key/value head, and store the result. Returns the number of its
+    key tiles."""
     WIDTH: gl.constexpr = D // SPLIT  # columns of this group
     first_row: gl.constexpr = 0 if SPLIT > 1 else GROUP_INDEX * ROWS
     first_column: gl.constexpr = GROUP_INDEX * WIDTH if SPLIT > 1 else 0

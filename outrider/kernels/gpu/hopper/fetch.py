@@ -22,8 +22,9 @@ def copy_tile(
     pages, table, tiles, free, arrived, turn, start, column, cached_begin, cached_end,
     D: gl.constexpr, PAGE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """Start the copies of one tile of keys or values as soon as its slot is free. All page numbers are loaded first,
-    because a load takes longer than it takes to start a copy. arrived: the barrier that counts the copies."""
+    """Start the copies of one tile of keys or values as soon as its buffer in the ring is free. All page numbers are
+    loaded first, because loading a number takes longer than starting a copy. arrived: the barrier that counts the
+    copies."""
     COPY: gl.constexpr = min(PAGE, BLOCK_N)
     COPIES: gl.constexpr = BLOCK_N // COPY
     PARTS: gl.constexpr = D // COLUMNS
@@ -53,8 +54,8 @@ def fetch_keys(
     D: gl.constexpr, PAGE: gl.constexpr, Q_TILE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     SEARCH: gl.constexpr, WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):
-    """Copy keys; run by one warp. This warp also takes items of work from the counter, and tells the program's other
-    warps about them."""
+    """Copy keys to shared memory; run by one warp. This warp also takes the program's next query tiles from the global
+    counter, and announces them to the program's other warps."""
     key_tiles, ready, free = ring
     count = count_tiles(tiles, SEARCH)
     turn = 0
@@ -80,7 +81,8 @@ def fetch_keys(
 def _zero_strips(
     tiles, slot, start, cached_begin, cached_end, D: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """Zero the values of a tile that are not the request's, because a weight of zero times NaN is NaN."""
+    """Write zeros over the values of a tile that do not belong to the request, because a weight of zero times NaN is
+    NaN."""
     STRIPS: gl.constexpr = BLOCK_N // STRIP
     PARTS: gl.constexpr = D // COLUMNS
     strips = tiles._reinterpret(tiles.dtype, [STAGES * PARTS * STRIPS, STRIP, COLUMNS],
@@ -103,8 +105,8 @@ def fetch_values(
     D: gl.constexpr, PAGE: gl.constexpr, Q_TILE: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
     SEARCH: gl.constexpr, WINDOW_KIND: gl.constexpr, HAS_STARTS: gl.constexpr, KV_HEADS: gl.constexpr,
 ):
-    """Copy values; run by one warp. The ring has one barrier more than slots, for tiles in which some values must be
-    zeroed before use."""
+    """Copy values to shared memory; run by one warp. There is one barrier more than buffers in the ring, for tiles in
+    which some values must be zeroed before use."""
     value_tiles, ready, free = ring
     count = count_tiles(tiles, SEARCH)
     turn = 0

@@ -1,12 +1,12 @@
-"""The Hopper kernel of linear layers for 2 to 64 token rows: the time is that of reading the weight.
+"""The Hopper kernel of linear layers for 2 to 64 token rows, where reading the weight takes all of the time.
 
 The weight is the first operand, of which tensor cores take 64 rows, and the token rows are the second one, padded to
 16, 32 or 64. One warp fetches tiles with the bulk copy engine into a ring; four warps multiply. A weight does not
 depend on other kernels, so the ring is filled with weights before the kernel waits for its token rows.
 
 If there are few outputs, several programs share the inner dimension of a tile: each stores its float32 sums, and the
-last one to arrive adds them up, always in the same order. A token row's bits do not depend on other rows, and on the
-number of rows only through the padding.
+last one to arrive adds them up, always in the same order. A token row's bits do not depend on other rows; of the number
+of rows they depend only on the padded size.
 """
 
 from __future__ import annotations
@@ -109,7 +109,8 @@ def _start_product(slot, turn, acc, up, ring, GATE: gl.constexpr, STAGES: gl.con
 
 @gluon.jit
 def _finish_products(acc, up, OUTSTANDING: gl.constexpr, GATE: gl.constexpr):
-    """Wait until the products of at most OUTSTANDING steps are still running."""
+    """Wait until the products of at most OUTSTANDING steps are still running; their sums can be used only after
+    that."""
     if GATE:
         acc, up = warpgroup_mma_wait(2 * OUTSTANDING, deps=[acc, up])
     else:
@@ -119,8 +120,8 @@ def _finish_products(acc, up, OUTSTANDING: gl.constexpr, GATE: gl.constexpr):
 
 @gluon.jit
 def add_parts(part, SPLITS: gl.constexpr, STRIDE: gl.constexpr):
-    """Add up the sums that the splits stored, in order. Other multiprocessors wrote them, so they are read from the
-    shared cache."""
+    """Add up the partial sums that the splits stored, in order. Other multiprocessors wrote them, so they are read from
+    the L2 cache."""
     total = gl.load(part, cache_modifier=".cg")
     for split in gl.static_range(1, SPLITS):
         total += gl.load(part + split * STRIDE, cache_modifier=".cg")
@@ -178,7 +179,8 @@ def _few_rows_kernel(
     OUTPUTS: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr, FETCH_REGS: gl.constexpr, LATE: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """LATE: the next kernel starts only when every program has waited for the token rows, so it finds them complete."""
+    """Multiply a tile of token rows with a tile of the weight. LATE: the next kernel starts only when every program has
+    waited for the token rows, so it finds them complete."""
     if not LATE:
         release_dependents(PDL)
     dtype: gl.constexpr = x_tiles.dtype
@@ -230,9 +232,9 @@ def make_plan(rows: int, outputs: int, splits: int, is_gated: bool, ring_bytes: 
 def plan_few_rows(num_rows: int, n: int, k: int, is_gated: bool, sms: int) -> FewRowsPlan | None:
     """Return the plan for a weight with n outputs (n pairs of outputs if gated), or None if another kernel was faster.
 
-    All programs run at the same time, unless there are more tiles than that. For long sums one program with a large
-    ring on each multiprocessor is best: two are not placed evenly while the kernel before still runs. The sums of
-    splits are written and read again, so more token rows need longer splits.
+    All programs run at the same time, unless there are more tiles than fit. For a long inner dimension one program with
+    a large ring of buffers on each multiprocessor is best: two are not placed evenly while the previous kernel still
+    runs. The partial sums of splits are written and read again, so more token rows need longer splits.
     """
     rows, steps, tiles = padded_rows(num_rows), k // COLUMNS.value, cdiv(n, 64)
     small = 2 * n * k * (2 if is_gated else 1) <= SMALL_WEIGHT
@@ -253,7 +255,8 @@ def plan_few_rows(num_rows: int, n: int, k: int, is_gated: bool, sms: int) -> Fe
 
 @lru_cache(maxsize=1024)
 def plan_wide(num_rows: int, n: int, k: int, sms: int) -> FewRowsPlan | None:
-    """Return the plan for float32 logits. Wide tiles read the token rows fewer times."""
+    """Return the plan for a product with float32 results, such as logits. Wide tiles read the token rows fewer
+    times."""
     has_many_tiles = n >= 4 * 128 * sms and k >= MIN_HEAD_INNER
     return make_plan(padded_rows(num_rows), 128, 1, False, RING_BYTES) if has_many_tiles else None
 
@@ -294,7 +297,8 @@ def few_rows_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: None = None, *, plan: FewRowsPlan | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Multiply x [rows, k] with weight [n, k] transposed; 1 to 64 rows, which `is_fastest` or a plan accepts."""
+    """Multiply x [rows, k] with weight [n, k] transposed, for 1 to 64 rows. Call it where `is_fastest` is true, or with
+    a plan."""
     out = _new_output("few_rows_linear", x, weight, weight.shape[0], x.dtype)
     _launch(x, weight, out, 0, [plan or _plan(x.shape[0], weight, False), *_later_plans(weight, False)], pdl)
     return out
@@ -314,7 +318,7 @@ def few_rows_gated(
 def few_rows_wide(
     x: torch.Tensor, weight: torch.Tensor, *, plan: FewRowsPlan | None = None, pdl: bool | None = None
 ) -> torch.Tensor:
-    """Return the product in float32."""
+    """Multiply x [rows, k] with weight [n, k] transposed, and return the product in float32."""
     out = _new_output("few_rows_wide", x, weight, weight.shape[0], torch.float32)
     sizes = *weight.shape, num_sms(x.device)
     later = [plan_wide(rows, *sizes) for rows in _TILE_ROWS] if is_collecting() else []
@@ -365,5 +369,6 @@ def _launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, gate: int,
 
 
 def _describe(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Describe a matrix to the copy engine, which writes zeros for what lies outside."""
+    """Make a tensor descriptor with which the copy engine (TMA) reads a matrix; it writes zeros for what lies
+    outside."""
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, COLUMNS.value], _LAYOUT)

@@ -1,10 +1,11 @@
 """The Hopper kernel of the indexer's scores, for steps with many token rows.
 
-A program serves a tile of 8 token rows and every n-th tile of 64 keys. One warp fetches tiles of keys with the bulk
-copy engine into a ring. Two groups of four warps take each tile: a group multiplies it with all heads of its 4 token
-rows at once, and sums up the weighted heads in registers while the tensor cores multiply for the other group. Token
-rows of a tile that belong to different requests are served one request after the other; those whose context has no more
-than top-k positions need no scores.
+The indexer scores every cached position, so that sparse attention reads only the best ones. A program serves a tile of
+8 token rows and every n-th tile of 64 keys. One warp fetches tiles of keys with the bulk copy engine into a ring. Two
+groups of four warps take each tile: a group multiplies it with all heads of its 4 token rows at once, and sums up the
+weighted heads in registers while the tensor cores multiply for the other group. Token rows of a tile that belong to
+different requests are served one request after the other; those whose context has no more than top-k positions need no
+scores.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ def _load_rows(contexts, num_tokens, top_k):
 
 @gluon.jit
 def _next_request(request, low, high, waits):
-    """Return (the request of the first waiting token row, the first position that its token rows see, the end of what
-    they see, this program's first tile of keys, which token rows still wait after it)."""
+    """Return what to serve next in a tile of token rows of several requests: (the request of the first waiting token
+    row, the first position that its token rows see, the end of what they see, this program's first tile of keys, which
+    token rows still wait after it)."""
     row = gl.arange(0, ROWS, layout=request.type.layout)
     leader = gl.min(gl.where(waits > 0, row, ROWS), axis=0)
     owner = gl.max(gl.where(row == leader, request, -1), axis=0)
@@ -84,7 +86,8 @@ def _score(
     q, weights, contexts, scores, ring, queries, num_tokens, top_k, strides,
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr,
 ):
-    """Add up the heads of a group's products; column `t * HEADS + h` is head h of token row t."""
+    """Return the scores of a group's token rows: the products of all heads, added up over the heads. Column `t * HEADS
+    + h` of the products is head h of token row t."""
     WIDTH: gl.constexpr = GROUP_ROWS * HEADS
     q_token_stride, q_head_stride, weights_stride, scores_stride = strides
     multiplied: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, WIDTH, 16])
@@ -163,8 +166,8 @@ def _prompt_scores_kernel(
 def takes_prompts(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts,
                   chosen: torch.Tensor, scales: torch.Tensor | None = None,
                   counters: torch.Tensor | None = None) -> bool:
-    """Whether the kernel serves these queries [tokens, heads, dim] and keys [pages, page tokens, dim], and is worth it:
-    it is if neighbouring token rows belong to one request."""
+    """Whether the kernel serves these queries [tokens, heads, dim] and keys [pages, page tokens, dim] and is worth it,
+    which it is if neighbouring token rows belong to one request."""
     return (q.shape[0] >= max(MIN_TOKENS, MIN_ROWS * contexts.page_table.shape[0]) and scales is None
             and can_score(q, keys))
 
@@ -183,8 +186,8 @@ def launch_scores(
     q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts, top_k: int,
     scores: torch.Tensor, num_splits: int | None = None,
 ) -> None:
-    """Write scores [tokens, positions] float32 of visible positions, for token rows with more than top_k of them. Takes
-    the arguments of `kernels.latent.choose_positions`."""
+    """Write scores [tokens, positions] float32 of the visible positions. Only token rows that see more than top_k
+    positions are scored. The arguments are those of `kernels.latent.choose_positions`."""
     num_tokens, num_heads, head_dim = q.shape
     num_pages, page_size, _ = keys.shape
     tiles = triton.cdiv(num_tokens, ROWS.value)

@@ -1,4 +1,5 @@
-"""The Hopper kernel of the indexer's scores for few token rows: `index/scores.py` with the bulk copy engine.
+"""The Hopper kernel of the indexer's scores for few token rows. It computes what `gpu/index/scores.py` computes, and
+fetches keys with the bulk copy engine.
 
 Each program serves one token row and every n-th tile of 128 keys. Shared memory has room for several tiles that are
 being copied, so that reading keys, which takes all of the time here, never stops.
@@ -37,7 +38,8 @@ _VARYING = ["top_k", "table_stride"]
 
 @gluon.jit
 def _page_numbers(table, start, low, high, PAGE: gl.constexpr, KEYS: gl.constexpr):
-    """Load the page numbers of a tile of keys; -1, for which the copy engine writes zeros, where no query sees them."""
+    """Load the page numbers of a tile of keys. The number is -1 where no query sees the page; the copy engine writes
+    zeros for such pages."""
     COPY: gl.constexpr = min(PAGE, KEYS)
     numbers = ()
     for j in gl.static_range(KEYS // COPY):
@@ -52,7 +54,7 @@ def _ask(
     keys, tiles, ready, slot, start, numbers,
     D: gl.constexpr, PAGE: gl.constexpr, KEYS: gl.constexpr, SLOTS: gl.constexpr,
 ):
-    """Start the copies of one tile into a slot that is not being read."""
+    """Start the copies of one tile of keys into a buffer that is not being read."""
     COPY: gl.constexpr = min(PAGE, KEYS)
     COPIES: gl.constexpr = KEYS // COPY
     PARTS: gl.constexpr = D // COLUMNS
@@ -133,7 +135,8 @@ def launch_scores(
     q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts, top_k: int,
     scores: torch.Tensor, pdl: bool, *, tile: int = TILE, stages: int = STAGES, programs: int = PROGRAMS,
 ) -> None:
-    """See `triton.index_scores.index_scores`."""
+    """Compute the indexer's scores for few token rows; see `index_scores` in `gpu/index/scores.py` for the
+    arguments."""
     num_tokens, num_heads, head_dim = q.shape
     num_pages, page_size, _ = keys.shape
     splits = max(1, min(triton.cdiv(scores.shape[1], tile), programs * num_sms(q.device) // num_tokens))

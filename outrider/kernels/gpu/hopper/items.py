@@ -1,9 +1,9 @@
-"""Items of work: each is one query tile of a request and one key/value head. This file says which items a program
-takes, and which keys an item needs.
+"""Items of work of Hopper prefill attention: an item is one query tile of a request together with one key/value head.
+This file says which items a program takes, and which keys an item needs.
 
-One warp takes items from a counter in device memory and tells all other warps of its program through two slots of
-shared memory. Items are ordered by head, so that the keys of one head stay in the GPU's cache, and within a head the
-tiles with the most keys come first.
+One warp takes items from a counter in device memory and announces them to all other warps of its program through two
+cells of shared memory. Items are ordered by head, so that the keys of one head stay in the GPU's cache, and within a
+head the tiles with the most keys come first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # 
 
 @gluon.jit
 def slot_of(turn, SLOTS: gl.constexpr):
-    """Return the slot of a turn. Turns are not negative, and unsigned division takes fewer instructions."""
+    """Return which buffer of a ring is used at a turn: the turn modulo the number of buffers. Turns are not negative,
+    and unsigned division takes fewer instructions."""
     return (turn.to(gl.uint32) % SLOTS).to(gl.int32)
 
 
@@ -30,14 +31,14 @@ def phase_of(turn, SLOTS: gl.constexpr):
 
 @gluon.jit
 def nth_tile(n, num_key_tiles):
-    """Return which of an item's key tiles is n-th. The last tiles come first: queries see different keys in them, so
-    they need masks, and at the beginning there is no other work to overlap with."""
+    """Return which of an item's key tiles is the n-th to be computed. The last tiles come first: queries see different
+    keys in them, so they need masks, and at the beginning there is no other work to overlap with."""
     return num_key_tiles - 1 - n
 
 
 @gluon.jit
 def publish(item, number, queue):
-    """Tell the other warps which item comes next. Two items may be announced at a time."""
+    """Announce the next item of work to the program's other warps. Two items may be announced at a time."""
     items, ready, free = queue
     slot = number % 2
     mbarrier.wait(free.index(slot), ((number // 2) & 1) ^ 1)
@@ -59,9 +60,9 @@ def receive(number, queue):
 
 @gluon.jit
 def take(counter, num_items):
-    """Take the next item that no program has taken. A program's first item has the program's own number. Every program
-    takes one item too many at its end, so the very last call gets number num_items - 1, and resets the counter to
-    zero."""
+    """Take the next item of work that no program has taken. A program's first item has the program's own number. Every
+    program takes one item too many at its end, so the very last call gets number num_items - 1, and resets the counter
+    to zero."""
     taken = gl.atomic_add(counter, 1, sem="relaxed")
     if taken == num_items - 1:
         gl.store(counter, 0)
@@ -79,8 +80,8 @@ def count_tiles(tiles, SEARCH: gl.constexpr):
 
 @gluon.jit
 def _find_tile(index, count, tile_requests, tile_indices, num_requests, SEARCH: gl.constexpr):
-    """Return (request, tile of it). Counted tiles are taken from the last one back, because late tiles have the most
-    keys."""
+    """Return (request, query tile of the request) by a tile's index. Counted tiles are taken from the last one back,
+    because late tiles have the most keys."""
     if SEARCH > 0:
         at = count - 1 - index
         num_warps: gl.constexpr = gl.num_warps()
@@ -95,7 +96,7 @@ def _find_tile(index, count, tile_requests, tile_indices, num_requests, SEARCH: 
 
 @gluon.jit
 def first_seen(position, window, WINDOW_KIND: gl.constexpr):
-    """The first key that a query sees, as in `attention/windows.py`, for kernels in Gluon."""
+    """Return the first key that a query sees, as in `attention/windows.py`, for kernels in Gluon."""
     if WINDOW_KIND == CHUNKED:
         return position - position % window
     else:

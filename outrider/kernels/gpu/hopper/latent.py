@@ -31,7 +31,8 @@ _INTS = ["page_table", "request_of", "first", "stop", "positions", "sinks"]
 
 @gluon.jit
 def position_at(own, index, low, count, is_long):
-    """Return the positions at these places of a token row's list. Places after its end stand for the first position."""
+    """Return the positions at these indices of a token row's list of chosen positions. Indices past its end stand for
+    the first position."""
     listed = gl.load(own + index, mask=(index < count) & is_long, other=0).to(gl.int32)
     return gl.where(index < count, gl.where(is_long, listed, low + index), low)
 
@@ -69,9 +70,9 @@ def attend_entries(
     q, cache, table, own, token, low, begin, end, is_long, scale, strides,
     NUM_HEADS: gl.constexpr, HEADS: gl.constexpr, L: gl.constexpr, R: gl.constexpr, PAGE: gl.constexpr,
 ):
-    """Attend to the places [begin, end) of a token row's list: returns (weighted values [L, HEADS], their divisors,
-    peaks), and the shared memory of the queries' latent parts, with heads and columns in its order, to be used for
-    writing whole rows."""
+    """Attend to the entries [begin, end) of a token row's list of positions. Returns (weighted values [L, HEADS], their
+    divisors, peaks), and the shared memory that held the queries' latent parts, with heads and columns in its order;
+    `store_rows` writes the result through it."""
     q_token_stride, q_head_stride, page_stride, entry_stride = strides
     dtype: gl.constexpr = q.dtype.element_ty
     wide: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
@@ -118,7 +119,8 @@ def attend_entries(
 
 @gluon.jit
 def add_sinks(sinks, divisor, peak, HAS_SINKS: gl.constexpr, NUM_HEADS: gl.constexpr, HEADS: gl.constexpr):
-    """Add to the divisors the weight of one more key, whose value is 0 and whose score per head is in `sinks`."""
+    """Add the weight of an attention sink to the divisors. A sink is one more key, with value 0 and a score per head in
+    `sinks`."""
     if HAS_SINKS:
         head = gl.program_id(0) * HEADS + gl.arange(0, HEADS, layout=divisor.type.layout)
         sink = gl.load(sinks + head, mask=head < NUM_HEADS, other=float("-inf"))
@@ -128,7 +130,7 @@ def add_sinks(sinks, divisor, peak, HAS_SINKS: gl.constexpr, NUM_HEADS: gl.const
 
 @gluon.jit
 def store_rows(out, result, rows, head_stride, NUM_HEADS: gl.constexpr):
-    """Store result [L, HEADS] to out, by whole rows. `rows` comes from `attend_entries`."""
+    """Store result [L, HEADS] to out, one whole row per head. `rows` comes from `attend_entries`."""
     q_latent, head, latent = rows
     barrier()
     q_latent.permute((1, 0)).store(result.to(q_latent.dtype))
@@ -176,7 +178,7 @@ def can_attend(q: torch.Tensor, cache: torch.Tensor, latent_dim: int) -> bool:
 
 def latent_attention(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor,
                      scale: float, latent_dim: int, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """See `kernels.latent.latent_attention`."""
+    """Attend to the chosen positions of the latent cache; see `kernels.latent.latent_attention` for the arguments."""
     require_tensor("latent_attention", "positions", positions, (q.shape[0], None), q.device,
                    (torch.int32, torch.int64))
     return _attend("latent_attention", q, cache, contexts, positions, positions.shape[1], scale, latent_dim, sinks)
@@ -185,7 +187,8 @@ def latent_attention(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContex
 def dense_latent_attention(q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, num_positions: int,
                            scale: float, latent_dim: int,
                            sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """See `kernels.latent.dense_latent_attention`."""
+    """Attend to all visible positions of the latent cache; see `kernels.latent.dense_latent_attention` for the
+    arguments."""
     return _attend("dense_latent_attention", q, cache, contexts, None, num_positions, scale, latent_dim, sinks)
 
 

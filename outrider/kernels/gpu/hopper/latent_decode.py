@@ -1,4 +1,5 @@
-"""The Hopper kernel of attention over the latent cache for few token rows: `latent.py`, split over the positions.
+"""The Hopper kernel of attention over the latent cache for few token rows. It works like `latent.py`, with the
+positions of a token row split over several programs.
 
 Each program serves one split of a token row's positions, and at most 32 of its heads. `latent/attention.py` merges the
 splits.
@@ -69,9 +70,9 @@ def launch_splits(
     scale: float, splits: int, min_split: int, made: torch.Tensor, lse: torch.Tensor | None, pdl: bool,
     sinks: torch.Tensor | None = None,
 ) -> None:
-    """Launch the splits. made: the output [tokens, heads, latent]; or, with `lse` [tokens, heads, splits], results of
-    splits [tokens, heads, splits, latent] in float32, which are to be merged. A split without positions writes only
-    `lse`. Sinks are included only in the output."""
+    """Launch attention for each split of the positions. Without `lse`, made is the output [tokens, heads, latent]. With
+    `lse` [tokens, heads, splits], made gets each split's result [tokens, heads, splits, latent] in float32, which the
+    caller must merge. A split without positions writes only `lse`. Sinks are included only in the output."""
     (num_tokens, num_heads, width), latent_dim = q.shape, made.shape[-1]
     heads = heads_at_once(num_heads)
     strides = (*made.stride()[:2], 0) if lse is None else made.stride()[:3]

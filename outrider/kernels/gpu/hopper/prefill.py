@@ -1,7 +1,8 @@
-"""The Hopper kernel of prefill attention and its launch: which kinds of warps there are, and what they share.
+"""The Hopper kernel of prefill attention and its launch. This file says which kinds of warps there are and what they
+share; `attend.py` and `fetch.py` are what they run.
 
-A program stays on its multiprocessor and takes items of work until none are left. Keys that a query may not see are
-masked in the scores. Values beyond a request's own keys are zeroed before they are used.
+A program stays on its multiprocessor and takes items of work (`items.py`) until none are left. Keys that a query may
+not see are masked in the scores. Values beyond a request's own keys are zeroed before they are used.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _INTS = ["page_table", "query_starts", "lengths", "live", "key_starts", "tile_re
 
 @gluon.jit
 def make_barriers(number: gl.constexpr, arrivals: gl.constexpr):
-    """Make the barriers of a program. Some warps must use each of them. Triton reuses the memory of a barrier that is
-    no longer used, but a GPU that resumes a stopped program (for another process, say) restores barriers, and would
-    overwrite what was stored there since."""
+    """Make the barriers of a program. Some warps must use each of them to the end, because Triton reuses the memory of
+    a barrier that is no longer used. A GPU that resumes a stopped program (for another process, say) restores its
+    barriers, and would overwrite what was stored in that memory since."""
     barriers = gl.allocate_shared_memory(gl.int64, [number, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(number):
         mbarrier.init(barriers.index(i), count=arrivals)
@@ -151,7 +152,8 @@ def takes_cache(num_heads: int, k_cache: torch.Tensor) -> bool:
 
 
 def _describe_pages(cache: torch.Tensor, block_n: int) -> TensorDescriptor:
-    """Describe the cache to the copy engine: 64 columns of a page's tokens at a time, at most a tile of them."""
+    """Make a tensor descriptor with which the copy engine (TMA) reads the cache: 64 columns of a page's tokens at a
+    time, at most a tile of them."""
     num_pages, page_size, num_heads, dim = cache.shape
     return TensorDescriptor(cache, [num_pages, page_size, num_heads * dim], [cache.stride(0), cache.stride(1), 1],
                             [1, min(page_size, block_n), COLUMNS.value], gl.NVMMASharedLayout(128, 16, rank=3))

@@ -66,8 +66,8 @@ def _fetch(
 def _chain(
     turn, columns, ring, GROUP_INDEX: gl.constexpr, BLOCK_N: gl.constexpr, STAGES: gl.constexpr,
 ):
-    """Return the sums over `columns` tiles of the inner dimension. The next product is started before the last one is
-    waited for."""
+    """Return one chain of additions: the sums over `columns` tiles of the inner dimension. Each product is started
+    before the previous one has ended."""
     rows, weights, ready, free = ring
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     acc = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=layout)
@@ -180,6 +180,7 @@ def launch_product(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, cha
 
 
 def _describe(matrix: torch.Tensor, rows: int) -> TensorDescriptor:
-    """Describe a matrix to the copy engine, which writes zeros for what lies outside."""
+    """Make a tensor descriptor with which the copy engine (TMA) reads a matrix; it writes zeros for what lies
+    outside."""
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, COLUMNS.value],
                             gl.NVMMASharedLayout(128, 16, rank=2))

@@ -1,9 +1,11 @@
-"""The choice of the top-k positions of few token rows, from the scores that `scores.py` computed, without a sort.
+"""Chooses the top-k positions of few token rows for sparse attention, from the scores that `scores.py` computed,
+without a sort.
 
-There are two kernels. Their programs have segments of a token row's positions, so that a few long contexts use the
-whole GPU. The first kernel lists candidates, which it finds from a sample (see `search.py`), in any order. In the
-second, each program finds the least chosen score among all candidates of its token row, counts the candidates before
-its segments, and writes its segments' chosen positions in order. No result depends on the order in which programs run.
+There are two kernels. Each program has some segments of a token row's positions, so that a few long contexts use the
+whole GPU. The first kernel lists candidates in any order; a sample of the scores says which positions are candidates
+(see `search.py`). In the second kernel, each program finds the smallest score that is chosen among all candidates of
+its token row, counts the candidates before its segments, and writes the chosen positions of its segments in order. No
+result depends on the order in which programs run.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ def _choice_kernel(
     first, stop, scores, lists, num_listed, chosen, scores_stride, chosen_stride, num_splits, top_k,
     ROOM: tl.constexpr, SEG: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Write the chosen positions of a token row's segments: those with scores above the least chosen one, and as many
+    """Write the chosen positions of a token row's segments: those with scores above the least chosen score, and as many
     of those equal to it as are still needed."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
@@ -121,8 +123,9 @@ def choose_positions(
     scales: torch.Tensor | None = None, counters: torch.Tensor | None = None, *, config: ScoreConfig | None = None,
     segment: int = SEGMENT, room: int | None = None, num_splits: int | None = None, pdl: bool | None = None,
 ) -> None:
-    """See `kernels.latent.choose_positions`. Scores are computed for as many token rows at a time as MAX_SCORES
-    allows."""
+    """Write the top-k cached positions of each token row, those with the highest indexer scores, to `chosen`. Token
+    rows are scored in batches so that the scores of a batch fit into MAX_SCORES numbers. See
+    `kernels.latent.choose_positions` for the arguments."""
     pdl = uses_pdl(q.device) if pdl is None else pdl
     num_tokens, num_keys, top_k = check_choice(q, weights, keys, contexts, chosen, scales)
     if counters is not None:
@@ -153,8 +156,8 @@ def choose_by_scores(
     segment: int = SEGMENT, room: int | None = None, sample: int | None = None, num_splits: int | None = None,
     pdl: bool,
 ) -> None:
-    """Write the choice from scores [tokens, positions], which have room for whole groups of ALIGNED positions.
-    num_listed: a zero for each token row."""
+    """Write the chosen positions from given scores [tokens, positions], whose rows must be padded to a multiple of
+    ALIGNED positions. num_listed: a zero for each token row."""
     (count, top_k), num_keys, sms = chosen.shape, scores.shape[1], num_sms(scores.device)
     room, most = room or room_for(top_k), cdiv(num_keys, segment)
     lists = torch.empty(count if num_keys > room else 0, 2, room, dtype=torch.int32, device=scores.device)

@@ -1,7 +1,8 @@
-"""Index keys of whole blocks for latent attention, and the positions of chosen blocks.
+"""Computes the indexer's keys for whole blocks of tokens in latent attention, and lists the positions of chosen blocks.
 
-`kernels/pooled_keys.py` defines both. Each program writes one token's key and gate, or the key of the block that the
-token completes; another kernel lists the positions, one token row per program. Everything is read on the device.
+`kernels/pooled_keys.py` defines both. In one kernel each program writes one token's key and gate, or the key of the
+block that the token completes. Another kernel lists the positions, one token row per program. Nothing is read on the
+host.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def write_pooled_keys(
     packed: torch.Tensor, weights: PoolWeights, cells: PoolCells, contexts: TokenContexts, blocks: TokenBlocks, *,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.pooled_keys.write_pooled_keys`."""
+    """Write the keys and gates of the step's tokens, and the keys of the blocks that they complete; see
+    `kernels.pooled_keys.write_pooled_keys` for the arguments."""
     name, device, dtype = "write_pooled_keys", packed.device, packed.dtype
     pdl = uses_pdl(device) if pdl is None else pdl
     require_tensor(name, "packed", packed, (None, None), device, FLOATS)
@@ -152,7 +154,7 @@ def _list_kernel(first, stop, chosen, listed, chosen_stride, SIZE: tl.constexpr,
 
 def list_blocks(contexts: TokenContexts, chosen: torch.Tensor, blocks: TokenBlocks, *,
                 pdl: bool | None = None) -> torch.Tensor:
-    """See `kernels.pooled_keys.list_blocks`."""
+    """List the positions of each token row's chosen blocks; see `kernels.pooled_keys.list_blocks` for the arguments."""
     name, device = "list_blocks", chosen.device
     pdl = uses_pdl(device) if pdl is None else pdl
     require_tensor(name, "chosen", chosen, (None, None), device, _INTEGERS)

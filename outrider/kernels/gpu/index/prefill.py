@@ -1,5 +1,5 @@
-"""The choice of positions for many token rows: after a kernel has computed scores, one program searches one token row's
-best.
+"""Chooses the top-k positions of many token rows (prompts) for sparse attention: after a kernel has computed scores,
+one program finds the best scores of one token row.
 
 The program keeps its token row's scores in registers, as integers in the same order, and narrows the range that
 contains the least chosen score until as many scores are at or above it as are to be chosen. Each launch serves contexts
@@ -41,7 +41,8 @@ def _search_kernel(
     first, stop, scores, found, scores_stride, top_k, above,
     SIZE: tl.constexpr,
 ):
-    """Serves token rows that have to choose and have more than `above` positions, but no more than SIZE."""
+    """Find the least chosen score of one token row, with its scores in registers. Serves token rows that must choose
+    and see more than `above` positions, but no more than SIZE."""
     row = tl.program_id(0).to(tl.int64)
     low = tl.load(first + row).to(tl.int32)
     high = tl.load(stop + row).to(tl.int32)
@@ -82,7 +83,8 @@ def _count_in_memory(own, begin, low, high, least, last, SEG: tl.constexpr):
 def _search_in_memory_kernel(
     first, stop, scores, found, scores_stride, top_k, above, SEG: tl.constexpr,
 ):
-    """Serves token rows that have to choose and have more than `above` positions."""
+    """Find the least chosen score of one token row whose scores do not fit into registers. Serves token rows that must
+    choose and see more than `above` positions."""
     row = tl.program_id(0).to(tl.int64)
     low = tl.load(first + row).to(tl.int32)
     high = tl.load(stop + row).to(tl.int32)
@@ -142,9 +144,9 @@ def write_best(
     scores: torch.Tensor, contexts: TokenContexts, chosen: torch.Tensor, *, sizes: tuple[int, ...] = SIZES,
     segment: int = SEGMENT,
 ) -> None:
-    """Write into chosen [tokens, top_k] what `kernels.latent.choose_positions` does, from scores [tokens, positions]
-    float32, which are needed only for contexts with more than top_k positions. Scores must have room for whole groups
-    of positions."""
+    """Write the top-k positions into chosen [tokens, top_k], as `kernels.latent.choose_positions` does, from scores
+    [tokens, positions] float32. Scores are read only for contexts with more than top_k positions. Their rows must be
+    padded to whole groups of positions."""
     num_tokens, top_k = chosen.shape
     num_keys, above = scores.shape[1], -1
     found = torch.empty(num_tokens, 2, dtype=torch.int32, device=scores.device)
@@ -164,8 +166,9 @@ def write_best(
 def choose_positions(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts,
                      chosen: torch.Tensor, scales: torch.Tensor | None = None,
                      counters: torch.Tensor | None = None) -> None:
-    """See `kernels.latent.choose_positions`. Scores are computed for as many token rows at a time as MAX_SCORES
-    allows."""
+    """Write the top-k cached positions of each token row, those with the highest indexer scores, to `chosen`. Token
+    rows are scored in batches so that the scores of a batch fit into MAX_SCORES numbers. See
+    `kernels.latent.choose_positions` for the arguments."""
     num_tokens, num_keys, top_k = check_choice(q, weights, keys, contexts, chosen, scales)
     step = max(1, min(num_tokens, MAX_SCORES // num_keys))
     columns = triton.cdiv(num_keys, ALIGNED.value) * ALIGNED.value

@@ -1,4 +1,5 @@
-"""The indexer's scores in flat token space: for each token row, the weighted sum over heads of relu(q . key).
+"""The indexer's scores, by which sparse attention chooses positions. The score of a cached position is the weighted sum
+over heads of relu(q . key), for each token row of the flat batch.
 
 Each program serves a tile of token rows and every n-th tile of their keys, so that the grid does not grow with the
 length. If token rows belong to different requests, the requests are served one after the other. Rows whose context has
@@ -38,7 +39,7 @@ class ScoreConfig:
 
 
 def score_config(num_tokens: int, itemsize: int) -> ScoreConfig:
-    """Return the tile for these sizes. With several token rows in a tile, they share the keys that it reads, which pays
+    """Return the tile for these sizes. Several token rows in a tile share the keys that the program reads, which pays
     for prompts."""
     if itemsize > 2:
         return ScoreConfig(1 if num_tokens < 64 else 2, 32, 4, 1)
@@ -53,7 +54,8 @@ def _scores_kernel(
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_N: tl.constexpr, SCALED: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Column `t * HEADS_PAD + h` of a program's matrix products is head h of token row t of its tile."""
+    """Compute the scores of a tile of token rows. Column `t * HEADS_PAD + h` of the matrix products is head h of token
+    row t of the tile."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     row = tl.arange(0, ROWS)
@@ -108,8 +110,8 @@ def index_scores(
     scores: torch.Tensor, scales: torch.Tensor | None = None, *, config: ScoreConfig | None = None,
     num_splits: int | None = None, pdl: bool | None = None,
 ) -> None:
-    """Write scores [tokens, positions] float32 of visible positions, for token rows with more than top_k of them. The
-    arguments are those of `kernels.latent.choose_positions`, which checks them."""
+    """Write scores [tokens, positions] float32 of the visible positions. Only token rows that see more than top_k
+    positions are scored. The arguments are those of `kernels.latent.choose_positions`, which checks them."""
     pdl = uses_pdl(q.device) if pdl is None else pdl
     num_tokens, num_heads, head_dim = q.shape
     config = config or score_config(num_tokens, q.element_size())

@@ -1,11 +1,11 @@
-"""How kernels find the least score that is chosen: the parts that the kernels for few and for many token rows share.
+"""Finds the smallest score that top-k chooses (the *least chosen score*): the parts that the kernels for few and for
+many token rows share.
 
-A context's scores are not sorted. A sample of them gives a bound, at or above which are about twice as many scores as
-are to be chosen; these scores, the *candidates*, are listed. The least chosen score is then searched among them, in
-registers: guess a score, count the candidates at or above it, narrow the range. A sample may mislead. Then too few
-candidates are listed, or more than there is room for, which shows, and the whole context is searched in memory: slower,
-but with the same result. So what is chosen does not depend on the sample. Scores are compared as integers in the same
-order.
+A context's scores are not sorted. A sample of them gives a bound that about twice as many scores reach as are to be
+chosen. The scores that reach it are listed as *candidates*. The least chosen score is then searched among the
+candidates, in registers: guess a score, count the candidates at or above it, narrow the range. A sample may mislead:
+then the list has too few candidates, or more than there is room for. The kernel notices this and searches the whole
+context in memory, which is slower but gives the same result. Scores are compared as integers in the same order.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ def number(order):
 def guess_between(bottom, top, not_below, above, wanted, turn):
     """Guess the score, as an ordered integer in (bottom, top], such that `wanted` scores are at or above it.
     `not_below` scores are at or above the bottom, and `above` scores are above the top. The guess assumes that scores
-    are spread evenly between the two. After some turns it is the middle of the integers instead, so that the search
-    always ends."""
+    are distributed evenly between bottom and top. After some rounds it is the middle of the integers instead, so that
+    the search always ends."""
     middle = (bottom | top) - ((bottom ^ top) >> 1)
     share = (not_below - wanted).to(tl.float32) / ((not_below - above) * 1.0)
     share = tl.minimum(tl.maximum(share, 0.02), 0.98)
@@ -65,9 +65,9 @@ def guess_between(bottom, top, not_below, above, wanted, turn):
 
 @triton.jit
 def narrow(bottom, top, not_below, above, guess, enough, least_wanted, most_wanted):
-    """Narrow the range by one guess; `enough` scores are at or above the guess. Returns the range, how many scores are
-    at or above its bottom, and how many are above its top. The range becomes one integer as soon as the number of
-    scores is as wanted."""
+    """Narrow the range of the least chosen score by one guess; `enough` scores are at or above the guess. Returns the
+    range, how many scores are at or above its bottom, and how many are above its top. The range becomes one integer as
+    soon as the number of scores lies between least_wanted and most_wanted."""
     is_enough = enough >= least_wanted
     new_top = tl.where(is_enough, tl.where(enough <= most_wanted, guess, top), guess - 1)
     return tl.where(is_enough, guess, bottom), new_top, tl.where(is_enough, enough, not_below), tl.where(
@@ -115,8 +115,8 @@ def _end_of_normal(share):
 
 @triton.jit
 def least_candidate(own, low, high, top_k, ROOM: tl.constexpr, SAMPLE: tl.constexpr):
-    """Return an ordered score such that, judging by a sample, more than top_k and fewer than ROOM scores of a context
-    are at or above it. The first guess assumes that scores are normally distributed."""
+    """Return the bound for candidates, as an ordered integer: judging by a sample, more than top_k and fewer than ROOM
+    scores of a context are at or above it. The first guess assumes that scores are normally distributed."""
     place = tl.arange(0, SAMPLE)
     step = (high - low) // (SAMPLE // _RUN)
     begin = tl.cdiv(low + place // _RUN * step, _RUN) * _RUN  # whole runs, as wide loads need
@@ -168,8 +168,8 @@ def _count_in_memory(own, low, high, least, SEG: tl.constexpr):
 
 @triton.jit
 def count_kinds(own, begin, end, low, high, least, SEG: tl.constexpr):
-    """Count the visible scores of positions [begin, end), whole segments, that are above the least chosen one, and
-    equal to it."""
+    """Count the visible scores of positions [begin, end), whole segments: (those above the least chosen score, those
+    equal to it)."""
     above, equal = tl.zeros([SEG], dtype=tl.int32), tl.zeros([SEG], dtype=tl.int32)
     for start in tl.range(begin, end, SEG, num_stages=3):
         position, is_visible, order = load_orders(own, start, low, high, SEG)
@@ -198,8 +198,9 @@ def least_chosen_in_memory(own, low, high, top_k, SEG: tl.constexpr):
 
 @triton.jit
 def write_chosen(to, position, is_there, order, least, missing, above_before, equal_before, top_k):
-    """Write the chosen ones of these positions, ascending, after `above_before` and the chosen ones of `equal_before`
-    earlier scores. Returns both numbers, increased by these positions. There are fewer than 32768 positions."""
+    """Write those of these positions that are chosen, ascending. `above_before` and `equal_before` say how many earlier
+    positions had scores above and equal to the least chosen score. Returns both counts with these positions added.
+    There are fewer than 32768 positions."""
     is_above, is_equal = is_there & (order > least), is_there & (order == least)
     both = is_above.to(tl.int32) * 65536 + is_equal.to(tl.int32)
     so_far = tl.cumsum(both, axis=0)
@@ -237,7 +238,8 @@ def load_listed(at, start, count, ROOM: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def write_all(to, low, high, top_k, first, step, SEG: tl.constexpr):
-    """Write every position of a context, from place `first` on in steps, then NOT_CHOSEN in the remaining places."""
+    """Write every position of a context, for contexts that need no choice: from index `first` of the result on in
+    steps, then NOT_CHOSEN in the remaining entries."""
     for start in range(first, top_k, step):
         place = start + tl.arange(0, SEG)
         tl.store(to + place, tl.where(low + place < high, low + place, NONE), mask=place < top_k)

@@ -1,4 +1,5 @@
-"""Attention to the blocks of a context that an indexer chose, and the cache write of its index keys.
+"""Block-sparse attention: attends to the blocks of a context that an indexer chose, and writes the indexer's keys to
+the cache.
 
 `kernels/token_blocks.py` says what a block is. Each program attends, for the heads of one kv head of one token row, to
 one split of the chosen blocks and last tokens; the splits are merged as in latent attention. Contexts and choices are
@@ -91,7 +92,8 @@ def write_block_keys(
     raw: torch.Tensor, gain: torch.Tensor, eps: float, rope: RopeRows, slots: torch.Tensor, offsets: torch.Tensor,
     contexts: TokenContexts, cache: torch.Tensor, blocks: TokenBlocks, *, pdl: bool | None = None,
 ) -> None:
-    """See `kernels.token_blocks.write_block_keys`."""
+    """Write the indexer's keys of the step's tokens and of the blocks that they complete; see
+    `kernels.token_blocks.write_block_keys` for the arguments."""
     name, device = "write_block_keys", raw.device
     pdl = uses_pdl(device) if pdl is None else pdl
     require_tensor(name, "raw", raw, (None, None), device, FLOATS)
@@ -123,7 +125,7 @@ def _attention_kernel(
     GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
     SPLIT: tl.constexpr, PDL: tl.constexpr,
 ):
-    """A token row attends to the tokens of its chosen blocks, then to the tokens after its last whole block."""
+    """Attend, for one token row, to the tokens of its chosen blocks, then to the tokens after its last whole block."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     token, kv_head, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
@@ -171,7 +173,7 @@ def block_attention(
     q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, contexts: TokenContexts, chosen: torch.Tensor,
     scale: float, blocks: TokenBlocks, *, num_splits: int | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.token_blocks.block_attention`."""
+    """Attend to each token row's chosen blocks; see `kernels.token_blocks.block_attention` for the arguments."""
     name, device = "block_attention", q.device
     pdl = uses_pdl(device) if pdl is None else pdl
     require_tensor(name, "q", q, (None, None, None), device, FLOATS)

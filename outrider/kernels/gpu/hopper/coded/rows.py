@@ -1,11 +1,11 @@
-"""The Hopper kernel of linear layers with weights of codes and scales, for 1 to 64 token rows: the time is that of
-reading the codes. Its parts and its order of sums are those of `../few_rows.py`, with these differences.
+"""The Hopper kernel of linear layers with quantised weights (codes with scales), for 1 to 64 token rows, where reading
+the codes takes all of the time. It has the same parts and order of sums as `../few_rows.py`, with these differences.
 
 Fp8 codes and fp8 token rows go to the tensor cores as they are. Integers become bfloat16 in the registers of the
 threads that multiply with them; the weight is rearranged for that when it is loaded (`arrange`), so that a thread's
-bytes are side by side. Tensor cores add fp8 with fewer bits, so sums of 128 columns are moved to float32 and multiplied
-by their scales there. Scales of fewer columns, and offsets, are applied to the numbers in bfloat16. One or two groups
-of four warps multiply, each with 64 outputs, and share the token rows.
+bytes are side by side. Tensor cores add fp8 products with fewer bits, so the sum of every 128 columns is moved to
+float32 and multiplied by its scales there. Scales of fewer columns, and offsets, are applied to the numbers in
+bfloat16. One or two groups of four warps multiply, each with 64 outputs, and share the token rows.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def scale_kind(weight: Scaled) -> int:
 
 
 def step_group(weight: Scaled) -> int:
-    """Return how many columns of a step share a scale."""
+    """Return how many columns of a step share a scale. A step is the part of the inner dimension that is fetched at
+    once."""
     return min(weight.group, COLUMNS.value)
 
 
@@ -97,8 +98,8 @@ def make_plan(weight: Scaled, rows: int, warp_groups: int, splits: int, fills: b
 @lru_cache(maxsize=1024)
 def choose(num_rows: int, n: int, k: int, code: str, kind: int, is_gated: bool, sms: int) -> tuple[int, int, int, bool]:
     """Return the fastest measured (token rows of a tile, groups of warps, splits, whether one program fills a
-    multiprocessor). If steps have scales, the warps have more work, so more programs on a multiprocessor are faster. n:
-    all outputs."""
+    multiprocessor). If scales are fetched with each step, warps have more work, so more programs on a multiprocessor
+    are faster. n: all outputs."""
     rows = next(rows for rows in tile_rows(code) if num_rows <= rows)
     steps, tiles = k // COLUMNS.value, cdiv(n, OUTPUTS.value)
     if is_gated:
@@ -116,12 +117,13 @@ def tile_rows(code: str) -> tuple[int, ...]:
 
 
 def has_order(weight: Scaled, dtype: torch.dtype) -> bool:
-    """Whether some kernel, or the library's product for many token rows, reads this weight in a special order."""
+    """Whether some kernel, or the library's product for many token rows, reads this weight in an order of its own
+    (`arrange`)."""
     return dtype == torch.bfloat16 and is_hopper(weight.codes.device) and (weight.has_tiles or weight.has_blocks)
 
 
 def arrange(weight: Scaled, dtype: torch.dtype) -> Scaled:
-    """See `kernels.scaled.arrange`."""
+    """Bring a weight's codes into the order that these kernels read; see `kernels.scaled.arrange`."""
     return weight.tiled() if weight.has_tiles else weight.with_blocks()
 
 
@@ -147,9 +149,9 @@ def coded_rows(
     values: torch.Tensor, x_scales: torch.Tensor, weight: Scaled, bias: torch.Tensor | None, out: torch.Tensor, *,
     activation: str | None = None, plan: CodedPlan | None = None, pdl: bool | None = None,
 ) -> None:
-    """Multiply values [rows, k]: fp8 with scales [rows, groups] (stored by group if there are several) for fp8 codes,
-    bfloat16 for all others. Writes out [rows, n] in bfloat16 or float32; with an activation, act(gate) * up of the
-    product's halves [rows, n / 2]."""
+    """Multiply token rows, values [rows, k], with a quantised weight. For fp8 codes the values are fp8 with scales
+    [rows, groups] (stored by group if there are several); for other codes they are bfloat16. Writes out [rows, n] in
+    bfloat16 or float32; with an activation, act(gate) * up of the two halves of the outputs [rows, n / 2]."""
     device = out.device
     pdl = uses_pdl(device) if pdl is None else pdl
     counts = {out.shape[0], *(tile_rows(weight.code) if is_collecting() else ())}  # later steps have other rows
@@ -192,6 +194,7 @@ def _launch(
 
 
 def _describe(matrix: torch.Tensor, rows: int, columns: int, swizzle: int) -> TensorDescriptor:
-    """Describe a matrix to the copy engine, which writes zeros for what lies outside."""
+    """Make a tensor descriptor with which the copy engine (TMA) reads a matrix; it writes zeros for what lies
+    outside."""
     layout = gl.NVMMASharedLayout(swizzle, 8 * matrix.element_size(), rank=2)
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns], layout)

@@ -1,4 +1,5 @@
-"""The Hopper kernel of `rows.py`, divided into what each kind of warp runs."""
+"""The Hopper kernel that `rows.py` launches, divided into what each kind of warp runs: one fetches, the others
+multiply."""
 
 from __future__ import annotations
 
@@ -141,8 +142,9 @@ def int8_half(packed, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def load_groups(tile, HALF: gl.constexpr, GROUP: gl.constexpr, OPERAND: gl.constexpr):
-    """Scales or offsets of 64 columns [64, 64], of a step's [groups, 64] in shared memory. A thread of the operand has
-    two neighbouring columns of two outputs, and others 8, 16 and 32 columns from them: register bits in this order."""
+    """Load the scales or offsets [64, 64] of 64 columns from a step's [groups, 64] in shared memory. The layout is that
+    of the operand: a thread has two neighbouring columns of two outputs, and others 8, 16 and 32 columns from them, in
+    this order of register bits."""
     GROUPS: gl.constexpr = 64 // GROUP
     K4: gl.constexpr = [0, 0, 16] if GROUP > 16 else [1, 0, 0]
     K5: gl.constexpr = [0, 0, 32] if GROUP > 32 else [1 if GROUP == 32 else 2, 0, 0]
@@ -158,7 +160,8 @@ def load_groups(tile, HALF: gl.constexpr, GROUP: gl.constexpr, OPERAND: gl.const
 @gluon.jit
 def _scaled(numbers, at, ring, HALF: gl.constexpr, GROUP: gl.constexpr, HAS_SHIFTS: gl.constexpr,
             OPERAND: gl.constexpr):
-    """Multiply numbers [64, 64], the operand of a product, by the scales of their groups, and add the offsets."""
+    """Multiply dequantised numbers [64, 64], the operand of a product, by the scales of their groups, and add the
+    offsets."""
     rows, x_scales, weights, scales, shifts, ready, free = ring
     scale = load_groups(scales.index(at), HALF, GROUP, OPERAND)
     if HAS_SHIFTS:
@@ -297,8 +300,11 @@ def coded_rows_kernel(
     GROUP: gl.constexpr, HAS_SHIFTS: gl.constexpr, HAS_BIAS: gl.constexpr, GATE: gl.constexpr, STAGES: gl.constexpr,
     SPLITS: gl.constexpr, BYTES: gl.constexpr, REGS: gl.constexpr, FETCH_REGS: gl.constexpr, PDL: gl.constexpr,
 ):
-    """of_x, of_weight: the scales of token rows and outputs, or of blocks; all others are fetched with the codes.
-    GROUP: columns of a scale that is fetched. HAS_SHIFTS: zero points, or offsets with scales of groups."""
+    """Multiply a tile of token rows with a tile of a quantised weight.
+
+    of_x, of_weight: the scales of token rows and outputs, or of blocks; all other scales are fetched with the codes.
+    GROUP: how many columns share a fetched scale. HAS_SHIFTS: there are zero points, or offsets beside the scales of
+    groups."""
     release_dependents(PDL)
     HALVES: gl.constexpr = 1 if CODE == _FP8 else 2
     rows = gl.allocate_shared_memory(x_tiles.dtype, [STAGES * HALVES, ROWS, COLUMNS // HALVES],

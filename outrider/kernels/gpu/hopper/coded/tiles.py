@@ -1,10 +1,10 @@
-"""The Hopper kernel of linear layers whose weights are int4 or int8 codes in tiles, for more token rows than `rows.py`
+"""The Hopper kernel of linear layers with int4 or int8 weights in tiled order, for more token rows than `rows.py`
 serves and fewer than a long prompt has.
 
-Writing the weight's numbers to memory and reading them again takes several times as long as reading the codes. Here
-codes become numbers in the registers from which tensor cores read them, once for every tile of token rows. Each number
-is rounded to bfloat16 with its scale, as if it had been written. With thousands of token rows the library's product is
-so much faster that writing the numbers pays.
+Dequantising the weight to memory and reading it again takes several times as long as reading the codes. Here codes are
+dequantised in the registers from which tensor cores read them, once for every tile of token rows. Each number is
+rounded to bfloat16 with its scale, as if it had been written to memory. With thousands of token rows the library's
+product is so much faster that dequantising to memory pays.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ class TilePlan:
 
 
 def step_group(weight: Scaled) -> int:
-    """Return how many columns of a step share a scale."""
+    """Return how many columns of a step share a scale. A step is the part of the inner dimension that is fetched at
+    once."""
     return min(weight.group, COLUMNS.value)
 
 
@@ -90,7 +91,7 @@ def step_bytes(weight: Scaled, shape: TileShape) -> int:
 
 
 def make_plan(weight: Scaled, shape: TileShape, splits: int, out_bytes: int) -> TilePlan:
-    """Make the plan for a tile and a number of splits. out_bytes: bytes of one number of the result."""
+    """Make the plan of a product from its tile and number of splits. out_bytes: bytes of one number of the result."""
     exchange = shape.warp_groups * OUTPUTS.value * STORED_ROWS.value * out_bytes
     room, step, half = SHARED_BYTES - exchange, step_bytes(weight, shape), 2 * shape.rows * HALF.value
     # Token rows come from the card's cache, codes from its memory: these have a step more.
@@ -140,18 +141,21 @@ def takes_wide(x: torch.Tensor, weight: Scaled, rounding: int = 0) -> bool:
 
 def scaled_linear(x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None = None,
                   rounding: int = 0) -> torch.Tensor:
-    """See `kernels.scaled.scaled_linear`."""
+    """Multiply token rows with a quantised weight and add the bias; see `kernels.scaled.scaled_linear` for the
+    arguments."""
     return coded_tiles(x, weight, bias, x.dtype)
 
 
 def scaled_wide(x: torch.Tensor, weight: Scaled, rounding: int = 0) -> torch.Tensor:
-    """See `kernels.scaled.scaled_wide`."""
+    """Multiply token rows with a quantised weight, with a float32 result; see `kernels.scaled.scaled_wide` for the
+    arguments."""
     return coded_tiles(x, weight, None, torch.float32)
 
 
 def scaled_gated(x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None, rounding: int,
                  activation: str) -> torch.Tensor:
-    """See `kernels.scaled.scaled_gated`."""
+    """Return act(gate) * up of a product with a quantised weight; see `kernels.scaled.scaled_gated` for the
+    arguments."""
     return coded_tiles(x, weight, bias, x.dtype, activation=activation)
 
 
@@ -159,8 +163,9 @@ def coded_tiles(
     x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None, out_dtype: torch.dtype, *,
     activation: str | None = None, plan: TilePlan | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """Return the product [rows, n] for any number of token rows; with an activation, act(gate) * up of its halves
-    [rows, n / 2]. While launches are collected, the launches of later steps are collected too."""
+    """Return the product [rows, n] for any number of token rows; with an activation, act(gate) * up of the two halves
+    of the outputs [rows, n / 2]. While launches are being collected for compilation, the launches that later steps may
+    need are collected too."""
     name, (n, k), device = "coded_tiles", weight.shape, x.device
     require_tensor(name, "x", x, (None, k), device, (torch.bfloat16,))
     require_tensor(name, "weight", weight.codes, (n, None), device, (weight.codes.dtype,))
@@ -187,8 +192,8 @@ def coded_tiles(
 
 
 def later_choices(n: int, k: int, is_gated: bool, sms: int) -> Iterable[tuple[TileShape, int]]:
-    """Return the tiles for all numbers of token rows that the kernel serves, which later steps may have, each with and
-    without splits as needed. The number of splits is not compiled in."""
+    """Return the tiles that later steps may need, over all numbers of token rows that the kernel serves, so that they
+    are compiled ahead. Each comes with and without splits as needed; the number of splits is not compiled in."""
     counts = range(coded_rows.MAX_ROWS + 1, MAX_ROWS + 1, min(shape.rows for shape in SHAPES))
     chosen = (choose(count, n, k, is_gated, sms) for count in counts)
     return {(shape, splits > 1): (shape, splits) for shape, splits in chosen}.values()
@@ -230,6 +235,7 @@ def _launch(
 
 
 def _describe(matrix: torch.Tensor, rows: int, columns: int, swizzle: int) -> TensorDescriptor:
-    """Describe a matrix to the copy engine, which writes zeros for what lies outside."""
+    """Make a tensor descriptor with which the copy engine (TMA) reads a matrix; it writes zeros for what lies
+    outside."""
     layout = gl.NVMMASharedLayout(swizzle, 8 * matrix.element_size(), rank=2)
     return TensorDescriptor(matrix, list(matrix.shape), [matrix.stride(0), 1], [rows, columns], layout)

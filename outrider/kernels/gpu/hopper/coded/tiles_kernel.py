@@ -1,9 +1,9 @@
-"""The Hopper kernel of `tiles.py`, divided into what each kind of warp runs.
+"""The Hopper kernel that `tiles.py` launches, divided into what each kind of warp runs.
 
-One warp fetches. Codes with their scales are in one ring, and 64 columns of token rows in another, because a tile has
-many more bytes of token rows than of codes. One or two groups of four warps multiply: each converts its codes to
-bfloat16 numbers in the registers from which tensor cores read them, for one or two times 64 outputs, and all share the
-token rows.
+One warp fetches. It copies codes with their scales into one ring of buffers, and 64 columns of token rows at a time
+into another ring, because a tile has many more bytes of token rows than of codes. One or two groups of four warps
+multiply. Each group dequantises its codes to bfloat16 in the registers from which tensor cores read them, for 64 or 128
+outputs; all groups share the token rows.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _INT8 = gl.constexpr(CODES.index(INT8))
 @gluon.jit
 def _outputs_of(tile, WARP_GROUP: gl.constexpr, BLOCK: gl.constexpr, N, WARP_GROUPS: gl.constexpr,
                 BLOCKS: gl.constexpr, GATE: gl.constexpr):
-    """Return which 64 outputs of the weight a block of a group of warps has. With a gate, the first block has gate
-    outputs, and the second the up outputs that these multiply."""
+    """Return which 64 outputs of the weight one block of a group of warps computes. With a gate, the first block has
+    gate outputs, and the second has the up outputs that these multiply."""
     if GATE:
         return tile * WARP_GROUPS + WARP_GROUP + BLOCK * (N // (2 * OUTPUTS))
     else:
@@ -106,8 +106,8 @@ def _fetch(
 @gluon.jit
 def _scaled(numbers, scales, shifts, PART: gl.constexpr, GROUP: gl.constexpr, SHIFTS: gl.constexpr,
             OPERAND: gl.constexpr):
-    """Multiply numbers [64, 64], half PART of a step's columns, by the scales of their groups and add the shifts; round
-    once."""
+    """Multiply dequantised numbers [64, 64], half PART of a step's columns, by the scales of their groups and add the
+    shifts; round once."""
     IN_HALF: gl.constexpr = min(GROUP, HALF)
     FIRST: gl.constexpr = PART if GROUP <= HALF else 0
     scale = load_groups(scales, FIRST, IN_HALF, OPERAND)
@@ -128,7 +128,7 @@ def _scaled(numbers, scales, shifts, PART: gl.constexpr, GROUP: gl.constexpr, SH
 
 @gluon.jit
 def _numbers(ring, at, CODE: gl.constexpr, GROUP: gl.constexpr, SHIFTS: gl.constexpr, OPERAND: gl.constexpr):
-    """Convert codes to bfloat16 numbers of 64 outputs: (columns 0 to 63, columns 64 to 127)."""
+    """Dequantise one step's codes of 64 outputs to bfloat16: (columns 0 to 63, columns 64 to 127)."""
     rows, weights, scales, shifts, x_ready, x_free, ready, free = ring
     BYTES: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [4, 1], [1, 0])
     if CODE == _INT8:
@@ -259,7 +259,9 @@ def coded_tiles_kernel(
     HAS_BIAS: gl.constexpr, GATE: gl.constexpr, STAGES: gl.constexpr, X_STAGES: gl.constexpr, IS_SPLIT: gl.constexpr,
     BYTES: gl.constexpr, REGS: gl.constexpr, FETCH_REGS: gl.constexpr, PDL: gl.constexpr,
 ):
-    """Program axes: tiles of token rows, tiles of outputs, splits of the inner dimension. GROUP: columns that share a
+    """Multiply a tile of token rows with a tile of a quantised weight.
+
+    Program axes: tiles of token rows, tiles of outputs, splits of the inner dimension. GROUP: how many columns share a
     scale, at most 128. IS_SPLIT: the inner dimension has more than one split. BYTES: size of the codes, scales and
     shifts that one step fetches. With a GATE there are two blocks and one split."""
     release_dependents(PDL)
