@@ -45,7 +45,7 @@ class PaddedSize:
 
 @dataclass(frozen=True)
 class EagerShape(StepExtents):
-    """The sizes of an uncaptured step. The host knows them exactly, because they are those of one batch."""
+    """The sizes of an uncaptured step. They are exact, because the step is made for one known batch."""
 
     scheduled_requests: int
     scheduled_tokens: int
@@ -57,7 +57,7 @@ class EagerShape(StepExtents):
 
     @cached_property
     def logit_rows_are_tokens(self) -> bool:
-        """Whether logit row l comes from token row l: every request samples and has one known token."""
+        """Whether logit row l comes from token row l. This holds if every request samples and has one known token."""
         lens, known = self.queries.lens, self.known.lens[: self.scheduled_requests]
         return set(known) <= {1} and all(n == m for n, m in zip(self.logit_counts, lens, strict=False))
 
@@ -91,7 +91,8 @@ class CapturedShape(StepExtents):
 
     @property
     def logit_rows_are_tokens(self) -> bool:
-        """Whether logit row l comes from token row l, as in decode steps. Padding may come from any."""
+        """Whether logit row l comes from token row l, as in decode steps. Logit rows of padding may come from any token
+        row."""
         return isinstance(self.queries, DecodeQueries)
 
 
@@ -99,15 +100,15 @@ StepShape = EagerShape | CapturedShape
 
 
 def shares_drafts(shape: StepShape) -> bool:
-    """Whether a step of this shape can decide on the device how many drafts each request gets, if the batch asks for
-    that. Other steps check the number of drafts that was scheduled for each request."""
+    """Whether a step of this shape can choose each request's number of drafts on the device, if the batch asks for it.
+    Other steps check the number of drafts that was scheduled for each request."""
     return isinstance(shape, CapturedShape) and shape.logit_rows_are_tokens and shape.max_drafts > 0
 
 
 @dataclass(frozen=True)
 class Inputs:
-    """The inputs of a step: the batch, and the data of each request that the finish half and the drafter need too.
-    Request tensors are padded."""
+    """The inputs of a step: the batch, and data of each request for sampling and for the drafter. Request tensors are
+    padded."""
 
     shape: StepShape
     batch: ForwardBatch
@@ -123,15 +124,16 @@ class Inputs:
 
 
 class PackedBatch(NamedTuple):
-    """The shape of an uncaptured step, and the host's integers for it: all that is known before the rows are read."""
+    """The shape of an uncaptured step, and the integers that the host packed for it. This is all that can be prepared
+    before the step reads its rows."""
 
     shape: EagerShape
     ints: torch.Tensor  # on the device, as `pack_eager` made them
 
 
 def pack_eager(scheduled: ScheduledBatch, padded: PaddedSize) -> tuple[EagerShape, list[int]]:
-    """Make the shape and the packed integers of a batch that runs uncaptured. The integers leave out its checkpoints,
-    which the step's plan lists."""
+    """Make the shape and the packed integers of a batch that runs uncaptured. The integers do not include recurrent
+    checkpoints, which the step's plan lists."""
     if padded.requests < scheduled.num_requests or padded.tokens < scheduled.num_tokens:
         raise ValueError(f"a batch was padded to {padded.requests} requests and {padded.tokens} tokens, and has more "
                          f"({scheduled.num_requests} and {scheduled.num_tokens}). This is a bug: please report it")
@@ -186,7 +188,8 @@ def _packed(scheduled: ScheduledBatch, extents: StepExtents, query_lens: list[in
 
 
 def _spread(lens: list[int]) -> tuple[list[int], list[int]]:
-    """Return the owner and the offset of every item. Owner i has lens[i] items, with offsets from 0 on."""
+    """Return, for every item, the index of its owner and its offset there. Owner i has lens[i] items, with offsets from
+    0 on."""
     if sum(lens) == len(lens) and all(lens):  # one each: decoding
         return list(range(len(lens))), [0] * len(lens)
     return list(chain.from_iterable(map(repeat, range(len(lens)), lens))), list(chain.from_iterable(map(range, lens)))
@@ -217,7 +220,7 @@ def _batch(shape: StepShape, packet: StepPacket, made: PreparedStep) -> ForwardB
 
 
 def _cut(view: BatchView, shape: EagerShape) -> BatchView:
-    """Cut the padded requests and tokens off the view."""
+    """Cut padding off the view, so that it has only the batch's own requests and tokens."""
     requests, tokens = shape.scheduled_requests, shape.scheduled_tokens
     if (requests, tokens) == (shape.requests, shape.tokens):
         return view
@@ -233,9 +236,9 @@ def _cut(view: BatchView, shape: EagerShape) -> BatchView:
 
 
 def admitted_view(admissions: Sequence[Admission], state: RowState, *, pads: bool) -> BatchView:
-    """Make a view with one token row for each admitted row: the first token that the row is to compute. Its cache slots
-    are -1, so nothing is written. pads: add dead rows up to a power of two, so that few kernels serve all numbers of
-    rows."""
+    """Make a view with one token for each admitted row: the first token that the row is to compute. Its cache slots are
+    -1, so nothing is written. pads: add dead rows up to a power of two, so that a few compiled kernels serve all
+    numbers of rows."""
     count = len(admissions)
     padding = [0] * ((1 << (count - 1).bit_length()) - count) if pads else []
     fields = ([a.row for a in admissions], [a.computed for a in admissions], [1] * count)
@@ -260,8 +263,8 @@ def dead_view(view: BatchView) -> BatchView:
 
 
 def logit_view(inputs: Inputs) -> BatchView:
-    """Make a view of the tokens of a step that make logits, with one token row for each logit row. Its cache slots are
-    -1: the step's own view writes these tokens' keys and values."""
+    """Make a view with one token row for each logit row of a step. Its cache slots are -1, because the step's own view
+    writes the keys and values of these tokens."""
     view, at, shape = inputs.batch.padded, inputs.logit_rows, inputs.shape
     device, requests = view.rows.device, view.num_requests
     owner = torch.where(at.draft_index > shape.max_drafts, requests, at.request)  # padded rows belong to no request

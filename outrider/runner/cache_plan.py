@@ -1,6 +1,5 @@
-"""Plans the layout of an engine's cache, from the needs of its layers and the type that keys and values are stored as,
-and chooses the attention backend for that type.
-"""
+"""Plans the layout of an engine's cache from the needs of its layers and the KV cache dtype, and chooses the attention
+backend for that dtype."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ FP8_LATENT_DIMS = range(256, 512 + 1, 64)
 
 def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = None, *,
                whole_parts: bool = False) -> CacheLayout:
-    """Plan the cache groups for the layers of the target and the drafter, which store keys and values as the same type.
+    """Plan the cache groups for the layers of the target and the drafter, which use the same KV cache dtype.
     whole_parts: see `Backend.needs_whole_parts`."""
     own_layers = [] if drafter is None else drafter.cache_layers()
     if drafter is not None and any(layer.is_recurrent for layer in own_layers):
@@ -48,9 +47,9 @@ def plan_cache(config: EngineConfig, model: Model, drafter: Drafter | None = Non
 
 
 def store_claims(config: EngineConfig, dtype: torch.dtype, claims: Sequence[LayerCache]) -> list[LayerCache]:
-    """Return what each layer needs of the cache, with keys and values in the type that the config says. The layers that
-    the config excepts (`kv_cache_dtype_skip_layers`) keep their type, and so do layers that read the cache of an
-    excepted layer."""
+    """Return what each layer needs of the cache, with the config's KV cache dtype applied. Layers that the config
+    excepts (`kv_cache_dtype_skip_layers`) keep the model's dtype, and so do layers that read the cache of an excepted
+    layer."""
     cache_type, skipped = cache_type_of(config, dtype), config.kv_cache_dtype_skip_layers
     sliding = SLIDING in skipped
     return [claim if str(claim.layer if claim.reads is None else claim.reads) in skipped
@@ -59,8 +58,9 @@ def store_claims(config: EngineConfig, dtype: torch.dtype, claims: Sequence[Laye
 
 def check_cache_types(config: EngineConfig, outline: Model, device: torch.device,
                       capability: tuple[int, int] | None = None) -> None:
-    """Raise ValueError if a layer of the target cannot store what the config says, or the device cannot convert to
-    it. `outline`: the model on the meta device. `capability`: of a GPU that is not in this machine."""
+    """Raise ValueError if a layer of the target does not support the config's KV cache dtype, or if the device cannot
+    convert to it. `outline`: the model on the meta device. `capability`: the compute capability of a GPU that is not in
+    this machine."""
     claims = outline.cache_layers()
     numbers = {str(claim.layer) for claim in claims}
     for entry in config.kv_cache_dtype_skip_layers:
@@ -89,8 +89,8 @@ def _check_fp8_on_gpu(name: str, layers: Sequence[AttentionLayer | LatentLayer],
 
 
 def find_cache_scales(config: EngineConfig, source: ModelSource, model: Model) -> dict[int, ScaleNumbers]:
-    """Return the scales of an fp8 cache from the model's files, by layer; none for another cache. Cached latents have
-    no scale: they are normed, so their numbers fit."""
+    """Return the scales of an fp8 cache from the model's files, by layer; empty for another cache. Latents (MLA) are
+    cached in fp8 without a scale, because they are normed and so stay in range."""
     if config.kv_cache_dtype not in FP8_NAMES or config.load_format == "dummy":
         return {}
     found, scales = source.cache_scales(), {}
@@ -127,5 +127,5 @@ def choose_backend(config: EngineConfig, model: Model, max_drafts: int) -> Backe
 
 
 def cache_type_of(config: EngineConfig, dtype: torch.dtype) -> CacheType:
-    """Return the type that a model of this dtype stores keys and values as."""
+    """Return the cache type that `kv_cache_dtype` names; "auto" stands for the model's dtype."""
     return find_cache_type(config.kv_cache_dtype, dtype)

@@ -50,7 +50,7 @@ def check_target(config: EngineConfig, source: ModelSource, outline: Model, devi
 
 
 def table_bytes(outline: Model) -> int:
-    """Return the bytes that the model's tables of positions take for each position."""
+    """Return the bytes that the model's rope tables and other tables of positions take for each position."""
     rotaries = outline.rotaries if isinstance(outline, Decoder) else ()
     tables = [rotary.table for rotary in rotaries if not isinstance(rotary, Unrotated)]
     return sum(table.shape[1] * table.element_size() for table in tables)
@@ -73,7 +73,7 @@ def _check_weights(outline: Model, device: torch.device) -> None:
 
 
 def device_bytes(device: torch.device) -> int:
-    """Return the size of a device's memory, in use or not. For a CPU swap space counts too."""
+    """Return the total memory of a device, free or not. For a CPU swap space counts too."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[1]
     swap = re.search(r"SwapTotal:\s*(\d+) kB", _read("/proc/meminfo"))

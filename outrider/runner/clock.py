@@ -11,7 +11,7 @@ class NoClock:
     """The clock of a step that is not traced."""
 
     def lap(self, part: str) -> None:
-        """Note that the part of this name ends now. It began where the part before it ended."""
+        """Note that the part with this name ends now. The part began where the previous part ended."""
 
     @property
     def times(self) -> StepTimes | None:
@@ -19,8 +19,8 @@ class NoClock:
 
 
 class StepClock(NoClock):
-    """Measures the times of a step's parts, from its construction on. It reads the host's clock, so a part's time is
-    right only if the host computes the part itself."""
+    """Measures how long each part of a step takes, starting at its construction. It reads the host's clock, so a part's
+    time is right only if the host does the computing itself."""
 
     def __init__(self) -> None:
         self._began = time.time()

@@ -48,26 +48,27 @@ class Command(ABC, Generic[Answer]):
         `runner.worker.Worker`. The answer must be picklable, and importable without torch."""
 
     def combine(self, answers: Sequence[Answer]) -> Answer:
-        """Combine the answers of all ranks, in their order, into the answer of a worker with several ranks."""
+        """Combine the answers of all ranks, in rank order, into one answer. By default rank 0's answer is taken."""
         return answers[0]
 
 
 class Errand(ABC):
-    """Work that a feature does in a worker beside the steps, such as reading files or compiling. It begins as soon as
-    it arrives, and neither steps nor commands wait for it. It is plain data, like a command. If it fails, its future
+    """Background work that a feature does in a worker, such as reading files or compiling. It begins as soon as it
+    arrives, and neither steps nor commands wait for it. It is plain data, like a command. If it fails, its future
     raises ValueError, and steps go on."""
 
     @abstractmethod
     def begin(self, worker: Any) -> Future[Any]:
-        """Begin the errand, and return a future that is done when the errand is; its result is not used. It is called
-        in the worker, on the thread that reads its messages, so it must not take long. `worker` is a
-        `runner.worker.Worker`, whose `feature` finds the half that does the work on a thread of its own."""
+        """Begin the work, and return a future that is done when the work is; the future's result is not used. Called in
+        the worker, on the thread that reads its messages, so it must return quickly. `worker` is a
+        `runner.worker.Worker`. `worker.feature` finds the feature's part in the worker, which does the work on a thread
+        of its own."""
 
 
 @dataclass(frozen=True)
 class MakeFeature(Errand):
-    """Make the worker's half of a feature that a request asks for. Steps that are submitted later include the feature's
-    part."""
+    """Make the worker's part of a feature when a request first asks for the feature. Steps that are submitted later
+    include this part."""
 
     name: str
 
@@ -77,7 +78,7 @@ class MakeFeature(Errand):
 
 
 def done_errand() -> Future[Any]:
-    """Return the future of an errand that was finished at once."""
+    """Return a future that is already done, for an errand that finished at once."""
     done: Future[Any] = Future()
     done.set_result(None)
     return done
@@ -95,8 +96,8 @@ class SleepReport:
 
 @dataclass(frozen=True)
 class WakeReport:
-    """How long a worker took to wake up, and the state of its weights. Captured steps are made anew once all parts are
-    awake."""
+    """How long a worker took to wake up, and the state of its weights. Steps are captured again only when all parts of
+    the memory are awake."""
 
     seconds: float = 0.0
     num_captured: int = 0
@@ -116,7 +117,7 @@ class UpdateReport:
 
 
 class WeightsIncomplete(RuntimeError):
-    """An update of weights failed after it had changed some of them. No step may run until an update with all weights
+    """Raised when an update failed after some weights had changed. No step may run until an update with all weights
     succeeds."""
 
 

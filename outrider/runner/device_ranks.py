@@ -1,7 +1,8 @@
-"""DeviceRanks: ranks whose GPUs can read each other's memory. A sum or a gather is one launch, which can be captured.
+"""DeviceRanks: ranks (tensor parallelism) whose GPUs can read each other's memory. A sum or a gather is one kernel
+launch, which can be captured.
 
-A GPU's memory is made known to the processes of other ranks by CUDA's IPC handles. kernels/gpu/rank_exchange.py
-describes how it is used.
+CUDA's IPC handles give the processes of other ranks access to a GPU's memory. kernels/gpu/rank_exchange.py describes
+how they use it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class DeviceRanks:
 
     @property
     def late_rank(self) -> int | None:
-        """The rank that did not come to an exchange in time. The results of all steps since then are undefined."""
+        """The rank that missed an exchange's time limit. The results of all steps since then are undefined."""
         number = int(self._late[0])
         return number - 1 if number else None
 

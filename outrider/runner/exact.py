@@ -1,6 +1,5 @@
-"""Refuses at start-up, by name, every setting and operation that exact mode cannot serve. Each operation declares
-whether it is exact (`Exactness`).
-"""
+"""Refuses at start-up every setting and operation that exact mode cannot serve, and names it. Each operation declares
+whether it is exact (`Exactness`)."""
 
 from __future__ import annotations
 

@@ -22,8 +22,8 @@ class Generations:
 
     @contextmanager
     def running(self, batch: ScheduledBatch) -> Iterator[None]:
-        """A context around everything that a step does on the device. Raises StepCancelled if an earlier step of the
-        same generation has failed."""
+        """A context for everything that a step does on the device. Raises StepCancelled if an earlier step of the same
+        generation has failed."""
         if batch.mode.generation == self._current and self._has_failed:
             raise StepCancelled("a step before this one failed")
         try:

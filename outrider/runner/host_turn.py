@@ -18,9 +18,9 @@ class HostTurn(StepPart):
 
     @abstractmethod
     def turn(self, batch: ScheduledBatch, *, runs_ahead: bool) -> None:
-        """Write what the sampler reads, such as masks (`RowMasks`, which combines those of several parts). runs_ahead:
-        the next step is queued before the result of this one is read, so the part must guess drafts for the next step
-        now."""
+        """Write the sampler's inputs for this step, such as token masks (`RowMasks`, which combines the masks of
+        several parts). runs_ahead: the next step is queued before the result of this one is read, so the part must
+        guess drafts for the next step now."""
 
     def settle(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
         """Correct the result of a split step, before the next step is queued. Called only if steps do not run ahead.
@@ -28,13 +28,13 @@ class HostTurn(StepPart):
         return result
 
     def explain(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
-        """Return the result with better errors for the requests whose failure the part can explain: the device knows
-        only that no token was allowed. Called with the result of every split step. Must not read the device."""
+        """Return the result with better errors for failed requests, if the part knows the reason. The device can only
+        report that no token was allowed. Called with the result of every split step. Must not read the device."""
         return result
 
 
 class HostTurns:
-    """All parts that take a turn in a device's steps, in the order in which they take it."""
+    """All features that act between the halves of split steps, in the order in which they are called."""
 
     def __init__(self, runs_ahead: bool) -> None:
         self.runs_ahead = runs_ahead  # set by the runner of the steps

@@ -38,20 +38,20 @@ class WorkerDied(RuntimeError):
 
 
 class NoDeviceMemory(ValueError):
-    """The device has too little memory for what the settings ask for."""
+    """Raised at start-up if the device has too little memory for the settings."""
 
 
 class StepOutOfMemory(RuntimeError):
-    """The device had no memory left for a step."""
+    """Raised if the device has no memory left for a step."""
 
 
 class StepCancelled(RuntimeError):
-    """The step did not run, because one before it had failed."""
+    """Raised for a step that did not run because an earlier step had failed."""
 
 
 @dataclass(frozen=True)
 class NoDrafting:
-    """No token is drafted."""
+    """No drafts are made, so every step decodes one token for each request."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,13 @@ class MeasuredDrafting:
 
 @dataclass(frozen=True)
 class UnboundedSteps:
-    """A step computes as many tokens of prompts as fit into it."""
+    """A step computes as many prompt tokens as fit into it, however long it takes."""
 
 
 @dataclass(frozen=True)
 class BoundedSteps:
-    """While requests decode, a step computes as many tokens of prompts as it can in `max_seconds`."""
+    """While requests decode, a step computes only as many prompt tokens as it can in `max_seconds`, so that decoding is
+    not delayed."""
 
     max_seconds: float
     costs: MixedStepCosts
@@ -100,11 +101,11 @@ class WorkerInfo:
 
 
 class RunningWorker(Runner, Protocol):
-    """A worker that has started."""
+    """A worker that has started, as the engine holds it."""
 
     @property
     def info(self) -> WorkerInfo: ...
 
     def begin(self, errand: Errand) -> Future[None]:
-        """Have the worker do an errand beside its steps. Any thread may call this. The future raises ValueError if a
-        rank could not do the errand."""
+        """Have the worker do background work (`Errand`) beside its steps. Any thread may call this. The future raises
+        ValueError if a rank could not do the work."""

@@ -26,7 +26,7 @@ Made = TypeVar("Made")
 
 
 class Padding:
-    """The sizes that batches are padded up to. Without any, batches run at their own size."""
+    """The sizes that batches are padded up to. If empty, batches run at their own size."""
 
     def __init__(self, requests: tuple[int, ...] = (), tokens: tuple[int, ...] = ()) -> None:
         self._requests, self._tokens = sorted(requests), sorted(tokens)

@@ -1,6 +1,6 @@
-"""LogitsPart: a feature's part of a step that edits logits before a token is chosen.
+"""LogitsPart: the part of a step with which a feature edits logits before a token is chosen.
 
-Its editor gets the logits between the stages of the torch sampler: no kernel samples then, and no step is captured.
+Its editor is called between the stages of the torch sampler. Such a step uses no sampler kernels and is not captured.
 """
 
 from __future__ import annotations
@@ -15,5 +15,5 @@ from outrider.sample.extras import LogitEditor
 class LogitsPart(StepPart):
     @abstractmethod
     def of_step(self, batch: ScheduledBatch, logit_counts: Sequence[int]) -> LogitEditor:
-        """Make the editor for a step's logit rows, before the forward pass. logit_counts: the number of logit rows of
-        each request."""
+        """Make the editor for the logit rows of a step; called before the forward pass. logit_counts: the number of
+        logit rows of each request."""

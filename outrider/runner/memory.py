@@ -1,6 +1,6 @@
-"""Decides how many pages the pool gets, and reports how the device's memory is divided.
+"""Decides how many pages the KV cache pool gets, and reports how the device's memory is divided.
 
-Every number follows from the layout, the limits, the device's memory and the measured memory of steps.
+Every number follows from the cache layout, the limits, the device's memory and the measured memory of steps.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def step_out_of_memory(error: Exception) -> StepOutOfMemory:
 
 @contextmanager
 def naming_lack_of_memory() -> Iterator[None]:
-    """A context of a step in which an allocation that fails, on the host too, raises StepOutOfMemory."""
+    """A context for a step: an allocation that fails inside it, on the device or the host, raises StepOutOfMemory."""
     try:
         yield
     except (torch.OutOfMemoryError, MemoryError) as error:
@@ -71,7 +71,7 @@ def naming_lack_of_memory() -> Iterator[None]:
 
 @contextmanager
 def enough_memory(what: str, advice: str) -> Iterator[None]:
-    """A context in which an allocation without enough memory raises NoDeviceMemory, with advice about the settings.
+    """A context for start-up: an allocation that fails inside it raises NoDeviceMemory, with advice about the settings.
     what: the purpose of the memory, for the message."""
     try:
         yield
@@ -158,16 +158,16 @@ def plan_memory(config: EngineConfig, layout: CacheLayout, limits: Limits, devic
 
 def taken_beside_pages(layout: CacheLayout, limits: Limits, step: StepMemory,
                        feature_bytes: Mapping[str, FeatureBytes] = MappingProxyType({}), *, on_gpu: bool) -> int:
-    """Return the bytes that steps, rows and features take of the memory that weights leave."""
+    """Return the bytes that steps, rows and features take in addition to weights and pages."""
     rows = limits.extent(Axis.ROWS) * layout.recurrent.capacity(limits).row_bytes
     buffers = 0 if on_gpu else sum(room.buffers for room in feature_bytes.values())  # measured with the rows on a GPU
     return step.total + rows + buffers + sum(room.later for room in feature_bytes.values())
 
 
 def pages_within(config: EngineConfig, layout: CacheLayout, limits: Limits, budget: int) -> int:
-    """Return the number of pages that the pool gets of `budget` bytes. By default it has no more than every row needs
-    at its longest, with all the checkpoints that the row can hold. More would hold beginnings of prompts that ended: it
-    is taken if the settings give the memory for it."""
+    """Return how many pages of `budget` bytes the pool gets. By default the pool is no larger than all rows at their
+    longest with all their checkpoints need. A larger pool could keep more prefixes of finished requests; it is made
+    only if the settings give the memory for it."""
     rows, num_pages = layout.recurrent.capacity(limits), budget // layout.page_bytes
     if config.kv_cache_memory_bytes is not None and config.enable_prefix_caching:
         return num_pages
@@ -181,7 +181,7 @@ def _pages_of_request(layout: CacheLayout, limits: Limits) -> int:
 
 
 def _stored_as(layout: CacheLayout) -> str:
-    """Describe for the report how layers store keys and values. Empty if all of them use the model's dtype."""
+    """Describe for the report the dtypes of keys and values. Empty if all layers use the model's dtype."""
     layers: Counter[str] = Counter()
     for group in layout.groups:
         layers[group.spec.cache_type.name] += len(group.layers)
@@ -192,8 +192,8 @@ def _stored_as(layout: CacheLayout) -> str:
 
 
 def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan: MemoryPlan) -> Limits:
-    """Make sure that a request of max_len fits the pool, since it could otherwise wait for ever. If it does not fit, an
-    automatic max_len is lowered, and one that the user gave is refused."""
+    """Make sure that a request of max_len tokens fits the pool, since it could otherwise wait for ever. If it does not
+    fit, an automatic max_len is lowered, and a max_len that the user gave is refused."""
     usable = plan.num_pages - 1
     low = longest_request(layout, limits, plan.num_pages)
     if low == limits.max_len:

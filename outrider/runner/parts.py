@@ -1,4 +1,5 @@
-"""StepParts: everything that steps are made of, gathered before the number of pages is known."""
+"""StepParts: the model, its drafter and everything else that steps need, gathered before the number of pages is known.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ class StepParts:
 
     @property
     def takes_extra_keys(self) -> bool:
-        """Whether every layer can let tokens attend to keys of later tokens."""
+        """Whether every layer lets tokens attend to later tokens, as inputs with two-way attention need."""
         return self.backend.takes_masks and self.layout.keeps_only_keys
 
     def make_step(self, limits: Limits, num_pages: int) -> DeviceStep:

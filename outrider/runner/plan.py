@@ -1,4 +1,4 @@
-"""StepPlan: the host's decisions about a step, apart from the step's shape. StepPlanner makes the plan of an uncaptured
+"""StepPlan: the host's decisions about a step, apart from the step's shape. StepPlanner makes it for an uncaptured
 batch.
 
 The plan of a captured step follows from its key (`GraphKeys.plan`).
@@ -24,7 +24,7 @@ from outrider.sample.sampler import kernels_serve
 
 
 class RowAdditions(NamedTuple):
-    """What a step's requests bring to its inputs beside their token ids."""
+    """Inputs of a step's requests besides their token ids."""
 
     given_rows: GivenRows | None = None  # vectors in place of embeddings, at the step's token rows
     drafter_given_rows: GivenRows | None = None  # in a drafter's first pass: of the position after each token row's own

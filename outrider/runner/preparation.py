@@ -1,4 +1,4 @@
-"""Gathers the parts of a model's steps from the config: limits, drafter, attention backend, layout of the cache."""
+"""Gathers what a model's steps need from the config: limits, drafter, attention backend, layout of the cache."""
 
 from __future__ import annotations
 

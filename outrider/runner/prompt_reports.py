@@ -76,12 +76,13 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows that begin where kernels expect it: others would be compiled anew in the middle of a step."""
+    """Return rows that begin at an aligned address, as kernels expect. Kernels would otherwise be compiled anew while
+    requests run."""
     return rows.clone() if rows.storage_offset() * rows.element_size() % ALIGNED_BYTES else rows
 
 
 def _runs(widths: list[int]) -> Iterator[tuple[int, slice]]:
-    """Yield each run of equal numbers with its place."""
+    """Yield each number of a run of equal neighbouring numbers, with the slice of the run."""
     start = 0
     for num, run in groupby(widths):
         stop = start + len(list(run))
@@ -91,8 +92,8 @@ def _runs(widths: list[int]) -> Iterator[tuple[int, slice]]:
 
 @dataclass(frozen=True)
 class PromptProcessing:
-    """Processes the logits of prompts as the sampler would before a draw, for requests that ask for log-probabilities
-    of processed logits."""
+    """Applies the sampler's edits and filters to the logits of prompts, for requests that ask for processed
+    log-probabilities of their prompt."""
 
     asked: Asked
     flags: list[bool]  # by logit row: whether it is processed
@@ -101,7 +102,8 @@ class PromptProcessing:
     @classmethod
     def from_params(cls, params: list[SamplingParams], counts: list[int], rows: LogitRows, state: RowState,
                     bound: int) -> PromptProcessing | None:
-        """Return None if no request asks for it. counts: the number of logit rows of each request."""
+        """Return None if no request asks for processed log-probabilities. counts: the number of logit rows of each
+        request."""
         asks = [p.prompt_logprobs_mode == "processed" and count > 0 for p, count in zip(params, counts, strict=True)]
         if not any(asks):
             return None
@@ -114,8 +116,7 @@ class PromptProcessing:
         return cls(asked, flags, to_device(flags, torch.bool, state.device))
 
     def apply(self, logits: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        """Process the logits of logit rows start to stop that belong to requests which ask for it; the others stay as
-        they are."""
+        """Process the logits of logit rows start to stop. Rows of requests that do not ask for it stay unchanged."""
         if not any(self.flags[start:stop]):
             return logits
         processed = process_logits(logits, self.asked.between(start, stop))
@@ -133,9 +134,8 @@ class HiddenRows:
 
 def reported_hidden(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, params: RowParams, *,
                     exact: bool = False) -> HiddenRows | None:
-    """Collect the hidden states that requests ask for; None if no request does. exact: leave sums to the host, which
-    then gets every token's vector, since sums of chunks would add in an order that depends on where the prompt was
-    cut."""
+    """Collect the hidden states that requests ask for; None if no request does. exact: return every token's vector and
+    leave sums to the host, because sums of chunks would add in an order that depends on how the prompt was chunked."""
     reports = params.hidden_of(scheduled.rows)
     if not reports:
         return None

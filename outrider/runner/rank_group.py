@@ -1,5 +1,5 @@
-"""Joins the ranks of a worker: makes the torch.distributed group over which layers sum, and picks each rank's
-device."""
+"""Joins the ranks of a worker (tensor parallelism): makes the torch.distributed group in which layers sum over ranks,
+and picks each rank's device."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHARED_DEVICE = "OUTRIDER_RANKS_SHARE_DEVICE"  # tests: set to 1, all ranks use 
 
 
 def device_of_rank(name: str, link: RankLink) -> str:
-    """Return the setting `device` for one rank: a CUDA device of its own for each rank, or the CPU for all ranks."""
+    """Return the setting `device` for one rank: its own CUDA device, or the CPU that all ranks share."""
     device = pick_device(name)
     if link.count == 1 or device.type != "cuda":
         return name

@@ -32,7 +32,7 @@ class _Decided(Generic[Value]):
 
 
 class Doing(enum.IntEnum):
-    """The work that a rank was last told to do."""
+    """The kind of work that a rank was last told to do."""
 
     START = 0
     NOTHING = 1
@@ -54,13 +54,13 @@ class RankStatus:
         self._numbers = numbers
 
     def beat(self) -> None:
-        """Count up, to show that the process runs."""
+        """Increment the counter that shows that the process runs."""
         self._numbers[_BEATS] += 1
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A context that shows that the rank waits for other ranks, in a sum or for an agreement. During the wait
-        another thread of the rank may take the next step from the parent."""
+        """A context that marks the rank as waiting for other ranks, in a sum or for an agreement. Meanwhile another
+        thread of the rank may take the next step from the parent."""
         self._numbers[_WAITS] = 1
         yield
         self._numbers[_WAITS] = 0
@@ -121,7 +121,7 @@ class RankLink:
         return value
 
     def gather(self, value: Value) -> list[Value]:
-        """Return the values of all ranks, in their order, on every rank. Waits for all ranks."""
+        """Wait for the values of all ranks, and return them in rank order on every rank."""
         if self.rank > 0:
             self._send(0, value)
             return cast("list[Value]", self._receive(0))

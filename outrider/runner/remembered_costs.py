@@ -1,5 +1,5 @@
-"""Step costs on a CPU for a drafter that is used by default. They are measured at the first start, stored, and checked
-at later ones.
+"""Stores step costs measured on a CPU, so that an engine with a default drafter starts quickly. Costs are measured at
+the first start and checked at later ones.
 
 Measuring takes a second or more, too long for engines that did not ask for drafts. A later start times three steps
 instead. If all three are slower or faster by the same factor, all stored costs are multiplied by it; otherwise
@@ -64,8 +64,8 @@ def _read(found: Any) -> StepCosts | None:
 
 @torch.inference_mode()
 def _factor(known: StepCosts, step: DeviceStep, limits: Limits) -> float | None:
-    """Return the factor by which steps take longer now than when they were measured. None if the three timed steps
-    disagree: one token, one token with all its drafts checked, one token with a proposal."""
+    """Return by what factor steps are slower now than when they were measured. None if the three timed steps disagree:
+    one token, one token with all its drafts checked, one token with a proposal."""
     drafts = limits.max_drafts
     steps = (1, 0), (1 + drafts, 0), (1, drafts)  # token rows, and drafts that are proposed
     before = [known.step(tokens) + known.draft(num_wanted) for tokens, num_wanted in steps]
@@ -80,8 +80,8 @@ def _factor(known: StepCosts, step: DeviceStep, limits: Limits) -> float | None:
 
 
 def _is_plausible(costs: StepCosts, max_drafts: int) -> bool:
-    """Whether costs are plausible: a step takes no longer than steps of its tokens one by one, and a proposal no longer
-    than a step."""
+    """Whether measured costs are plausible: a step takes no longer than its tokens in steps of one token each, and a
+    proposal takes no longer than a step."""
     one = costs.step(1)
     return costs.draft(max_drafts) <= one and all(
         seconds <= size * one for size, seconds in zip(costs.tokens, costs.seconds, strict=True))

@@ -90,8 +90,8 @@ class Residence:
 
     @contextmanager
     def _background_paused(self) -> Iterator[None]:
-        """A context without background work, which may read weights of the model and the drafter. The work resumes
-        afterwards only if nothing sleeps and the weights are whole."""
+        """A context that pauses background work, which may read weights of the model and the drafter. The work resumes
+        afterwards only if nothing sleeps and the weights are complete."""
         self._parts.background.pause()
         try:
             yield
@@ -280,14 +280,14 @@ class Residence:
                 self._capture_again()
 
     def _doubt(self, names: Iterable[str]) -> None:
-        """Clean up after an update that failed when it had changed some of these weights: note the buffers among them,
-        and free weights that were asleep."""
+        """Clean up after an update that failed after changing some of these weights: note the changed buffers, and free
+        weights that were asleep."""
         self._doubtful |= set(filter(weight_update.is_buffer, names))
         self._free_again(WEIGHTS)
 
     def _begin_update(self, keeps_rows: bool) -> None:
         """Prepare for the first change of a weight: mark the weights as incomplete and drop captured steps. keeps_rows:
-        requests keep their rows, with drafts that the old weights have accepted."""
+        requests keep their rows, including drafts that were accepted with the old weights."""
         if keeps_rows and self.can_run:
             self._step.recurrent.fold_pending()
         self._was_incomplete, self._are_incomplete, self._are_unread = self._are_incomplete, True, False
@@ -295,7 +295,7 @@ class Residence:
         self._release()
 
     def _complete(self, names: Iterable[str]) -> None:
-        """Finish an update that has replaced all weights: make again everything that is derived from weights."""
+        """Finish an update that has replaced all weights: recompute everything that is derived from weights."""
         if self._was_incomplete:
             self._read_drafter(names)
         self._prepare()
@@ -315,12 +315,12 @@ class Residence:
     # Weights
 
     def _modules(self) -> list[LayeredModule]:
-        """Return the modules of the drafters."""
+        """Return the modules of the drafter."""
         return [] if self._parts.drafter is None else self._parts.drafter.modules()
 
     def _weights_to_free(self, level: int) -> list[FreedMemory]:
-        """Return the weights in two groups: those that can be read or made again, and the rest, which are copied before
-        their memory is freed."""
+        """Return the weights in two groups: those that can be read from files or recomputed, and the others, which are
+        always copied to the host before their memory is freed."""
         modules = [self._parts.model, *(self._modules() if self._makes_drafter else [])]
         named = [own for module in modules for own in module.weights().items()]
         slots = [slot.target for name, slot in named if not weight_update.is_buffer(name)]
@@ -393,7 +393,7 @@ class Residence:
                 slots[name].target.copy_(values[name].target)
 
     def _prepare(self) -> None:
-        """Make again everything that is derived from weights: derived tensors, packed copies, fused layers."""
+        """Recompute everything that is derived from weights: derived tensors, packed copies, fused layers."""
         for module in (self._parts.model, *self._modules()):
             module.finalize()
         before = self._packed_bytes

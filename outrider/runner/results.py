@@ -91,7 +91,7 @@ def _prompt_logprobs(result: DeviceResult) -> list[list[TokenLogprobs] | None] |
 
 
 def _written(scheduled: ScheduledBatch, result: DeviceResult) -> list[int]:
-    """Return the ids of the checkpoints that the step wrote."""
+    """Return the ids of the recurrent checkpoints that the step wrote."""
     flags = result.written.tolist()
     if isinstance(result.checkpoints, RowCheckpoints):
         index_of = {row: i for i, row in enumerate(scheduled.rows)}

@@ -1,5 +1,5 @@
-"""RowInputs: keeps the input parts (such as embeddings) of each row's request, and picks the parts that a step
-needs."""
+"""RowInputs: keeps the input parts of each row's request (such as vectors that replace token embeddings), and picks the
+parts that a step needs."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class PromptChunk(NamedTuple):
 
 
 class RowInputs:
-    """The input parts of each row's request, kept until no later step needs them. A row that was released keeps its
-    entry until it is admitted again; no batch names it before."""
+    """The input parts of each row's request, kept until no later step needs them. The entry of a released row stays
+    until the row is admitted again; no batch uses the row before that."""
 
     def __init__(self) -> None:
         self._by_row: dict[int, list[InputPart]] = {}
@@ -43,8 +43,8 @@ class RowInputs:
         return next((_need(part, chunk.start, chunk.end) for chunk in self.chunks(batch) for part in chunk.parts), None)
 
     def chunks(self, batch: ScheduledBatch) -> list[PromptChunk]:
-        """Return the tokens, and the input parts, of the requests for which the step needs input parts. The host's
-        length bounds can be used for this, because they are exact while a prompt is being computed."""
+        """Return the tokens and input parts of the requests whose part the step needs. The host's length bounds can be
+        used for this, because they are exact while a prompt is being computed."""
         if not self._by_row:
             return []
         counts = zip(batch.rows, batch.bounds, batch.num_known, batch.num_drafts, strict=True)
@@ -73,8 +73,8 @@ def _needed(parts: Sequence[InputPart], start: int, end: int) -> list[InputPart]
 
 
 def _need(part: InputPart, start: int, end: int) -> Uncaptured | None:
-    """Return what a step over the tokens [start, end) needs of the part, as the reason why the step is not captured;
-    None if it needs nothing. One position more counts, because a drafter reads the vector of the next position."""
+    """Return why a step over the tokens [start, end) that needs this input part cannot be captured; None if the step
+    does not need the part. One more position is checked, because a drafter reads the vector of the next position."""
     if any(part.two_way_ranges(start, end)):
         return Uncaptured.SPANS
     return None if part.vectors(start, end + 1) is None else Uncaptured.PROMPT_EMBEDS

@@ -28,9 +28,9 @@ from outrider.sample.sampling_rows import SamplingRows
 
 
 class RowParams:
-    """The host's copy of what each row's request asked for at its last admission: sampling parameters, inputs and
-    reports. The host plans steps with it. A row that was released keeps its entries until it is admitted again; no
-    batch names it before."""
+    """The host's copy of the parameters of each row's request: sampling parameters, inputs and reports. The host plans
+    steps with it. The entry of a released row stays until the row is admitted again; no batch uses the row before that.
+    """
 
     def __init__(self) -> None:
         self._by_row = {NULL_ROW: SamplingParams(temperature=0)}
@@ -63,12 +63,13 @@ class RowParams:
         return [self._by_row[row] for row in rows]
 
     def reported(self, rows: list[int]) -> list[SamplingParams]:
-        """Return the parameters of all rows if any row reports log-probabilities, otherwise an empty list."""
+        """Return the sampling parameters of all rows if any row reports log-probabilities, otherwise an empty list."""
         asks = not (self._num_logprobs.keys().isdisjoint(rows) and self._prompt_lens.keys().isdisjoint(rows))
         return self.of_rows(rows) if asks else []
 
     def are_plain(self, rows: list[int]) -> bool:
-        """Whether all rows generate tokens, and need nothing of the sampler beyond a draw at a temperature."""
+        """Whether all rows generate tokens by a plain draw, greedily or at a temperature, without any other parameter.
+        """
         return self._not_plain.isdisjoint(rows)
 
     def any_masks(self, rows: list[int], logit_counts: list[int]) -> bool:
@@ -90,9 +91,9 @@ class RowParams:
         return {} if found.keys().isdisjoint(rows) else {row: found[row] for row in rows if row in found}
 
     def reported_rows(self, batch: ScheduledBatch) -> list[int]:
-        """The number of rows of log-probabilities that the step reports on each request's prompt: a row for each of its
-        known tokens, if the first of them is one of the prompt's. Computed from the batch's length bounds, which are
-        exact while a prompt is being computed."""
+        """The number of log-probability rows that the step reports on each request's prompt. A request has a row for
+        each of its known tokens if the first of them belongs to the prompt. Computed from the batch's length bounds,
+        which are exact while a prompt is being computed."""
         parts = zip(batch.rows, batch.bounds, batch.num_known, batch.num_drafts, strict=True)
         return [known if bound - known - drafts < self._prompt_lens.get(row, 0) else 0
                 for row, bound, known, drafts in parts]
@@ -132,7 +133,7 @@ class RowState:
 
     def admit(self, admissions: list[Admission]) -> None:
         """Write the admitted requests into their rows. A row's page table stays null until `write_pages`, so that a row
-        that is admitted only in part cannot reach the pages of the row's last request."""
+        whose admission fails midway cannot reach the pages of its last request."""
         if not admissions:
             return
         cells: list[torch.Tensor] = []  # indices of the admitted tokens in `self.tokens`
@@ -155,8 +156,8 @@ class RowState:
         self.params.admit(admissions)
 
     def write_pages(self, writes: list[PageWrite]) -> None:
-        """Write the page tables. If a cell is written several times, the last write wins; the host resolves this,
-        because one indexed write has no order. Requests that share long prefixes bring tens of thousands of cells, so
+        """Write the page tables. If a cell is written several times, the last write wins; the host resolves this first,
+        because one indexed write has no order. Requests that share long prefixes write tens of thousands of cells, so
         the lists are joined without a loop over cells."""
         by_row: list[dict[int, list[PageWrite]]] = [{} for _ in self.page_tables]
         for write in writes:
@@ -174,7 +175,7 @@ class RowState:
                 table.index_put_((row_index, column), page.to(torch.int32))
 
     def take_host_drafts(self, drafts: list[HostDraft], *, keeps_longer: bool = False) -> None:
-        """Store the host's drafts in the rows, without their first tokens if those have been accepted meanwhile.
+        """Store the host's drafts in the rows. Their first tokens are left out if those have been accepted meanwhile.
         keeps_longer: keep the device drafter's drafts where they begin with the host's."""
         if not drafts:
             return
@@ -202,8 +203,8 @@ class RowState:
 
 
 def _add_cells(writes: list[PageWrite], columns: list[int], pages: list[int]) -> None:
-    """Add the page table columns that the writes of one row change, and their pages: each column once, with the page
-    that was written last."""
+    """Add the page table columns that the writes of one row change, with their pages. Each column is added once, with
+    the page that was written last."""
     ends = 0
     for write in writes:
         if write.start < ends:  # a cell is written twice

@@ -1,5 +1,5 @@
-"""RowText: a copy of the tokens and drafts that the device keeps for a row, for features that follow the text on the
-host."""
+"""RowText: a host copy of the tokens and drafts that the device keeps for a row, for features that need the generated
+text on the host."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class RowText(NamedTuple):
 
 
 def read_later(state: RowState, rows: list[int], run: int) -> Callable[[], list[RowText]]:
-    """Begin to copy the rows' texts as they are after the work that is queued so far. Returns a function that waits for
-    the copies and returns the texts."""
+    """Begin to copy the rows' texts in their state after all work queued so far. Returns a function that waits for the
+    copies and returns the texts."""
     index = to_device(rows, torch.int64, state.device)
     known = state.known[index]
     columns = (known[:, None] - run + torch.arange(run, device=state.device)).clamp_min(0)

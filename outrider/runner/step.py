@@ -84,7 +84,7 @@ class DeviceResult:
 
 @dataclass(frozen=True)
 class ForwardHalf:
-    """What the forward half of a step passes on to the finish half. All tensors stay on the device."""
+    """The results of the forward half of a step that the finish half needs. All tensors stay on the device."""
 
     inputs: Inputs
     recurrent: RecurrentStep | NoRecurrentStep
@@ -127,12 +127,12 @@ class DeviceStep:
         return _has_sampler_kernels(self.model.dtype, self.state.device)
 
     def add_part(self, part: StepPart) -> None:
-        """Add a feature's part to the steps. Parts are called in the order in which they were added."""
+        """Add a feature's code to the steps. Parts are called in the order in which they were added."""
         self._parts = (*self._parts, part)
 
     def take_turns(self, part: HostTurn) -> None:
-        """Give a feature a turn in split steps. Its part is called before all others, so its drafts are stored before
-        those of drafters are used."""
+        """Let a feature act on the host between the halves of split steps. Its part is called before all others, so its
+        drafts are stored before those of drafters are used."""
         self.turns.add(part)
         self._parts = (part, *self._parts)
 
@@ -151,13 +151,13 @@ class DeviceStep:
         self.add_part(source)
 
     def host_turn(self, batch: ScheduledBatch) -> None:
-        """Let the features take their turns, between the two halves of a split step."""
+        """Let the features act on the host between the two halves of a split step."""
         self.state.sampling.masks.begin_step()
         self.turns.take(batch, self.clock)
 
     @property
     def fills_drafts(self) -> bool:
-        """Whether a request that got fewer drafts than wanted is given drafts of token 0 for the rest."""
+        """Whether a request that got fewer drafts than it wanted is filled up with drafts of token 0."""
         return False
 
     @torch.inference_mode()
@@ -169,7 +169,7 @@ class DeviceStep:
             part.reset()
 
     def close(self) -> None:
-        """Free what the features' parts hold. No step may run afterwards."""
+        """Free the memory of the features' parts. No step may run afterwards."""
         for part in self._parts:
             part.close()
 
@@ -253,8 +253,8 @@ class DeviceStep:
         return ForwardHalf(inputs, recurrent, self.forward(view, plan, recurrent, rows))
 
     def _needs_only_logit_rows(self, shape: StepShape) -> bool:
-        """Whether the step needs, behind the last layer, only the hidden states that make logits. A step with an
-        `EagerShape` needs all of them, since it may report log-probabilities of prompts."""
+        """Whether only the hidden states that make logits are needed after the last layer. A step with an `EagerShape`
+        needs all hidden states, since it may report log-probabilities of prompts."""
         reads_all = self.drafting.reads_hidden is HiddenReads.ALL
         return isinstance(shape, CapturedShape) and not shape.logit_rows_are_tokens and not reads_all
 

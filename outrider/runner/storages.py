@@ -26,8 +26,8 @@ _LEAVES = (str, bytes, int, float, type, ModuleType, FunctionType, BuiltinFuncti
 def find_storages(roots: Iterable[Any], *, outlined: bool = False) -> dict[int, torch.UntypedStorage]:
     """Find the storages of all tensors that the objects hold, directly or through other objects. A storage's key stays
     the same when the storage is resized. Functions, classes and weak references are not followed. Tensors in a
-    library's private layout have no storage and are left out. outlined: with tensors on the meta device, which have a
-    size and no memory."""
+    library's private layout have no storage and are left out. outlined: include tensors on the meta device, which have
+    a size and no memory."""
     seen: dict[int, Any] = {}  # keeps the objects alive, so that an id has one owner
     found: dict[int, torch.UntypedStorage] = {}
     waiting = list(roots)
@@ -64,8 +64,8 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 class FreedMemory:
-    """Storages whose memory can be freed and restored. With `keeps` their content is restored too: from a copy on the
-    host, or because storages that already lie in the host's memory are not freed."""
+    """Storages whose memory can be freed and restored. With `keeps` the content is restored too: storages on a device
+    are copied to the host, and storages in host memory are not freed."""
 
     def __init__(self, storages: Iterable[torch.UntypedStorage], *, keeps: bool) -> None:
         """Copy the content that is kept. Nothing is freed yet, so an error here changes nothing."""

@@ -1,4 +1,4 @@
-"""SyntheticStep, for benchmarks: a step that accepts drafts at chosen rates and otherwise does what every step does."""
+"""SyntheticStep: a step for benchmarks that accepts drafts at chosen rates. Otherwise it is an ordinary step."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class SyntheticStep(DeviceStep):
 
     @property
     def fills_drafts(self) -> bool:
-        """Whether missing drafts become drafts of token 0, because here the rates alone decide how many are accepted. A
-        drafter with layers always proposes enough."""
+        """Whether missing drafts are filled up with token 0. They are, because the chosen rates alone decide how many
+        drafts are accepted. A drafter with layers always proposes enough."""
         return not self.drafting.has_layers
 
     def commit(self, inputs: Inputs, tokens: torch.Tensor, bad: torch.Tensor) -> CommittedStep:

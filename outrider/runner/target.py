@@ -1,4 +1,4 @@
-"""Builds the target model on its device, after it was checked, and fills it with weights."""
+"""Builds the target model on its device after it was checked, and loads its weights."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ def build_target(config: EngineConfig, source: ModelSource, group: RankGroup = O
 
 def outline_target(config: EngineConfig, source: ModelSource, device: torch.device,
                    group: RankGroup = ONE_RANK.group) -> Model:
-    """Build the model that the config asks for on the meta device: its tensors have the shapes and types that they
+    """Build the model that the config asks for on the meta device. Its tensors have the shapes and types that they
     would have on `device`, which may be in another machine, and take no memory."""
     return _build(config, source, pick_dtype(config.dtype, source, device), device, torch.device("meta"), group)
 
 
 def _build(config: EngineConfig, source: ModelSource, dtype: torch.dtype, device: torch.device, place: torch.device,
            group: RankGroup) -> Model:
-    """Build the model for a device, in the memory of `place`: that device, or meta."""
+    """Build the model for a device. `place`: where its tensors lie, which is that device or the meta device."""
     values = source.config if config.index_key_dtype == "auto" else with_index_keys(config, source.config, device)
     model = _part_of(group, build_model(values, dtype=dtype, max_len=config.max_model_len, device=place,
                                         source=str(source.config_file), model_impl=config.model_impl))
@@ -76,7 +76,7 @@ def warn_without_native_kernels() -> None:
 
 
 def _part_of(group: RankGroup, model: Model) -> Model:
-    """Cut the model down to the part that one rank holds. No weight is allocated yet."""
+    """Cut the model down to one rank's shard. No weight is allocated yet."""
     if group.count > 1:
         model.shard(group)
     return model

@@ -57,8 +57,8 @@ class UpdatedWeights:
             self.slots |= head.weights()
 
     def in_slots(self, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of an update, each under the name of its slot in the model; a tensor without a slot keeps
-        its name."""
+        """Yield the tensors of an update, each under the name of the model's slot for it. A tensor without a slot keeps
+        its own name."""
         apart = split_experts(self._named(tensors), self.slots)  # whose names may be those of modules, too
         for name, tensor in one_by_one(self._named(apart), self.slots, Counter()):
             assert isinstance(tensor, torch.Tensor)
@@ -69,8 +69,8 @@ class UpdatedWeights:
             yield name if name in self.slots else self._model.slot_name(name), tensor
 
     def check(self, name: str, tensor: torch.Tensor, *, has_form_of_model: bool) -> None:
-        """Raise WeightError for a tensor that its slot cannot hold. has_form_of_model: the update's files are quantised
-        in the form of the model's files."""
+        """Raise WeightError for a tensor that does not fit its slot. has_form_of_model: the update's files are
+        quantised in the same way as the model's files."""
         slot = self.slots[name]
         if slot.kind is not None and slot.quantize is None:
             if not has_form_of_model or tensor.dtype != slot.target.dtype:
@@ -113,8 +113,8 @@ class WeightUpdate:
 
     def check(self) -> list[str]:
         """Return the names of the weights that the update replaces. Raises WeightError before anything changes if a
-        tensor has an unknown name, another shape than its weight or values that are not finite, or if its weight is
-        kept quantised and the tensor has another form."""
+        tensor has an unknown name, another shape than its weight or values that are not finite. A tensor for a weight
+        that is kept quantised must be quantised in the same way."""
         names: dict[str, None] = {}
         unknown: list[str] = []
         for name, tensor in self._tensors():

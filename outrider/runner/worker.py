@@ -1,8 +1,8 @@
-"""Worker: the part of the program that uses the device. It loads the model, measures and captures steps, describes what
-it serves, and runs steps.
+"""Worker: the part of the program that uses the device. It loads the model, captures and measures steps, describes the
+model to the engine (`info`), and runs steps.
 
-On a CPU steps run in a second thread; on CUDA they are queued on a stream. The engine knows the worker as a `Runner`
-with an `info`, and nothing else of it.
+On a CPU steps run in a second thread; on CUDA they are queued on a stream. The engine sees only a `Runner` with an
+`info`.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class Worker:
                  fill: Fill = lambda parts, config: None, source: ModelSource | None = None,
                  ranks: WorkerRanks = ONE_RANK) -> None:
         """`drafter`: an existing drafter, used if the config asks for none. `prepare` is called with the model and the
-        drafter before anything runs; benchmarks use it to change what routers choose. `fill` loads the weights of a
-        model that was built blank, while kernels are compiled. `source`: the files from which dropped weights are read
-        again. `ranks`: the ranks that share the model; every rank runs the same steps."""
+        drafter before anything runs; benchmarks use it to change the experts that routers choose. `fill` loads the
+        weights of a model that was built without them, while kernels are compiled. `source`: the files from which
+        dropped weights are read again. `ranks`: the ranks that share the model; every rank runs the same steps."""
         if model.device.type == "cuda" and model.device.index is not None:
             torch.cuda.set_device(model.device)  # streams and graphs are made on the current one
         clock = Laps()
@@ -139,7 +139,7 @@ class Worker:
             return failed
 
     def feature(self, name: str) -> WorkerFeature:
-        """Return the worker's half of a feature that requests ask for; the first call makes it. Any thread may call."""
+        """Return the worker's part of a feature that requests ask for; the first call makes it. Any thread may call."""
         if not hasattr(self, "runner"):
             raise WorkerDied("the worker was closed")
         return self._late.need(name)
@@ -194,8 +194,8 @@ class PlannedSteps(NamedTuple):
 def _plan_with_or_without_drafter(
     config: EngineConfig, plan: Callable[[EngineConfig], PlannedSteps]
 ) -> tuple[EngineConfig, PlannedSteps]:
-    """Plan the steps, and return the plan with the config that it serves. If the settings leave no room for the drafter
-    that comes with the model, the plan and the config are made without the drafter."""
+    """Plan the steps, and return the plan with its config. If there is no memory for the drafter that comes with the
+    model, the plan and the config are made without the drafter."""
     drafter = config.shipped_drafter
     if drafter is None:
         if config.speculative_config == AUTO_DRAFTER:

@@ -1,6 +1,5 @@
-"""WorkerFeature: what a feature adds to a worker, which holds the device. LateFeatures: the features that are made when
-a request first asks for them.
-"""
+"""WorkerFeature: the part of a feature that runs in a worker, next to the device. LateFeatures: the features that are
+made when a request first asks for them."""
 
 from __future__ import annotations
 
@@ -51,14 +50,14 @@ class WorkerFeature:
 
 
 class StepLine(Protocol):
-    """The part of a runner that runs work in order with steps."""
+    """The part of a runner that runs other work in order with the steps."""
 
     def in_order(self, work: Callable[[], None], /) -> Future[None]: ...
 
 
 class LateFeatures:
-    """The worker's halves of features that requests ask for by a parameter. Each half is made when the first such
-    request comes, so that an engine without such requests loads none of the code. May be used by several threads."""
+    """The worker's parts of features that requests ask for by a parameter. Each is made when the first such request
+    comes, so that an engine without such requests loads none of the code. Several threads may use it."""
 
     def __init__(self, config: EngineConfig, step: DeviceStep, limits: Limits, line: StepLine) -> None:
         self._config, self._step, self._limits, self._line = config, step, limits, line
@@ -66,8 +65,8 @@ class LateFeatures:
         self._made: dict[str, WorkerFeature] = {}
 
     def need(self, name: str) -> WorkerFeature:
-        """Return the worker's half of this feature; the first call makes it. Every step that is submitted afterwards
-        has its part."""
+        """Return the worker's part of this feature; the first call makes it. Every step that is submitted afterwards
+        includes it."""
         with self._lock:
             if name not in self._made:
                 self.put(name, worker_half(name)(self._config))

@@ -34,7 +34,7 @@ class OneRank:
 @dataclass(frozen=True)
 class WorkerRanks:
     """A rank's two connections to the other ranks of its model: the group that sums tensors, and the link over which
-    hosts agree."""
+    the host processes agree."""
 
     link: RankLink
     group: RankGroup
@@ -51,8 +51,8 @@ class WorkerRanks:
 
     @contextmanager
     def without_sums(self) -> Iterator[None]:
-        """A context in which sums over ranks raise an error. It surrounds users' code, which may fail on one rank
-        alone, while the other ranks would wait for ever in a sum."""
+        """A context for users' code, in which sums over ranks raise an error. Such code may fail on one rank alone, and
+        the other ranks would then wait for ever in a sum."""
         if not isinstance(self.group, WatchedRanks):
             yield
             return
@@ -79,7 +79,7 @@ ONE_RANK = WorkerRanks(ONE_RANK_LINK, OneRank())
 
 
 class WatchedRanks:
-    """A `RankGroup` that tells the parent process when it waits for other ranks, and raises every failure of a sum as
+    """A `RankGroup` that tells the parent process when it waits for other ranks. It raises every failure of a sum as
     RankLost."""
 
     def __init__(self, group: RankGroup, status: RankStatus) -> None:

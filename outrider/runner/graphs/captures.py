@@ -41,7 +41,7 @@ class CapturedStep:
     rest: torch.cuda.CUDAGraph | None  # what follows the forward of a split step
 
     def replay(self, host_turn: HostTurn) -> None:
-        """Queue the captured step. A split step calls `host_turn` between the forward and the rest."""
+        """Queue the captured step. A split step calls `host_turn` between its two graphs, after the forward pass."""
         self.first.replay()
         if self.rest is not None:
             host_turn()
@@ -68,7 +68,7 @@ class StepGraphs:
         self._dropped: list[GraphKey] = []  # captured before `drop`
 
     def run(self, key: GraphKey, ints: torch.Tensor, host_turn: HostTurn) -> DeviceResult:
-        """Run the step of this key launch by launch, without its graph."""
+        """Run the step of this key without its graph: the host launches every kernel."""
         self.loaded.add(key)
         plan = self.keys.plan(key)
         half = self._step.forward_half(self.keys.shape(key), ints, plan)
@@ -92,8 +92,8 @@ class StepGraphs:
 
     @contextmanager
     def borrowed(self, key: GraphKey) -> Iterator[CapturedStep]:
-        """Lend the key's graph for a measurement. A graph that checks drafts and proposes none is dropped afterwards,
-        because no batch uses it."""
+        """A context that gives the key's graph for a measurement. A graph that checks drafts and proposes none is
+        dropped afterwards, because no batch uses it."""
         yield self.get(key)
         if key.has_drafts and not key.num_wanted:
             torch.cuda.synchronize()
@@ -186,8 +186,8 @@ class StepGraphs:
         self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
 
     def take_dropped(self) -> Iterable[GraphKey]:
-        """Reserve the captures' memory again, and return the keys of the captures that `drop` dropped, to be captured
-        again in it."""
+        """Reserve the captures' memory again after `drop`. Return the keys of the dropped captures, which the caller
+        captures again."""
         keys, self._dropped = dict.fromkeys(self._dropped), []
         if self._reserved_bytes:
             self.reserve(self._reserved_bytes)

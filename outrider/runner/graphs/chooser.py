@@ -1,8 +1,8 @@
-"""CaptureChooser: chooses which captured step serves a batch, and what is captured when. It chooses once for each
-batch, before the batch runs, from the host's data.
+"""CaptureChooser: chooses which captured step serves a batch, and which step is captured when. It chooses once for each
+batch, before the batch runs, from data on the host.
 
-A choice is plain data that can be sent with its batch. `CudaRunner` carries it out and decides nothing more: only the
-chooser reads the clock, and if a capture fails, the step still runs at the size that was chosen.
+A choice is plain data that can be sent with its batch. `CudaRunner` carries it out and decides nothing more. Only the
+chooser reads the clock. If a capture fails, the step still runs at the chosen size.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ StepChoice = Replay | Launch | RunEagerly
 
 
 class _Substitute(NamedTuple):
-    """How a step runs as long as its key has no graph."""
+    """How a step runs while its key has no graph."""
 
     choice: StepChoice
     loss: float  # seconds
@@ -65,7 +65,7 @@ class _Substitute(NamedTuple):
 
 class CaptureChooser:
     def __init__(self, keys: GraphKeys, captured: Collection[GraphKey], loaded: Collection[GraphKey]) -> None:
-        """captured: keys that have graphs. loaded: keys whose kernels have been launched. Both grow when choices are
+        """captured: keys that have graphs. loaded: keys whose kernels are compiled and loaded. Both grow as choices are
         carried out."""
         self.keys, self._captured, self._loaded = keys, captured, loaded
         self.losses = Losses()

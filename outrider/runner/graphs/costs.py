@@ -1,8 +1,8 @@
-"""Measures at start-up what a step costs by its number of tokens, what a drafter's proposal adds, and what launches
-cost.
+"""Measures at start-up how long steps take by their number of tokens, how much a drafter's proposal adds, and how long
+the host's launches take.
 
-The measured steps are whole steps of null rows, which have no context and no recurrent states. The cost of reading
-those is estimated from their bytes.
+The measured steps are whole steps of null rows, which have no context and no recurrent states. The time to read context
+and states is estimated from their bytes.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def measured_sizes(most: int, *, is_cuda: bool) -> list[int]:
 
 def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, float]:
     """Measure the seconds that the sampler adds for one logit row that is greedy, drawn at a temperature, or drawn with
-    a top-p. Steps of dead tokens are timed while the null row asks for one after the other. A top-k is not timed: it is
+    a top-p. Steps of dead tokens are timed with each of these parameters in the null row. A top-k is not timed: it is
     slow where all logits are equal, as those of dead tokens may be."""
     requests, rows, device = graphs.keys.sizes.at_start[-1], step.state.sampling, step.state.device
     plain = graphs.keys.shortened(GraphKey(requests, requests, 0, False))
@@ -101,9 +101,9 @@ def sampler_costs(step: DeviceStep, graphs: StepGraphs) -> tuple[float, float, f
 
 def _uncaptured(step: DeviceStep, limits: Limits, sizes: Sequence[int],
                 has_network: bool) -> tuple[StepCosts, list[DraftCost]]:
-    """Measure the costs of uncaptured steps of these sizes, and of a proposal. All sizes are measured a few times in
-    turn, and small ones further, as long as shorter times come up. Other work on the machine only ever adds time, so
-    the shortest time counts, and no step is taken to cost more than a larger one did."""
+    """Measure the seconds of uncaptured steps of these sizes, and of a proposal. All sizes are measured in several
+    rounds; small ones are repeated as long as shorter times come up. The shortest time counts, because other work on
+    the machine only ever adds time. No step is taken to cost more than a larger one."""
     best = [float("inf")] * len(sizes)
     for sweep in range(MOST_SWEEPS):
         before = best
@@ -116,9 +116,9 @@ def _uncaptured(step: DeviceStep, limits: Limits, sizes: Sequence[int],
 
 
 def _uncaptured_drafting(step: DeviceStep, limits: Limits, none: float) -> DraftCost:
-    """Measure the cost of a proposal on steps of one token, which take `none` seconds. Steps that propose no, one and
-    all drafts are timed right after each other, and the median of their ratios counts: on a busy machine the times of
-    two steps can differ by more than a proposal takes."""
+    """Measure the cost of a proposal on steps of one token. none: the seconds of such a step without a proposal. Steps
+    that propose no, one and all drafts are timed right after each other, and the median of the ratios counts: on a busy
+    machine the times of two steps can differ by more than a proposal takes."""
     ratios = []
     for _ in range(PROPOSALS):
         alone, *others = (step_seconds(step, limits, None, 1, num_wanted, SWEEP_REPEATS)
@@ -149,8 +149,8 @@ def _replay_seconds(graphs: StepGraphs, key: GraphKey, device: torch.device) -> 
 
 def read_costs(step: DeviceStep) -> tuple[tuple[ReadCost, ...], float]:
     """Estimate the seconds that a step takes for each token of context that it attends to, and for the recurrent states
-    of a request. Both follow from their bytes and the measured speed of reading the page pool. Measured on a GPU only:
-    on a CPU a step's own tokens cost far more."""
+    of a request. Both are bytes divided by the measured speed of reading the page pool. Measured on a GPU only: on a
+    CPU the tokens of the step itself cost far more."""
     data = step.pool.data
     if data.device.type != "cuda":
         return (), 0.0

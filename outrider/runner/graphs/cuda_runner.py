@@ -74,7 +74,7 @@ def _unchanged(result: StepResult) -> StepResult:
 
 
 def _nothing() -> None:
-    """Check nothing. It stands in for the check of a step that needs none."""
+    """Do nothing. It takes the place of a step's check for ranks that fail, where no check is needed."""
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _explained(error: Exception) -> Exception:
-    """Return WorkerDied if the device no longer answers, as some errors leave it unusable; otherwise the error
+    """Return the error to report for a failed step: WorkerDied if the device no longer answers, otherwise the error
     itself."""
     try:
         if torch.cuda.is_initialized():
@@ -126,8 +126,8 @@ class CudaRunner:
 
     @torch.inference_mode()
     def begin_compiling(self) -> None:
-        """Begin to compile the kernels of all steps. (The measurement of a step's memory, if there is one, has begun
-        this already.)"""
+        """Begin to compile the kernels of all steps. Not needed if the largest step was measured, since the measurement
+        begins this already."""
         compile_steps(self.device_step, self._limits, self.graphs)
 
     @torch.inference_mode()
@@ -200,8 +200,8 @@ class CudaRunner:
         self.chooser.learn(order, graphs.carry_out(order))
 
     def submit(self, batch: ScheduledBatch) -> Future[StepResult]:
-        """Queue a step, and return a future of its result. An error on the way goes to the future, and the engine goes
-        on."""
+        """Queue a step, and return a future of its result. If queueing fails, the future raises the error, and the
+        engine goes on."""
         try:
             with self._generations.running(batch):
                 return self._queue(batch)
@@ -214,8 +214,8 @@ class CudaRunner:
             return _failed(self._on_ranks(_explained(error)))
 
     def _on_ranks(self, error: Exception) -> Exception:
-        """Return the error to report if not all of a step was queued. With several ranks it is RankLost: some ranks may
-        have queued more of the step's sums than others, and these sums would pair with those of later steps."""
+        """Return the error to report when only a part of a step was queued. With several ranks it is RankLost: a rank
+        may have queued more sums than the others, and its sums would pair with those of later steps."""
         return error if self._link.count == 1 else RankLost(f"a step was not queued whole: {error}")
 
     def in_order(self, work: Callable[[], Made]) -> Future[Made]:
@@ -264,8 +264,8 @@ class CudaRunner:
         return pending
 
     def _capture_behind(self, graphs: StepGraphs, order: CaptureOrder) -> None:
-        """Load or capture the graph that the step just queued had to do without. This happens while the device runs
-        that step and the host would only wait. If it fails, wider graphs still serve."""
+        """Load or capture the missing graph of the step that was just queued. This uses the time in which the device
+        runs that step and the host would only wait. If it fails, wider graphs still serve the size."""
         try:
             self._capture(graphs, order)
         except Exception:

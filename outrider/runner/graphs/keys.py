@@ -2,9 +2,9 @@
 itself.
 
 The number of drafts and the sampling parameters of a request are data in a graph and no part of its key. A graph serves
-any batch that has no more requests and tokens than it, and needs no more of the sampler. Few graphs suffice, because
-decode steps have four kinds for each number of requests: no drafts; no drafts, but a proposal; d drafts for each
-request and a proposal of d; and a number of token rows that requests with different numbers of drafts share
+every batch with at most as many requests and tokens that needs no sampler stage beyond the graph's. Few graphs suffice,
+because decode steps have four kinds for each number of requests: no drafts; no drafts, but a proposal; d drafts for
+each request and a proposal of d; and a number of token rows that requests with different numbers of drafts share
 (`core/decode_sizes.py`).
 """
 
@@ -32,8 +32,8 @@ from outrider.sample.logprobs import KERNEL_MAX_LOGPROBS
 
 
 class SamplerForm(enum.Enum):
-    """The sampler that a captured step has. A step with all stages also serves batches that need fewer: the row state
-    says which stages a row needs, so a row's token does not depend on the form."""
+    """Which sampler a captured step has: a draw only, or all stages. A step with all stages also serves batches that
+    need fewer: the row state says which stages a row needs, so the row's token is the same with either sampler."""
 
     DRAW = "a temperature"
     FULL = "all parameters"
@@ -169,7 +169,7 @@ class GraphKeys:
                                                wide.takes_checkpoints, wide.longest), default=None)
 
     def plan(self, key: GraphKey) -> StepPlan:
-        """Return the plan of the captured step with this key. (`shape` returns its sizes.)"""
+        """Return the host's decisions (`StepPlan`) for the captured step with this key; `shape` returns its sizes."""
         checkpoints = RowCheckpoints() if key.takes_checkpoints else NoCheckpoints()
         needs = StepNeeds(any_sampled=True)
         if key.sampler is not SamplerForm.DRAW:
@@ -190,8 +190,8 @@ class GraphKeys:
                 yield from self._of_sizes([requests], [0, *checked], takes_checkpoints=own, longest=self._short)
 
     def fewer_drafts(self) -> Iterator[GraphKey]:
-        """Keys of decode steps with many requests and fewer drafts than the most. On a graph with the most drafts a
-        step with one draft would compute twice its tokens and propose three times as long."""
+        """Keys of decode steps with many requests and fewer drafts than the maximum. For one draft per request, the
+        graph with the most drafts would compute far more token rows and make a longer proposal."""
         sizes = [requests for requests in reversed(self.sizes.at_start) if requests > FEW and self._is_costly]
         yield from self._of_sizes(sizes, range(1, self.limits.max_drafts), takes_checkpoints=self.takes_checkpoints,
                                   longest=self._short)
@@ -209,15 +209,16 @@ class GraphKeys:
         return replace(key, longest=self._short)
 
     def behind_long_contexts(self) -> Iterator[GraphKey]:
-        """Keys of a few decode steps with long contexts, with and without drafts, that are run so that their kernels
-        are compiled. The steps that start-up captures are for short contexts and launch less."""
+        """Keys of a few decode steps with long contexts, with and without drafts. Start-up runs them to compile their
+        kernels, because the steps that it captures are for short contexts and launch fewer kernels."""
         sizes = self.sizes.at_start
         for requests in {sizes[0], sizes[len(sizes) // 2], sizes[-1]} if self._short < EVERY_LENGTH else ():
             for drafts in {0, self.limits.max_drafts}:
                 yield GraphKey(requests, requests * (1 + drafts), drafts, drafts > 0)
 
     def beyond_start(self) -> Iterator[GraphKey]:
-        """Keys of the largest decode steps, if start-up does not capture them: their kernels must be compiled too."""
+        """Keys of the largest decode steps, if start-up does not capture them. Start-up runs them to compile their
+        kernels."""
         requests, most = self.limits.max_requests, self.limits.max_drafts
         if requests > self.sizes.at_start[-1]:
             yield from self._of_sizes([requests], range(most + 1), longest=self._short)
@@ -233,8 +234,8 @@ class GraphKeys:
                 yield GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, shares_pages=True)
 
     def prompts_by_size(self) -> Iterator[GraphKey]:
-        """Keys of steps with prompts, one for every number of tokens, largest first. They are run because libraries
-        choose their kernels by that number."""
+        """Keys of steps with prompts, one for every captured number of tokens, largest first. Start-up runs them,
+        because libraries choose their kernels by that number."""
         largest = self.largest_with_prompts()
         if largest is not None:
             for tokens in reversed(self.sizes.prompt_tokens):
@@ -259,8 +260,8 @@ class GraphKeys:
                 yield replace(largest, deltas=reach)
 
     def prompts(self) -> Iterator[GraphKey]:
-        """Keys of a few steps with prompts of each kind, to be run so that their kernels are compiled. There are too
-        many sizes to run all of them."""
+        """Keys of a few steps with prompts of each kind. Start-up runs them to compile their kernels; there are too
+        many sizes to run all."""
         most, sizes = self.limits.max_drafts, self.sizes.prompt_requests
         for requests, num_wanted, has_drafts in product({sizes[0], sizes[-1]}, {0, most}, {False, most > 0}):
             if self._takes_prompts:

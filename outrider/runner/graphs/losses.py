@@ -1,10 +1,10 @@
-"""Decides whether a size of step should get a graph of its own, from the time that its steps lose without one and the
-time that a capture takes.
+"""Decides when a size of step should get a CUDA graph of its own, by comparing the time that steps lose without one
+with the time that a capture takes.
 
-A graph has one size, and a step of 7,400 tokens on a graph of 8,192 computes 800 token rows of padding. Where the
-device takes longer for a step than the host takes to launch it, the launches cost no time, and the step need not be
-padded. For other steps it is unknown how often a size will come up again. A graph that is captured once its steps have
-lost what the capture takes never costs more than twice what the best choice would have cost.
+A graph has one size, and a step of 7,400 tokens on a graph of 8,192 computes 800 token rows of padding. If the device
+takes longer for a step than the host takes to launch its kernels, the launches cost no time, and the step need not be
+padded. For other steps it is unknown how often a size will come up again. So a graph is captured once its steps have
+lost as much time as the capture takes: this never costs more than twice what the best choice would have cost.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ MARGIN = 2.0  # times the launches' duration that the device must take for a ste
 
 @dataclass(frozen=True)
 class LossRates:
-    """Measured times, from which the seconds are estimated that a step loses because its size has no graph."""
+    """Measured times, from which to estimate the seconds that a step loses because its size has no graph."""
 
     launch_seconds: float = 0.0  # the host's time to launch a step of any size
     token_seconds: float = 0.0  # the device's time for each token of a large step; 0: not measured
 
     @property
     def least_own_tokens(self) -> float:
-        """The number of tokens from which on a step with prompts is launched at its own size, without a graph."""
+        """The least number of tokens at which a step with prompts is launched at its own size, without a graph."""
         return MARGIN * self.launch_seconds / self.token_seconds if self.token_seconds else math.inf
 
     def own_size(self, key: GraphKey, num_tokens: int) -> GraphKey | None:
@@ -86,7 +86,7 @@ class Losses:
 
     def captured(self, key: GraphKey, seconds: float, *, pauses: bool) -> None:
         """Note how long the key's capture took. `pauses`: the capture delayed running requests, so no other key is due
-        for PAUSE times its duration."""
+        until PAUSE times that duration has passed."""
         self._lost.pop(key, None)
         self.capture_seconds = (self.capture_seconds + seconds) / 2 if self.capture_seconds else seconds
         if pauses:

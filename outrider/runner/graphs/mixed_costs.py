@@ -1,7 +1,7 @@
-"""Measures at start-up what steps cost in which prompts run beside requests that decode: matrix products by the number
-of tokens, attention by the number of pairs of a token and a key.
+"""Measures at start-up the costs of steps in which prompts run beside requests that decode. Matrix products are
+measured by the number of tokens, attention by the number of pairs of a token and a key.
 
-The measured steps are captured, if steps can be, and the captures are kept, so that no step of these sizes waits for a
+The measured steps are captured if possible, and the captures are kept, so that no step of these sizes waits for a
 capture later.
 """
 
@@ -51,9 +51,9 @@ def measure_mixed_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | N
 
 
 def seconds_up_to(max_seconds: float, sizes: Sequence[int], seconds_of: Callable[[int], float]) -> dict[int, float]:
-    """Measure the seconds of each size in turn, up to the first size that takes far more than `max_seconds`. If even
-    the first size takes longer than `max_seconds`, because a step reads all weights, its time is the bound instead, so
-    that prompts get as much time as decoding."""
+    """Measure the seconds of each size in turn, and stop after the first size that takes far more than `max_seconds`.
+    If even the smallest size takes longer than `max_seconds`, because a step reads all weights, the limit is relative
+    to that size instead, so that prompts get as much time as decoding."""
     found: dict[int, float] = {}
     for size in sizes:
         found[size] = seconds_of(size)
@@ -72,9 +72,9 @@ def useful_sizes(found: dict[int, float]) -> dict[int, float]:
 
 
 def with_larger_sizes(measured: dict[int, float], sizes: Sequence[int]) -> dict[int, float]:
-    """Add the sizes beyond the largest measured one, which steps have in a burst of prompts. Their time is taken to be
-    proportional to their tokens, because they occupy the whole device; measuring them would only make start-up
-    longer."""
+    """Add estimates for the sizes beyond the largest measured one, which occur in a burst of prompts. They occupy the
+    whole device, so their time is taken to be proportional to their tokens. Measuring them would make start-up longer.
+    """
     largest = max(measured)
     return {**measured, **{size: measured[largest] / largest * size for size in sizes if size > largest}}
 

@@ -1,6 +1,5 @@
-"""The table of sizes: the padded sizes that steps are captured in, those that are captured at start-up, and those that
-are measured.
-"""
+"""The table of padded sizes: those that steps are captured in, those that are captured at start-up, and those that are
+measured."""
 
 from __future__ import annotations
 

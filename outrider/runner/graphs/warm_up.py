@@ -36,8 +36,8 @@ ADVICE = "lower max_num_batched_tokens, max_num_seqs or max_model_len, or choose
 
 
 def dead_batch(lens: list[int], drafts: int, bound: int, num_pending: int = 0) -> ScheduledBatch:
-    """Make a batch of dead requests that all sample. `lens`: the number of tokens of each request, the last `drafts` of
-    which are drafts. `bound`: the length that every request may have."""
+    """Make a batch of dead requests that all sample. `lens`: the number of tokens of each request; the last `drafts` of
+    them are drafts. `bound`: the upper bound of every request's length."""
     count = len(lens)
     return ScheduledBatch(
         step=0, request_ids=[0] * count, epochs=[0] * count, rows=[NULL_ROW] * count,
@@ -62,8 +62,8 @@ def run_dead(step: DeviceStep, lens: list[int], *, drafts: int = 0, num_wanted: 
 
 def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, device: torch.device, *,
                         use_graphs: bool) -> StepMemory:
-    """Measure the memory that steps take, on CUDA only. `make_step` makes a step with a pool of a page or two, which is
-    dropped afterwards; its compiled kernels are kept."""
+    """Measure the memory that steps take; it is measured on CUDA only. `make_step` makes a step with a pool of a page
+    or two, which is dropped afterwards; the compiled kernels are kept."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_reserved(device)
     with enough_memory("a step of max_num_batched_tokens", ADVICE):
@@ -103,7 +103,8 @@ def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None) -
 
 
 def _count_nothing(step: DeviceStep, limits: Limits) -> None:
-    """Launch the kernel that adds tokens to the counts for penalties, with runs of one token and of the most tokens."""
+    """Launch the kernel that adds tokens to the penalty counts, so that it is compiled: once with runs of one token and
+    once with runs of the most tokens."""
     device, counts = step.state.device, step.state.sampling.counts
     for width in {1, 1 + limits.max_drafts}:
         row, run = (torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((1,), (1, width)))
