@@ -22,7 +22,7 @@ Made = TypeVar("Made")
 
 
 class Run(Protocol):
-    """A function that runs an action between two steps of the engine and returns the result of the action."""
+    """A function that calls an action between two steps of the engine, and returns the action's result."""
 
     def __call__(self, action: Callable[[], Made], /) -> Made: ...
 
@@ -35,15 +35,16 @@ def need_adapters(engine: Engine) -> AdapterLoads:
 
 
 def with_adapter(request: CheckedRequest, number: int | None) -> CheckedRequest:
-    """Return the request with the adapter of this load number. None: return it unchanged."""
+    """Return a copy of the request that uses the adapter with this load number. With None, return the request
+    unchanged."""
     return request if number is None else request.with_part(LoadedAdapter(number))
 
 
 @contextmanager
 def loaded(engine: Engine, run: Run, requests: Sequence[CheckedRequest],
            adapters: AdapterChoice) -> Generator[list[CheckedRequest], None, None]:
-    """Load the adapters that the caller asks for and yield the requests with them. The adapters stay loaded while the
-    block runs."""
+    """Load the adapters that the caller asks for, and yield the requests with the load numbers of their adapters. The
+    adapters stay loaded while the block runs."""
     asked = one_for_each(adapters, len(requests))
     if not any(asked):
         yield list(requests)
@@ -64,7 +65,7 @@ def loaded(engine: Engine, run: Run, requests: Sequence[CheckedRequest],
 
 async def load(adapters: AdapterLoads, call: Callable[[Callable[[], Any]], Future[Any]],
                begin: Callable[[], AdapterHold]) -> AdapterHold:
-    """Wait until an adapter is loaded, and return the hold that keeps it. `begin` starts the load: it calls
+    """Wait until an adapter is loaded, and return its hold, which keeps it loaded. `begin` starts the load: it calls
     `AdapterLoads.begin` or `AdapterLoads.hold`."""
 
     def begin_and_look() -> tuple[AdapterHold, bool]:

@@ -1,7 +1,7 @@
 """AsyncLLM: the engine for asyncio programs. One thread owns the engine; coroutines send it commands and get outputs.
 
-The error of a request is raised to the coroutine that reads this request. If the engine fails, all of them get the
-error. This file knows no HTTP.
+If a request fails, the coroutine that reads its outputs gets the error. If the engine fails, all readers get the error.
+This file knows no HTTP.
 """
 
 from __future__ import annotations
@@ -142,7 +142,8 @@ class AsyncLLM(Front):
 
     async def increments(self, request: CheckedRequest,
                          request_id: str | None = None) -> AsyncGenerator[list[OutputIncrement], None]:
-        """Yield the increments that steps have added to a request since the reader last looked. Copies nothing."""
+        """Yield lists of increments of a request. An increment is what one step has added to one sample. A list has all
+        increments since the reader last looked. Nothing is copied."""
         stream = Increments(self._name_request(request_id), asyncio.get_running_loop(), request.num_samples)
         async with self._opened(stream, request):
             while not stream.is_done:
@@ -166,7 +167,8 @@ class AsyncLLM(Front):
 
     @asynccontextmanager
     async def _opened(self, stream: Stream, request: CheckedRequest) -> AsyncGenerator[None, None]:
-        """Run the stream's request while the block runs; a request that has not ended by then is aborted."""
+        """Run the request while the block runs. The stream receives its outputs. A request that has not ended by then
+        is aborted."""
         if self.engine.pause.is_coming:
             await self._hold_back(stream)
         async with self.holding_adapter(request) as kept:
@@ -179,7 +181,8 @@ class AsyncLLM(Front):
             self._owner.leave(stream)
 
     async def _hold_back(self, stream: Stream) -> None:
-        """Wait until the pause that is coming has come, or until the request is aborted."""
+        """Wait while a requested pause has not begun yet, so that a new request does not delay the pause. Returns early
+        if the request is aborted."""
         self._held_back.add(stream)
         try:
             while self.engine.pause.is_coming and self.is_running and not stream.is_aborted:
@@ -337,8 +340,8 @@ class AsyncLLM(Front):
 
 
 def _size_of(params: RequestParams) -> int:
-    """The number of token ids and characters in the lists of parameters. Each bad word counts as many characters,
-    because it is tokenized alone, twice."""
+    """Estimate the work of checking parameters: the number of token ids and characters in their lists. Each bad word
+    counts as many characters, because it is tokenized alone, twice."""
     if not isinstance(params, SamplingParams):
         return 0
     lists = (params.allowed_token_ids, params.stop_token_ids, params.logit_bias, params.bad_words)
@@ -347,8 +350,8 @@ def _size_of(params: RequestParams) -> int:
 
 
 def _take_long(prompts: Sequence[Prompt], params: RequestParams) -> bool:
-    """Whether requests take long to check: texts and bad words are tokenized, and a feature may have
-    work to do."""
+    """Whether checking these requests takes long, so that it must not run on the event loop: texts and bad words are
+    tokenized, and a feature may have work to do."""
     num = _size_of(params)
     for prompt in prompts:
         if isinstance(prompt, dict):

@@ -1,6 +1,6 @@
 """Beam search with `generate`: each round asks for the likeliest next tokens of every beam.
 
-The prefix cache holds the tokens before, which beams share, so a round computes only one token of each beam.
+The prefix cache holds all earlier tokens of the beams, so a round computes only one token of each beam.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Rounds: TypeAlias = "Generator[BeamRound, list[RequestOutput], list[BeamSearchOu
 
 
 class BeamRound(NamedTuple):
-    """One round of a beam search: the beams whose next tokens the caller must generate."""
+    """The requests of one round of a beam search. The caller generates one token, with log-probabilities, for every
+    beam."""
 
     token_ids: list[list[int]]  # of each beam, its prompt's first
     prompts: list[int]  # the place of each beam's prompt among the prompts
@@ -80,7 +81,7 @@ def beam_search(prompts: Sequence[Sequence[int]], params: BeamSearchParams,
 
 
 def check_beam_prompts(prompts: Sequence[Prompt]) -> None:
-    """Raise ValueError for a prompt with more than a text or token ids."""
+    """Raise ValueError for a prompt that has other inputs than a text or token ids."""
     for key in ("cache_salt", *prompt_keys()):
         if any(isinstance(prompt, dict) and prompt.get(key) is not None for prompt in prompts):
             raise ValueError(f"beam_search: a prompt's {key!r} is not supported: leave {key!r} out")
@@ -126,7 +127,7 @@ def beam_rounds(prompts: Sequence[Sequence[int]], params: BeamSearchParams, toke
 
 class _Follower(NamedTuple):
     """A candidate for the next round: a beam and one of its likeliest next tokens. Most candidates are dropped, so the
-    beam's tokens are copied only by `grown`."""
+    beam's token list is copied only for those that are kept (`grown`)."""
 
     beam: BeamSearchSequence
     token: int

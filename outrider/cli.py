@@ -422,8 +422,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _give_up_lost_lines() -> None:
-    """Drop lines that could not be written to standard error, for example because the disk is full. Otherwise the
-    interpreter tries to write them again when it exits, and then changes the exit status."""
+    """Drop buffered lines that could not be written to standard error, for example because the disk is full. Otherwise
+    the interpreter tries to write them again when it exits, and changes the exit status."""
     try:
         if isinstance(sys.stderr, TextIOWrapper):
             sys.stderr.flush()

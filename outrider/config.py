@@ -1,8 +1,8 @@
 """EngineConfig: a frozen dataclass with every setting of an engine and its default.
 
-Sizes that the caller leaves as None are chosen here, by the model and the device. A device, dtype or backend "auto" is
-chosen where the worker starts (`runner/device.py`, `mixers/paged/registry.py`). A drafting method "auto" is read from
-the drafter's files there (`drafters/files.py`).
+Sizes that the caller leaves as None are chosen here, by the model and the device. The value "auto" is replaced later,
+where the worker starts: of a device, dtype or backend in `runner/device.py` and `mixers/paged/registry.py`, of a
+drafting method in `drafters/files.py`, which reads the drafter's files.
 """
 
 from __future__ import annotations
@@ -134,8 +134,8 @@ class EngineConfig:
             KVEventsConfig.parse(self.kv_events_config)
 
     def _check_adapting(self) -> None:
-        """Raise ValueError if no drafter of this config can learn while it serves. The worker checks the draft head
-        itself."""
+        """Raise ValueError if adapt_drafter is set and no drafter of this config can learn while it serves. Whether a
+        draft head's files allow it is checked later, in the worker."""
         methods = self.draft_methods
         if not set(methods) & {AUTO_METHOD, "eagle3"}:
             named = " and ".join(map(repr, methods)) or "none"
@@ -163,18 +163,18 @@ class EngineConfig:
 
     @property
     def draft_methods(self) -> tuple[str, ...]:
-        """Methods of the drafters, which may be combined; empty without speculation."""
+        """The drafting methods in use, one or several combined; empty without speculation."""
         return () if self.speculative is None else tuple(self.speculative.methods)
 
     @property
     def fits_cache_to_device(self) -> bool:
-        """Whether the cache takes the memory that the device has left. Otherwise the settings give its size."""
+        """Whether the KV cache gets all device memory that is left. False if the settings give the cache's size."""
         return self.num_pages is None and self.kv_cache_memory_bytes is None
 
     @property
     def drafter_settings(self) -> dict[str, Any] | None:
-        """`speculative_config`, in which "auto" is replaced by the settings of the drafter that comes with the
-        model."""
+        """The value of `speculative_config`. "auto" is replaced by the settings of the drafter that comes with the
+        model, or by None if there is no usable one."""
         if isinstance(self.speculative_config, dict):
             return self.speculative_config
         drafter = self.shipped_drafter
@@ -182,14 +182,14 @@ class EngineConfig:
 
     @property
     def shipped_drafter(self) -> ShippedDrafter | None:
-        """The drafter that comes with the model, if "auto" asks for it. `shipped_drafter_obstacle` says if it cannot be
-        used."""
+        """The drafter that comes with the model, if "auto" asks for it. It may still be unusable: see
+        `shipped_drafter_obstacle`."""
         return SHIPPED.get(self.model) if self.speculative_config == AUTO_DRAFTER else None
 
     @property
     def shipped_drafter_obstacle(self) -> str:
-        """Why an engine with these settings does not use the drafter that comes with its model; empty if it can. The
-        engine then runs without drafts: "auto" never refuses to start it."""
+        """The reason why the model's own drafter cannot be used with these settings; empty if it can. With "auto" the
+        engine then runs without drafts instead of refusing to start."""
         drafter = self.shipped_drafter
         if drafter is not None and not drafter.is_there:
             return f"{drafter.folder} lacks its weights"
@@ -205,21 +205,21 @@ class EngineConfig:
 
     @property
     def kv_events(self) -> KVEventsConfig | None:
-        """The settings of cache events; None if no events are asked for."""
+        """The settings for publishing prefix cache events; None if no events are asked for."""
         config = None if self.kv_events_config is None else KVEventsConfig.parse(self.kv_events_config)
         return config if config is not None and config.is_on else None
 
     def steps_in_flight(self, on_cuda: bool) -> int:
-        """Number of steps in flight at once: two by default. With drafts on a CPU it is one: there, waiting for a
-        result costs nothing, and the result tells how many drafts the next step has to check."""
+        """The number of steps in flight at once: two by default. With drafts on a CPU it is one: waiting for a result
+        costs nothing there, and the result tells how many drafts the next step must check."""
         overlap = self.overlap
         if overlap is None:
             overlap = on_cuda or self.drafter_settings is None
         return 2 if overlap else 1
 
     def limits(self, *, gpu_bytes: int | None, max_positions: int, vocab_size: int, max_drafts: int) -> Limits:
-        """Sizes for this model and device; max_len may still be lowered to what the pool can hold. gpu_bytes: total
-        memory of the GPU; None on a CPU."""
+        """The engine's sizes for this model and device. The worker may still lower max_len to what the page pool can
+        hold. gpu_bytes: total memory of the GPU; None on a CPU."""
         on_cuda = gpu_bytes is not None
         max_len = self.max_model_len or max_positions
         if max_len > max_positions:
@@ -235,7 +235,8 @@ class EngineConfig:
 
 
 def _check_padding(name: str, sizes: tuple[int, ...], limit_name: str, limit: int) -> None:
-    """Refuse a size that full batches would be padded to and that is far larger than any batch."""
+    """Refuse sizes with which a full batch is padded far too much. A batch is padded to the smallest size that holds
+    it."""
     largest = min((size for size in sizes if size >= limit), default=limit)
     if largest > MAX_PADDING * limit:
         raise ValueError(f"{name}: every step would be padded to {largest}, and no step has more than {limit} "
@@ -243,16 +244,16 @@ def _check_padding(name: str, sizes: tuple[int, ...], limit_name: str, limit: in
 
 
 def default_requests(gpu_bytes: int | None) -> int:
-    """Default of max_num_seqs: most requests in one step. gpu_bytes: total memory of the GPU; None on a CPU. A request
-    that waits for a row waits for the whole answer of another one, so a GPU with much memory has more rows."""
+    """The default of max_num_seqs, the most requests in one step. gpu_bytes: total memory of the GPU; None on a CPU. A
+    waiting request gets a batch row only when another request has ended, so a GPU with much memory has more rows."""
     if gpu_bytes is None:
         return 32
     return 512 if gpu_bytes >= LARGE_GPU_BYTES else 256
 
 
 def __getattr__(name: str) -> object:
-    """Find a config class of vLLM, whose module of config classes has the same name as this module. The class is
-    imported here, because its module imports this one."""
+    """Find a config class of vLLM by name, because vLLM's config classes are also in a module named `config`. The
+    import is inside the function, because the imported module imports this one."""
     if name.startswith("__"):
         raise AttributeError(name)
     return import_module("outrider.compat.configs").find_config(name)
@@ -291,7 +292,8 @@ class SpeculativeConfig:
 
     @classmethod
     def parse(cls, given: dict[str, Any]) -> SpeculativeConfig:
-        """Read the setting. Acceptance rates may be given in several forms, and all become `synthetic_rates`."""
+        """Make a SpeculativeConfig from the setting's value. Acceptance rates may be given in several ways; all of them
+        are converted to `synthetic_rates`."""
         _refuse_unknown("speculative_config", given, cls)
         method = given.get("method")
         known_method = {} if method is None else {
@@ -338,15 +340,15 @@ class SpeculativeConfig:
 
     @property
     def rates_by_row(self) -> tuple[tuple[float, ...], ...] | None:
-        """Synthetic acceptance rates: each tuple has the rates by draft position, and rows use the tuples in turn.
-        None: the model alone decides which drafts are accepted."""
+        """Acceptance rates for synthetic acceptance, which benchmarks use. Each tuple has the rates by draft position;
+        batch rows use the tuples in turn. None: the model decides which drafts are accepted."""
         if self.synthetic_request_rates is not None:
             return tuple((float(rate),) for rate in self.synthetic_request_rates)
         return None if self.synthetic_rates is None else (self.synthetic_rates,)
 
     @property
     def is_synthetic(self) -> bool:
-        """Whether drafts are accepted at chosen rates, whatever the model says."""
+        """Whether drafts are accepted at random with given rates, not by comparing them with the model's tokens."""
         return self.rates_by_row is not None
 
     def _rates(self) -> tuple[float, ...] | None:
@@ -397,7 +399,8 @@ class KVEventsConfig:
             self._check_port(name, getattr(self, name))
 
     def _check_port(self, name: str, address: str | None) -> None:
-        """Refuse port 0, because no router could know which port the system chooses, and ports that are too large."""
+        """Refuse port 0 and ports that are too large. With port 0 the system would choose the port, and a router could
+        not know it. Each replica adds its number to the port."""
         port = "" if address is None or not address.startswith("tcp://") else address.rpartition(":")[2]
         most = 65535 - self.data_parallel_rank
         if port.isdigit() and not 1 <= int(port) <= most:
@@ -414,7 +417,7 @@ class KVEventsConfig:
 
 
 def is_bound_as_such(address: str) -> bool:
-    """Whether a ZeroMQ address is bound rather than connected to, by vLLM's rule."""
+    """Whether a ZeroMQ socket binds to this address. Otherwise it connects to the address. The rule is vLLM's."""
     return "*" in address or "::" in address or address.startswith(("ipc://", "inproc://"))
 
 

@@ -6,22 +6,22 @@ name, and only if the settings or a request ask for the feature. `register_featu
 
 | interface | who calls it |
 |---|---|
-| `core/feature_parts.py` RequestPart, BatchPart, ResultPart, LimitsPart | no caller: data that travels with these |
-| `runner/worker_feature.py` WorkerFeature | a worker, when it is made: sizes, memory, the part of its steps |
+| `core/feature_parts.py` RequestPart, BatchPart, ResultPart, LimitsPart | no caller: data of features in these |
+| `runner/worker_feature.py` WorkerFeature | a worker, when it is made: sizes, memory, what it adds to steps |
 | `core/step_part.py` StepPart | every step on the device |
 | `drafters/observer.py` DraftObserver | every step, between its tokens and its drafts |
 | `core/background_work.py` BackgroundWork | a worker: when it is ready, pauses, gets new weights or ends |
 | `core/hidden_request.py` HiddenTask, HiddenGatherer, HiddenOutput | the engine, for a request without text |
-| `layers/context.py` DeltaSource, RowDeltas | layers, whose products a feature changes row by row |
+| `layers/context.py` DeltaSource, RowDeltas | linear layers, whose outputs a feature changes row by row |
 | `runner/logits_part.py` LogitsPart | every step whose logits a feature edits, on the device |
 | `runner/host_turn.py` HostTurn | every step that samples by masks, between its forward pass and its sampler |
-| `engine/engine_feature.py` EngineFeature | an engine: resource and keeper; checks of requests: their parts |
-| `runner/commands.py` Command, Errand | a worker: between two steps, or beside them |
+| `engine/engine_feature.py` EngineFeature | an engine, for its resources; checks of requests, for their parts |
+| `runner/commands.py` Command, Errand | a worker: between two steps, or while steps run |
 | `sched/row_resources.py` RowResource | the scheduler, when a request takes or leaves a row |
 | `core/request_keeper.py` RequestKeeper | the engine, when a request comes or ends |
 | `engine/input_reader.py` InputReader | the checks of a request whose prompt has a key of the feature |
 | `core/input_part.py` InputPart | the scheduler, the cache and the steps, for this prompt |
-| `core/sample_addition.py` SampleAddition | the output of a sample, which gets what it makes |
+| `core/sample_addition.py` SampleAddition | the output of a sample, to which it adds a value |
 """
 
 from __future__ import annotations
@@ -38,8 +38,7 @@ Half = Callable[..., Any] | str  # a class, or `module:class`
 
 @dataclass(frozen=True)
 class FeatureEntry:
-    """An entry of the list of features: the classes of a feature, and the settings or the parameter that switch it
-    on."""
+    """One feature in the list: its classes, and the settings or the request parameter that switch it on."""
 
     name: str
     worker: Half | None = None  # a WorkerFeature, if it has this half
@@ -90,13 +89,14 @@ def register_feature(entry: FeatureEntry) -> None:
 
 
 def registered_names() -> tuple[str, ...]:
-    """The names of registered features, which come from outside the package."""
+    """The names of features that `register_feature` has added."""
     return tuple(_registered)
 
 
 def require_registered(names: Sequence[str]) -> None:
-    """Raise ValueError if this worker process lacks a feature that is registered in its parent process. `names`: those
-    features. Without the check a feature with only one half would silently do nothing."""
+    """Raise ValueError if this worker process lacks a feature that is registered in its parent process. `names`: the
+    features of the parent. Without the check, a feature whose half in the worker is missing would silently do
+    nothing."""
     for name in names:
         if name not in _registered:
             raise ValueError(f"the feature {name!r} is not registered in the worker's process, which imports the main "
@@ -104,42 +104,43 @@ def require_registered(names: Sequence[str]) -> None:
 
 
 def worker_features(config: EngineConfig) -> list[Any]:
-    """The WorkerFeature of every feature that the settings ask for."""
+    """Make the WorkerFeature of every feature that the settings ask for."""
     return [_find(entry.name, entry.worker)(config) for entry in _asked_for(config) if entry.worker is not None]
 
 
 def engine_features(config: EngineConfig) -> list[Any]:
-    """The EngineFeature of every feature that the settings ask for."""
+    """Make the EngineFeature of every feature that the settings ask for."""
     return [_find(entry.name, entry.engine)(config) for entry in _asked_for(config) if entry.engine is not None]
 
 
 def request_half(name: str) -> Any:
-    """The class with which a feature makes outputs of requests that ask for it."""
+    """The class of a feature that builds the outputs of requests, such as pooled hidden states."""
     return _need(name, _entry(name).request, "makes outputs of requests")
 
 
 def asking_parameters() -> list[tuple[str, str]]:
-    """(field of SamplingParams, name of a feature) for each feature that requests ask for by a parameter."""
+    """The features that single requests switch on: pairs of a field of SamplingParams and the feature's name."""
     return [(entry.parameter, entry.name) for entry in _all_entries() if entry.parameter is not None]
 
 
 def early_features(config: EngineConfig) -> list[str]:
-    """The features that requests ask for by a parameter, and that the settings have made at start."""
+    """The features that are made when the engine starts, because the settings mention them. Without such settings the
+    first request that asks for the feature makes it."""
     return [entry.name for entry in _all_entries() if entry.parameter is not None and entry.is_early(config)]
 
 
 def flag_help() -> dict[str, str]:
-    """What the flags of features' settings and parameters mean, by the name of the field."""
+    """Help texts for command-line flags of features, by the name of the setting or parameter."""
     return {name: text for entry in _all_entries() for name, text in entry.flag_help.items()}
 
 
 def engine_half(name: str) -> Any:
-    """The class of a feature's half in the engine."""
+    """The EngineFeature class of a feature: its half in the engine's process."""
     return _need(name, _entry(name).engine, "has a half in the engine")
 
 
 def worker_half(name: str) -> Any:
-    """The class of a feature's half in a worker."""
+    """The WorkerFeature class of a feature: its half in a worker."""
     return _need(name, _entry(name).worker, "has a half in a worker")
 
 
@@ -148,28 +149,28 @@ def has_worker_half(name: str) -> bool:
 
 
 def feature_object(name: str, place: str) -> Any:
-    """Import an object from a feature's folder, for code outside that needs it only with the feature. place:
-    `module:object`."""
+    """Import an object from a feature's folder. Code outside the feature uses this to import it only when it is needed.
+    place: `module:object`."""
     return _find(name, place)
 
 
 def prompt_keys() -> dict[str, Any]:
-    """The keys of a prompt that features read, with the types of their values."""
+    """The keys of a prompt dict that features read (such as prompt_embeds), with the types of their values."""
     return {key: declared for entry in _all_entries() for key, declared in entry.prompt_keys.items()}
 
 
 def whole_prompts() -> list[str]:
-    """The keys of features that make a prompt without text or token ids."""
+    """The keys of a prompt dict that can replace its text and token ids, such as prompt_embeds."""
     return [key for entry in _all_entries() for key in entry.whole_prompts]
 
 
 def is_slow_prompt(prompt: Mapping[str, Any]) -> bool:
-    """Whether a feature takes long to check the prompt."""
+    """Whether the prompt has a key whose value a feature takes long to check, so that the check runs in a thread."""
     return any(prompt.get(key) is not None for entry in _all_entries() for key in entry.slow_keys)
 
 
 def input_readers(prompt: Mapping[str, Any]) -> list[Any]:
-    """The InputReaders of the features whose keys the prompt has."""
+    """The InputReader classes of the features whose keys the prompt has."""
     return [_find(entry.name, entry.reader) for entry in _all_entries() if entry.reader is not None
             and any(prompt.get(key) is not None for key in entry.prompt_keys)]
 

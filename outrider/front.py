@@ -43,7 +43,7 @@ class Front:
 
     @classmethod
     def around(cls, engine: Engine) -> Self:
-        """A front for an engine that is already built; it belongs to the front from now on."""
+        """Make a front (an LLM, for example) around an engine that is already built. The front then owns the engine."""
         self = cls.__new__(cls)
         self._start(engine)
         return self
@@ -58,7 +58,7 @@ class Front:
     @property
     def weights_version(self) -> int:
         """Number of weight updates that were completed. Each output says in `weight_versions` which of its tokens came
-        from which version. A prefix hit only takes pages of the current version."""
+        from which version. Prefix hits only use pages that the current version has computed."""
         return self.engine.weights_version
 
     @property
@@ -75,7 +75,7 @@ class Front:
         return self.vllm_config.model_config
 
     def get_model_config(self) -> ModelConfig:
-        """The name that earlier versions of vLLM have for `model_config`."""
+        """The same as `model_config`. Earlier versions of vLLM have this method."""
         return self.model_config
 
     def _profile_dir(self) -> str:

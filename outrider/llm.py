@@ -55,8 +55,8 @@ T = TypeVar("T")
 
 
 class LLM(Front):
-    """`LLM("smollm2")`, `LLM("path/to/folder")`, `LLM("model.gguf")`; further settings as in EngineArgs. Several
-    threads may use one LLM: they take turns making its steps."""
+    """Generates text for prompts: `LLM("smollm2")`, `LLM("path/to/folder")` or `LLM("model.gguf")`; further settings as
+    in EngineArgs. Several threads may use one LLM: they take turns making its steps."""
 
     def _start(self, engine: Engine) -> None:
         super()._start(engine)
@@ -86,9 +86,10 @@ class LLM(Front):
                pooling_params: PoolingParams | Sequence[PoolingParams] | None = None, *,
                use_tqdm: bool | Callable[..., Any] = True, lora_request: AdapterChoice = None,
                pooling_task: str = "embed") -> list[PoolingRequestOutput]:
-        """Return the hidden states of the prompts, pooled as `pooling_params` say, as tensors in `output.outputs.data`.
-        `pooling_task`: the task if there are no parameters. "embed" gives one vector for each prompt, "token_embed" one
-        for each token; "classify" and "token_classify" need a model with a classification head."""
+        """Return the hidden states of the prompts, as tensors in `output.outputs.data`. `pooling_params` say how the
+        states of all tokens are combined. `pooling_task` is used without parameters: "embed" gives one vector for each
+        prompt, "token_embed" one for each token; "classify" and "token_classify" need a model with a classification
+        head."""
         check_value("pooling_task", Annotated[str, OneOf(pooling.TASKS)], pooling_task)
         params = pooling.PoolingParams(task=pooling_task) if pooling_params is None else pooling_params
         outputs = self._pool(prompts, params, use_tqdm, lora_request)
@@ -116,7 +117,8 @@ class LLM(Front):
     def classify(self, prompts: Prompt | Sequence[Prompt], *, pooling_params: PoolingParams | None = None,
                  use_tqdm: bool | Callable[..., Any] = True,
                  lora_request: AdapterChoice = None) -> list[ClassificationRequestOutput]:
-        """The probability of each class, in `output.outputs.probs`. The model must have a classification head."""
+        """Return the probability of each class for each prompt, in `output.outputs.probs`. The model must have a
+        classification head."""
         params = replace(pooling_params or pooling.PoolingParams(), task="classify")
         return [pooled.ClassificationRequestOutput.from_pooled(output)
                 for output in self._pool(prompts, params, use_tqdm, lora_request)]
@@ -169,7 +171,7 @@ class LLM(Front):
                 sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                 use_tqdm: bool | Callable[..., Any] = True, lora_request: AdapterChoice = None,
                 priority: int | Sequence[int] | None = None) -> list[str]:
-        """Add requests without running them; `wait_for_completion` does. Returns their ids."""
+        """Add requests without running them, and return their ids. `wait_for_completion` runs them."""
         params = SamplingParams() if sampling_params is None else sampling_params
         with self._checked(prompts, params, 0 if priority is None else priority, lora_request) as checked:
             ids = self._loop.add(self._queue, checked)
@@ -177,7 +179,7 @@ class LLM(Front):
         return ids
 
     def wait_for_completion(self, *, use_tqdm: bool | Callable[..., Any] = True) -> list[RequestOutput]:
-        """Outputs of all requests that were added by `enqueue`, in their order."""
+        """Run all requests that `enqueue` added, and return their outputs in the same order."""
         ids, self._queued = self._queued, []
         with RequestBar(use_tqdm, len(ids)) as progress:
             done = self._finish(self._queue, progress)
@@ -204,8 +206,9 @@ class LLM(Front):
                sampling_params: SamplingParams | Sequence[SamplingParams] | None = None, *,
                priority: int | Sequence[int] = 0, before_step: Callable[[], None] | None = None,
                lora_request: AdapterChoice = None, **misplaced: Never) -> Generator[RequestOutput, None, None]:
-        """Like `generate`, but yield each output whenever it has grown, in the form that `output_kind` of its
-        parameters asks for. The requests end if the iterator is closed or `before_step` raises."""
+        """Like `generate`, but yield each output whenever it has grown. `output_kind` of the parameters says whether an
+        output has all tokens or only the new ones. The requests end if the iterator is closed or `before_step`
+        raises."""
         if misplaced:
             compat.refuse_misplaced(self.follow, misplaced)
         if before_step is not None and not callable(before_step):
@@ -254,7 +257,7 @@ class LLM(Front):
 
     @cached_property
     def llm_engine(self) -> LLMEngine:
-        """The engine inside, for scripts that add requests and make steps themselves."""
+        """An LLMEngine around the same engine, for scripts that add requests and make steps themselves."""
         return llm_engine.LLMEngine.inside(self, self._loop)
 
     def get_metrics(self) -> list[Metric]:
@@ -295,9 +298,9 @@ class LLM(Front):
     def load_weights(self, weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
         """Replace weights, each as soon as it comes, so that none is held twice. Names are those of the model's
         checkpoint, or of `named_parameters()` of the model in transformers. A tensor that does not fit raises
-        ValueError. The update ends with `finish_weight_update`, or if none was started, at the next
-        `reset_prefix_cache`, `wake_up` of the cache, or request. If it fails or is not whole, requests raise
-        WeightsIncomplete until an update with all weights has come."""
+        ValueError. `finish_weight_update` ends the update. If `start_weight_update` was not called, the next
+        `reset_prefix_cache`, `wake_up` of the cache, or request ends it. If an update fails or lacks weights, requests
+        raise WeightsIncomplete until a complete update has come."""
         self._maintenance.load_weights(weights, self._loop.run)
 
     def finish_weight_update(self) -> UpdateReport:
@@ -332,10 +335,10 @@ class LLM(Front):
         return self._maintenance.is_paused
 
     def weights_checksum(self) -> WeightsChecksum:
-        """The SHA-256 of each weight, by its name in the checkpoint, and one of all weights together. Equal bits have
-        equal checksums, whether they came from files or by `load_weights`. To compare its own tensor, a trainer
-        converts it to the dtype that is given here. For quantised weights the checksum is that of their codes
-        (`coded`)."""
+        """Return the SHA-256 of each weight, by its name in the checkpoint, and one of all weights together. Equal bits
+        have equal checksums, whether they came from files or by `load_weights`. To compare its own tensor, a trainer
+        converts the tensor to the dtype that is returned with the checksum. For quantised weights the checksum covers
+        their codes (`coded`)."""
         return self._loop.run(self._maintenance.weights_checksum)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -359,7 +362,7 @@ class LLM(Front):
         self.engine.close()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """The name that vLLM's engines have for `close`."""
+        """The same as `close`. vLLM's engines have this name."""
         self.close()
 
     def __enter__(self) -> LLM:
@@ -396,7 +399,7 @@ class LLM(Front):
     @contextmanager
     def _checked(self, prompts: Prompt | Sequence[Prompt], params: RequestParams | Sequence[RequestParams],
                  priority: int | Sequence[int], adapters: AdapterChoice) -> Generator[list[CheckedRequest], None, None]:
-        """Check the prompts and yield a request for each. The adapters of the requests stay loaded while the block
+        """Check the prompts and yield the list of requests. The adapters of the requests stay loaded while the block
         runs."""
         checked = self._check(prompts, params, priority)
         if adapters is None:
@@ -428,7 +431,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _per_prompt(name: str, given: T | Sequence[T], num: int) -> list[T]:
-    """One value for each prompt: the values given, or the same for all."""
+    """Return a list with one value for each prompt. A single given value is repeated for all prompts."""
     if not isinstance(given, (list, tuple)):
         return [cast(T, given)] * num
     if len(given) != num:

@@ -23,7 +23,8 @@ from outrider.lora_request import LoRARequest
 
 
 class LLMEngine(Front):
-    """`LLMEngine.from_engine_args(EngineArgs(...))`; then `add_request`, and `step` while `has_unfinished_requests`."""
+    """An engine that the caller steps: create it with `LLMEngine.from_engine_args(EngineArgs(...))`, call
+    `add_request`, then call `step` while `has_unfinished_requests`."""
 
     def _start(self, engine: Engine) -> None:
         super()._start(engine)
@@ -31,7 +32,8 @@ class LLMEngine(Front):
 
     @classmethod
     def inside(cls, front: Front, loop: RequestLoop) -> LLMEngine:
-        """Make an LLMEngine that shares the engine and the request loop of another front, such as an LLM."""
+        """Make an LLMEngine for `LLM.llm_engine`. It shares the engine and the request loop with the LLM, or with
+        another front."""
         self = cls.__new__(cls)
         self._config = front._config
         Front._start(self, front.engine)
@@ -62,8 +64,8 @@ class LLMEngine(Front):
         return request_id
 
     def step(self) -> list[Output]:
-        """Advance the engine by one step. Returns the outputs that have grown, in the form that the `output_kind` of
-        their parameters asks for."""
+        """Advance the engine by one step, and return the outputs that have grown. `output_kind` of their parameters
+        says whether an output has all tokens or only the new ones."""
         given = {own: request_id for request_id, own in self._names.items()}
         read: list[Output] = []
         for output in self._loop.step(self._caller):

@@ -42,10 +42,11 @@ MovedRequest: TypeAlias = tuple[int, int, MoveDirectionality]
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """The changes of the batch since the call before: first removals, then additions, then moves.
+    """The changes of the batch since the previous call: first removals, then additions, then moves.
 
     An addition has the index, parameters, prompt ids (None: the prompt only has embeddings) and output ids of a
-    request. The list of output ids grows with the request: a processor may keep it, and it always has all tokens."""
+    request. A processor may keep the list of output ids: the engine appends every new token to the list.
+    """
 
     batch_size: int
     removed: Sequence[int]  # indices that no added request takes
@@ -54,8 +55,9 @@ class BatchUpdate:
 
 
 class LogitsProcessor(ABC):
-    """Base class of an operator's processors. For each position, the logits are processed with all tokens before the
-    position as output ids, drafts included. When a draft is rejected, its request is added to the batch again."""
+    """Base class of an operator's processors. With drafts, each position of a request is processed separately. Its
+    output ids are all tokens before it, drafts included. When a draft is rejected, its request is added to the batch
+    again."""
 
     @classmethod
     def validate_params(cls, sampling_params: SamplingParams) -> None:
@@ -70,9 +72,9 @@ class LogitsProcessor(ABC):
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether the likeliest token stays the likeliest. Such a processor is called after the temperature and min-p,
-        before top-k and top-p, with logits whose greatest is 0; others are called after logit_bias and before
-        penalties."""
+        """Whether the processor never changes which token is likeliest. If so, it is called after the temperature and
+        min-p and before top-k and top-p, with logits whose maximum is 0. Otherwise it is called after logit_bias and
+        before penalties."""
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
@@ -80,14 +82,16 @@ class LogitsProcessor(ABC):
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """A processor made of one function for each request that asks for it."""
+    """A processor that makes a separate function for each request that asks for it. A subclass implements
+    `new_req_logits_processor`."""
 
     def __init__(self, vllm_config: Any, device: Device, is_pin_memory: bool) -> None:
         self.req_info: dict[int, Callable[[Tensor], Tensor]] = {}  # by index in the batch
 
     @abstractmethod
     def new_req_logits_processor(self, params: SamplingParams) -> RequestLogitsProcessor | None:
-        """The function of a request with these parameters; None: its logits stay as they are."""
+        """Return the function that processes the logits of a request with these parameters. None: its logits stay
+        unchanged."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         process_dict_updates(self.req_info, batch_update, self._bind)
@@ -134,7 +138,7 @@ def process_dict_updates(entries: dict[int, State], batch_update: BatchUpdate | 
 
 
 def load_processors(given: Sequence[Any]) -> list[type[LogitsProcessor]]:
-    """The classes of the setting `logits_processors`: classes, or their names as "package.module:Class"."""
+    """Import the classes of the setting `logits_processors`. Each is given as a class or as "package.module:Class"."""
     return [_load(own) for own in given]
 
 

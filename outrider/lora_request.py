@@ -1,7 +1,8 @@
-"""LoRA adapters as callers and fronts (LLM, AsyncLLM) know them. No torch.
+"""Types by which LLM, AsyncLLM and their callers name and load LoRA adapters. No torch.
 
 LoRARequest names an adapter; its field names follow vLLM's. LoadedAdapter says which adapter a request runs with.
-AdapterLoads is the interface to the adapters of an engine."""
+AdapterLoads is the interface to the adapters of an engine.
+"""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ class LoadedAdapter(RequestPart):
 
 
 class UnreadableAdapter(ValueError):
-    """Raised if an adapter cannot be read. `brief`: the message with the folder's name instead of its path, for clients
-    of a server, who need not know where the server's files are."""
+    """Raised if an adapter cannot be read. `brief`: the message with the folder's name instead of its path. A server
+    sends it to clients, which need not know where the files are."""
 
     def __init__(self, message: str, folder: str) -> None:
         super().__init__(message)
@@ -67,7 +68,7 @@ class UnreadableAdapter(ValueError):
 
 
 class AdaptersInUse(ValueError):
-    """Raised if the host's memory has no room for a further adapter until requests end."""
+    """Raised if as many adapters are loaded as the settings allow (max_cpu_loras), and requests use all of them."""
 
 
 class UnknownAdapter(ValueError):
@@ -75,27 +76,28 @@ class UnknownAdapter(ValueError):
 
 
 class AdapterHold:
-    """Keeps an adapter loaded for a front that is about to add requests. The hold ends with `AdapterLoads.release`, or
-    when the object is garbage-collected, for example after an interrupt."""
+    """Keeps an adapter loaded until its caller has added requests that use it. The hold ends with
+    `AdapterLoads.release`, or when the object is garbage-collected, for example after an interrupt."""
 
     def __init__(self, number: int) -> None:
         self.number = number  # of the load
 
 
 class AdapterLoads(RequestKeeper, ABC):
-    """The interface of fronts to the engine's adapters. Methods are called on the thread that calls `Engine.step`."""
+    """The interface to an engine's adapters, for LLM and AsyncLLM. Methods are called on the thread that calls
+    `Engine.step`."""
 
     max_slots: int  # adapters on the device at once
 
     @property
     @abstractmethod
     def names(self) -> Mapping[str, str]:
-        """The folders of adapters that requests may ask for by name alone, by name."""
+        """The adapters that requests may ask for by name alone: their folders by name."""
 
     @abstractmethod
     def names_in_use(self) -> tuple[list[str], list[str]]:
-        """Names of the adapters that running requests use, and of those that only waiting requests use. May be called
-        from any thread."""
+        """Return the names of adapters that running requests use, and the names that only waiting requests use. May be
+        called from any thread."""
 
     @abstractmethod
     def begin(self, asked: LoRARequest) -> AdapterHold:
@@ -104,12 +106,14 @@ class AdapterLoads(RequestKeeper, ABC):
 
     @abstractmethod
     def hold(self, number: int) -> AdapterHold:
-        """Keep an adapter loaded for requests that were checked with load `number` and are about to be added. The hold
-        is for this load, for the load that has replaced it or, if it was evicted, for a new load of its folder."""
+        """Keep an adapter loaded until requests that were checked with load `number` are added. The hold is for the
+        same load if it still exists, otherwise for the load that has replaced it. If the adapter was evicted, its
+        folder is loaded again."""
 
     @abstractmethod
     def is_loaded(self, number: int) -> bool:
-        """Whether an adapter is known to have been read. Unlike `is_ready`, this does not ask the worker."""
+        """Whether the caller's process already knows that an adapter was read. Unlike `is_ready`, this does not ask the
+        worker."""
 
     @abstractmethod
     def is_ready(self, number: int) -> bool:
@@ -118,7 +122,7 @@ class AdapterLoads(RequestKeeper, ABC):
 
     @abstractmethod
     def identity(self, number: int) -> tuple[str, str]:
-        """The name of a loaded adapter, and the digest of its files."""
+        """Return the name of a loaded adapter, and the digest of its files."""
 
     @abstractmethod
     def release(self, hold: AdapterHold) -> None:
@@ -133,7 +137,7 @@ AdapterChoice: TypeAlias = "LoRARequest | None | Sequence[LoRARequest | None]"
 
 
 def one_for_each(given: AdapterChoice, count: int) -> list[LoRARequest | None]:
-    """The adapter of each of `count` prompts: one for all of them, or a list with one for each."""
+    """Return a list with the adapter of each of `count` prompts. `given`: one adapter for all prompts, or a list."""
     each: list[Any] = list(given) if isinstance(given, (list, tuple)) else [given] * count
     for one in each:
         if one is not None and not isinstance(one, LoRARequest):

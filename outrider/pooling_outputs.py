@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass
 class PoolingOutput:
-    """`data`: a vector, or with pooling="all" one row for each token of the prompt. `LLM.encode` and
-    `AsyncLLM.encode` give torch tensors; within the engine it is a numpy array."""
+    """The hidden states of one request. `data`: a vector, or with pooling="all" one row for each token of the prompt.
+    `LLM.encode` and `AsyncLLM.encode` give torch tensors; within the engine it is a numpy array."""
 
     data: Any = None
     error: str | None = None
@@ -58,8 +58,8 @@ class PoolingRequestOutput:
                 self.outputs.error = "the request was aborted"
 
     def cut_back(self) -> dict[int, list[int]]:
-        """See `RequestOutput.cut_back`. An unfinished request for hidden states begins anew: there are no tokens to
-        resume from."""
+        """Return the tokens from which the request can be resumed, by sample index: none, because a request for hidden
+        states starts again from the beginning. See `RequestOutput.cut_back` for other requests."""
         return {} if self.finished else {0: []}
 
     def fail(self, error: str) -> None:
@@ -121,8 +121,8 @@ class ScoringOutput:
 
 @dataclass
 class ScoringRequestOutput:
-    """The similarity of two texts: the cosine of the angle between their embeddings, or the probability that a head
-    for pairs gives them."""
+    """The score of two texts: the cosine similarity of their embeddings, or the probability that a head for pairs of
+    texts gives them."""
 
     request_id: str
     outputs: ScoringOutput
@@ -131,7 +131,7 @@ class ScoringRequestOutput:
 
 
 def cosine(one: PoolingRequestOutput, other: PoolingRequestOutput) -> float:
-    """The similarity of two embeddings of length 1."""
+    """The cosine similarity of two embeddings of length 1."""
     assert one.outputs.data is not None and other.outputs.data is not None
     return float(one.outputs.data @ other.outputs.data)
 

@@ -36,7 +36,7 @@ class TokenScores:
 
 @dataclass(frozen=True)
 class Scoring:
-    """How sequences are scored: the parameters of their requests, and which reported scores are returned."""
+    """The options of a scoring call: the sampling parameters of its requests, and which scores are returned."""
 
     params: SamplingParams
     top_k: int
@@ -45,7 +45,8 @@ class Scoring:
     @classmethod
     def from_arguments(cls, params: SamplingParams | None, top_k: int, logprobs_mode: str,
                        return_kept_ids: bool) -> Scoring:
-        """See `LLM.score_tokens`. Raises ValueError for arguments that do not go together."""
+        """Make the options from the arguments of `LLM.score_tokens`, which documents them. Raises ValueError for
+        arguments that contradict each other."""
         check_value("top_k", Annotated[int, Range(0, INT32, also=(MAX_LOGPROBS_ALL,))], top_k)
         check_value("logprobs_mode", Annotated[str, OneOf(tuple(MODES))], logprobs_mode)
         check_value("return_kept_ids", bool, return_kept_ids)
@@ -69,7 +70,7 @@ class Scoring:
         return cls(asked, top_k, return_kept_ids)
 
     def read(self, output: RequestOutput, vocab_size: int) -> TokenScores:
-        """The scores in the output of a request with these parameters."""
+        """Read the scores from the output of a request that ran with these options."""
         num = self.params.prompt_logprobs
         num_reported = vocab_size if num is None or num == MAX_LOGPROBS_ALL else min(num, vocab_size)
         versions = output.prompt_weight_versions or output.outputs[0].weight_versions  # one token has no score
@@ -89,8 +90,8 @@ class Scoring:
 
 
 def _ranked(entry: dict[int, Logprob], num: int) -> list[tuple[int, float]]:
-    """The `num` likeliest tokens of a position with their log-probabilities, by rank. If the position's own token is
-    not among them, it is the first of `entry` and left out."""
+    """Return the `num` likeliest tokens of a position with their log-probabilities, by rank. `entry` may have the
+    prompt's own token in front of them, which is then left out."""
     items = [(token, value.logprob) for token, value in entry.items()]
     return items[len(items) - num :]
 

@@ -1,5 +1,5 @@
-"""outrider.envs: vLLM's environment variables. They are not read: reading a name raises an error that says which
-argument to use."""
+"""Stands for `vllm.envs`, the environment variables of vLLM. Outrider reads none of them: using a name raises an error
+that says which argument to use."""
 
 from outrider.compat.environment import VARIABLES
 

@@ -1,4 +1,4 @@
-"""outrider.logger: vLLM's function that makes loggers."""
+"""Stands for `vllm.logger`: the function that makes loggers."""
 
 import logging
 

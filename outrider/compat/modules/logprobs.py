@@ -1,4 +1,4 @@
-"""outrider.logprobs: log-probabilities of outputs, at the place where vLLM has them."""
+"""Stands for `vllm.logprobs`: types of the log-probabilities in outputs."""
 
 from outrider.core.outputs import Logprob
 

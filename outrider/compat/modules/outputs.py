@@ -1,4 +1,4 @@
-"""outrider.outputs: outputs of requests, at vLLM's place."""
+"""Stands for `vllm.outputs`: classes of requests' outputs."""
 
 from outrider.core.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from outrider.pooling_outputs import (

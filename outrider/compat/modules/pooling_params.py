@@ -1,4 +1,4 @@
-"""outrider.pooling_params: the place of PoolingParams in vLLM."""
+"""Stands for `vllm.pooling_params`: exports PoolingParams."""
 
 from outrider import PoolingParams
 

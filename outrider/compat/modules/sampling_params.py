@@ -1,4 +1,4 @@
-"""outrider.sampling_params: parameters of requests, at vLLM's place."""
+"""Stands for `vllm.sampling_params`: parameters of requests."""
 
 from outrider.beam_search import BeamSearchParams
 from outrider.compat.guided_decoding import GuidedDecodingParams

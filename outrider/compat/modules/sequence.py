@@ -1,4 +1,4 @@
-"""outrider.sequence: parts of outputs, at the place of earlier versions of vLLM."""
+"""Stands for `vllm.sequence`: parts of outputs, which earlier versions of vLLM have there."""
 
 from outrider.core.outputs import Logprob, RequestMetrics
 

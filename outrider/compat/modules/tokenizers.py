@@ -1,4 +1,4 @@
-"""outrider.tokenizers: tokenizers at vLLM's place."""
+"""Stands for `vllm.tokenizers`: loads a model's tokenizer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""outrider.version: the version of vLLM that the names here follow. Outrider's own version is `outrider.__version__`.
-"""
+"""Stands for `vllm.version`: the version of vLLM that the names here follow. Outrider's own version is
+`outrider.__version__`."""
 
 from outrider.compat.alias import VLLM_VERSION
 

@@ -1,1 +1,1 @@
-"""outrider.benchmarks: a package of vLLM; the modules that exist here are inside."""
+"""Stands for the package `vllm.benchmarks`. Only the module in this folder exists."""

@@ -1,4 +1,4 @@
-"""outrider.benchmarks.datasets: prompts for a script's own benchmark, at vLLM's place.
+"""Stands for `vllm.benchmarks.datasets`: prompts for a script's own benchmark.
 
 There are two sets: random words, and the lines of a given file. Others are refused with what to do instead.
 """

@@ -1,4 +1,4 @@
-"""outrider.distributed: the clean-up function only, because the engine starts its ranks itself."""
+"""Stands for `vllm.distributed`: only the clean-up function, because the engine starts its ranks itself."""
 
 import gc
 

@@ -1,5 +1,5 @@
-"""outrider.distributed.parallel_state: functions that do nothing, because the engine starts and ends its ranks itself.
-"""
+"""Stands for `vllm.distributed.parallel_state`: functions that do nothing, because the engine starts and ends its ranks
+itself."""
 
 __all__ = ["destroy_distributed_environment", "destroy_model_parallel"]
 

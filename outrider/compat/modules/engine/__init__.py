@@ -1,1 +1,1 @@
-"""Modules of vLLM's package engine. They are on the search path of `outrider.engine`."""
+"""Modules of vLLM's package `vllm.engine`. They are on the search path of `outrider.engine`."""

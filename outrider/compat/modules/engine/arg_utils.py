@@ -1,4 +1,4 @@
-"""outrider.engine.arg_utils: the place of AsyncEngineArgs and EngineArgs in vLLM."""
+"""Stands for `vllm.engine.arg_utils`: exports AsyncEngineArgs and EngineArgs."""
 
 from outrider import AsyncEngineArgs, EngineArgs
 

@@ -1,4 +1,4 @@
-"""outrider.engine.async_llm_engine: the place of AsyncLLMEngine in vLLM."""
+"""Stands for `vllm.engine.async_llm_engine`: exports AsyncLLMEngine."""
 
 from outrider import AsyncLLMEngine
 

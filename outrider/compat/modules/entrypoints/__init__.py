@@ -1,1 +1,1 @@
-"""outrider.entrypoints: a package of vLLM; the modules that exist here are inside."""
+"""Stands for the package `vllm.entrypoints`. Only the module in this folder exists."""

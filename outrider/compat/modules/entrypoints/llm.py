@@ -1,4 +1,4 @@
-"""outrider.entrypoints.llm: the place of LLM in vLLM."""
+"""Stands for `vllm.entrypoints.llm`: exports LLM."""
 
 from outrider import LLM
 

@@ -1,4 +1,4 @@
-"""outrider.inputs: prompts as dicts, at vLLM's place."""
+"""Stands for `vllm.inputs`: types of prompts that are given as dicts."""
 
 from outrider.core.prompts import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
 

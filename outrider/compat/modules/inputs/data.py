@@ -1,4 +1,4 @@
-"""outrider.inputs.data: the place of prompts in earlier versions of vLLM."""
+"""Stands for `vllm.inputs.data`, where earlier versions of vLLM have the types of prompts."""
 
 from outrider.core.prompts import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
 

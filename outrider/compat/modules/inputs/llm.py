@@ -1,4 +1,4 @@
-"""outrider.inputs.llm: the place of prompts in vLLM."""
+"""Stands for `vllm.inputs.llm`: types of prompts that are given as dicts."""
 
 from outrider.core.prompts import EmbedsPrompt, PromptType, TextPrompt, TokensPrompt
 

@@ -1,1 +1,1 @@
-"""outrider.lora: the place of adapters in vLLM."""
+"""Stands for the package `vllm.lora`. Only the module in this folder exists."""

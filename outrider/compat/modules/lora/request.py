@@ -1,4 +1,4 @@
-"""outrider.lora.request: the place of LoRARequest in vLLM."""
+"""Stands for `vllm.lora.request`: exports LoRARequest."""
 
 from outrider.lora_request import LoRARequest
 

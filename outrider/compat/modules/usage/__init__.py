@@ -1,1 +1,1 @@
-"""outrider.usage: a package of vLLM; the module that exists here is inside."""
+"""Stands for the package `vllm.usage`. Only the module in this folder exists."""

@@ -1,4 +1,4 @@
-"""outrider.usage.usage_lib: the names of vLLM's entry points. No usage statistics are collected here."""
+"""Stands for `vllm.usage.usage_lib`: the names of vLLM's entry points. No usage statistics are collected here."""
 
 from enum import StrEnum
 

@@ -1,4 +1,4 @@
-"""outrider.utils: the helpers of vLLM that scripts use."""
+"""Stands for `vllm.utils`: the helpers that scripts use."""
 
 import uuid
 

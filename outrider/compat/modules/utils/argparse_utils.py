@@ -1,4 +1,4 @@
-"""outrider.utils.argparse_utils: the place of FlexibleArgumentParser in vLLM."""
+"""Stands for `vllm.utils.argparse_utils`: exports FlexibleArgumentParser."""
 
 from outrider.compat.argument_parser import FlexibleArgumentParser
 

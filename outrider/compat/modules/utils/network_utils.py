@@ -1,4 +1,4 @@
-"""outrider.utils.network_utils: addresses for the processes of a script, at the place where vLLM has them."""
+"""Stands for `vllm.utils.network_utils`: addresses and ports for the processes of a script."""
 
 from outrider.compat.network import get_distributed_init_method, get_ip, get_open_port
 

@@ -1,4 +1,4 @@
-"""outrider.utils.print_utils: the function by which vLLM's examples print a vector."""
+"""Stands for `vllm.utils.print_utils`: the function by which vLLM's examples print a vector."""
 
 from collections.abc import Sequence
 

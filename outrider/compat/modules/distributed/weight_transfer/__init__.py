@@ -1,4 +1,5 @@
-"""outrider.distributed.weight_transfer: functions that trainers import and do not call here."""
+"""Stands for `vllm.distributed.weight_transfer`. Trainers import its functions, but an engine in their own process does
+not need them."""
 
 from outrider.compat.weight_transfer import refuse_name
 

@@ -1,4 +1,4 @@
-"""outrider.distributed.weight_transfer.nccl_common: importable here, with an error at the call."""
+"""Stands for `vllm.distributed.weight_transfer.nccl_common`. Its names can be imported; calling one raises an error."""
 
 from outrider.compat.weight_transfer import refuse_name, refuse_transfer
 

@@ -1,4 +1,4 @@
-"""outrider.v1.engine.async_llm: the place of AsyncLLM in vLLM."""
+"""Stands for `vllm.v1.engine.async_llm`: exports AsyncLLM."""
 
 from outrider import AsyncLLM
 

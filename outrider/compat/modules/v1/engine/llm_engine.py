@@ -1,4 +1,4 @@
-"""outrider.v1.engine.llm_engine: the place of LLMEngine in vLLM."""
+"""Stands for `vllm.v1.engine.llm_engine`: exports LLMEngine."""
 
 from outrider import LLMEngine
 

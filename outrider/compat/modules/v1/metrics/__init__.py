@@ -1,1 +1,1 @@
-"""outrider.v1.metrics: a package of vLLM; the modules that exist here are inside."""
+"""Stands for the package `vllm.v1.metrics`. Only the modules in this folder exist."""

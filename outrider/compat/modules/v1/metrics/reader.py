@@ -1,4 +1,4 @@
-"""outrider.v1.metrics.reader: the metrics of LLM.get_metrics, at vLLM's place."""
+"""Stands for `vllm.v1.metrics.reader`: types of the metrics that LLM.get_metrics returns."""
 
 from outrider.compat.metrics import CounterMetric as Counter
 from outrider.compat.metrics import GaugeMetric as Gauge

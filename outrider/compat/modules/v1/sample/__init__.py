@@ -1,1 +1,1 @@
-"""outrider.v1.sample: a package of vLLM; the modules that exist here are inside."""
+"""Stands for the package `vllm.v1.sample`. Only the modules in this folder exist."""

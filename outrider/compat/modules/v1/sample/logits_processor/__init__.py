@@ -1,4 +1,4 @@
-"""outrider.v1.sample.logits_processor: the place of LogitsProcessor in vLLM."""
+"""Stands for `vllm.v1.sample.logits_processor`: exports LogitsProcessor and its types."""
 
 from outrider.logits_processors import (
     AdapterLogitsProcessor,

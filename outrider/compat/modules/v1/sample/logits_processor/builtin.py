@@ -1,4 +1,4 @@
-"""outrider.v1.sample.logits_processor.builtin: names at the place where vLLM has them."""
+"""Stands for `vllm.v1.sample.logits_processor.builtin`: a helper for processors."""
 
 from outrider.logits_processors import process_dict_updates
 

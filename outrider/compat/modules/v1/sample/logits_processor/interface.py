@@ -1,4 +1,4 @@
-"""outrider.v1.sample.logits_processor.interface: names at the place where vLLM has them."""
+"""Stands for `vllm.v1.sample.logits_processor.interface`: exports LogitsProcessor and its types."""
 
 from outrider.logits_processors import BatchUpdate, LogitsProcessor, MoveDirectionality
 
