@@ -16,7 +16,7 @@ NEEDS = "this needs Ray: pip install 'outrider[ray]' (in a clone: '.[ray]')"
 
 
 def app(args: dict[str, Any]) -> Application:
-    """Build the application from flags of `outrider serve`, given by their names, and settings of `RayConfig`."""
+    """Build the application. `args`: flags of `outrider serve`, by their names, and settings of `RayConfig`."""
     try:
         from outrider.ray.application import application_from
     except ModuleNotFoundError as error:

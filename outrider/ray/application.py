@@ -99,7 +99,7 @@ def _flags(name: str, value: Any) -> list[str]:
 
 
 def _read(value: Any) -> Any:
-    """Convert a number that the command line gives as text. Other values are returned as they are."""
+    """Convert a command-line value that is a number. Other values are returned unchanged."""
     if not isinstance(value, str):
         return value
     try:

@@ -1,4 +1,4 @@
-"""`outrider serve --ray`: the application `outrider.ray:app` on a Ray cluster, until SIGTERM or Ctrl-C."""
+"""`outrider serve --ray`: runs the application `outrider.ray:app` on a Ray cluster until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 

@@ -54,7 +54,8 @@ log = logging.getLogger("outrider")
 
 
 class EngineReplica:
-    """An actor that Ray Serve starts. `environment`: variables that are set before torch is imported."""
+    """An actor, started by Ray Serve, that runs one engine with its server. `environment`: variables that are set
+    before torch is imported."""
 
     async def __init__(self, engine: EngineConfig, config: ServerConfig, names: Sequence[str],  # type: ignore[misc]
                        versions: Mapping[str, str], environment: Mapping[str, str]) -> None:
@@ -71,7 +72,8 @@ class EngineReplica:
 
     async def handle(self, blocks: list[int], method: str, path: str, query: bytes, headers: Headers,
                      body: bytes) -> AsyncGenerator[Any, None]:
-        """Yield the status with the headers, then pieces of the body. `blocks` are used by the router only."""
+        """Run a request. Yields the status with the headers, then pieces of the body. `blocks`: hashes of the prompt,
+        which only the router reads."""
         scope = {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": method, "scheme": "http",
                  "path": path, "raw_path": path.encode(), "query_string": query, "root_path": "", "headers": headers}
         async with aclosing(_answer(self._app, scope, body)) as messages:
@@ -82,8 +84,7 @@ class EngineReplica:
                     yield message["body"]
 
     async def answer_whole(self, *request: Any) -> tuple[str, int, bytes]:
-        """Return this replica's name, and the status and body of its answer. The request has the form that `handle`
-        takes."""
+        """Run a request, given as for `handle`. Returns this replica's name, the status and the whole body."""
         async with aclosing(self.handle([], *request)) as parts:
             status, _ = await anext(parts)
             body = b"".join([piece async for piece in parts])
@@ -168,7 +169,7 @@ class Ingress:
         return Response(json.dumps(died.body_for(path)), 503, died.headers, "application/json")
 
     async def _ask_all(self, path: str, asked: tuple[Any, ...]) -> Response:
-        """Ask every replica, for routes that concern all of them."""
+        """Send a request to every replica, for routes that concern all of them."""
         answers = await asyncio.to_thread(self._engines.broadcast("answer_whole", *asked).results)
         if path != "/metrics" or any(status != 200 for _, status, _ in answers):
             status, _, body = joined_answer([(status, body) for _, status, body in answers])

@@ -1,8 +1,8 @@
-"""A request router of Ray Serve with the policy of `outrider.replicas.policy`: longest known beginning of a prompt
-first, then load.
+"""A request router of Ray Serve with the policy of `outrider.replicas.policy`: a prompt goes to the replica that knows
+its longest prefix, unless that replica has too much load.
 
-It runs in the process that sends the requests, and reads the block hashes from the request's first argument. A request
-without a readable prompt is routed by load.
+The router runs in the process that sends the requests, and reads the block hashes from the request's first argument. A
+request without a readable prompt is routed by load.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class PrefixRequestRouter(RequestRouter):
 
     async def choose_replicas(self, candidate_replicas: list[RunningReplica],
                               pending_request: PendingRequest | None = None) -> list[list[RunningReplica]]:
-        """Return ranked groups of replicas: first the chosen one, then all others, in case its queue is full."""
+        """Return the replicas in the order in which Ray Serve tries them: first the chosen one, then all others, in
+        case its queue is full."""
         if not candidate_replicas:
             return []
         known = {replica.replica_id.unique_id: replica for replica in candidate_replicas}

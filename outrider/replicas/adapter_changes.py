@@ -1,6 +1,6 @@
-"""AdapterChanges: loads and unloads adapters on all replicas alike, when clients ask for it over HTTP.
+"""AdapterChanges: loads and unloads LoRA adapters on all replicas, when clients ask for it over HTTP.
 
-A change needs all replicas to serve, and is undone if one of them refuses it. A replica that restarts receives all
+A change is made only if all replicas serve, and is undone if one of them refuses it. A replica that restarts gets all
 changes before it serves.
 """
 
@@ -64,7 +64,7 @@ class AdapterChanges:
             return joined_answer([answer for answer in answers if answer is not None])
 
     async def bring(self, replica: Replica) -> None:
-        """Repeat all changes of adapters on a replica that was restarted and does not serve yet."""
+        """Repeat all adapter changes on a replica that has restarted, before it serves."""
         async with self._lock:
             for name, change in self._last.items():
                 # A name that was given at start too is replaced.
@@ -75,9 +75,8 @@ class AdapterChanges:
                               "it did not answer" if answer is None else answer[1].decode(errors="replace"))
 
     async def _undo(self, done: Sequence[Replica], change: AdapterChange) -> None:
-        """Undo a change on the replicas that made it: load the adapter again that had the name before, if there was
-        one. An adapter that was named at start and lies outside the root folder cannot be loaded again; this is
-        logged."""
+        """Undo a change on the replicas that made it. If another adapter had the name before, it is loaded again. That
+        is impossible for an adapter that was named at start and lies outside the root folder; this is logged."""
         name = change.body["lora_name"]
         before = self._last.get(name)
         if before is None and name in self._modules:

@@ -1,4 +1,5 @@
-"""Requests to the front that concern several replicas: metrics, routes of the operator, stored responses."""
+"""Sends requests that concern several replicas, and joins their answers: metrics, the operator's routes, stored
+responses."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ TEXT_HEADERS: Headers = [(b"content-type", b"text/plain; charset=utf-8")]
 
 async def ask_whole(replica: Replica, method: str, target: bytes, headers: Headers, body: bytes = b"",
                     seconds: float | None = ASK_SECONDS) -> tuple[int, bytes] | None:
-    """Return the status and the body of an answer; None if the replica does not answer in time."""
+    """Ask one replica, and return the status and the whole body of its answer. None if the replica does not answer in
+    time."""
     try:
         async with asyncio.timeout(seconds):
             answer = await ask(replica.socket_path, method, target, headers, body)
@@ -42,8 +44,8 @@ async def joined_page(replicas: Sequence[Replica], headers: Headers) -> str:
 
 
 def check_all_serve(replicas: Sequence[Replica], outcome: str, *also: ReplicaState) -> None:
-    """Refuse a change that all replicas must make together if one does not serve. outcome: the text that says what was
-    not done; also: further states in which a replica can make the change."""
+    """Raise ApiError unless all replicas serve, because all of them must make the change together. outcome: the text
+    that says what was not done. also: further states in which a replica can make the change."""
     absent = [f"replica {each.name} is {each.state.value}" for each in replicas
               if each.state not in (ReplicaState.SERVING, *also)]
     if absent:
@@ -68,8 +70,9 @@ async def ask_all(replicas: Sequence[Replica], method: str, target: bytes, heade
 
 
 def joined_answer(found: Sequence[tuple[int, bytes]]) -> tuple[int, Headers, bytes]:
-    """Join the answers of all replicas, statuses and bodies. A value is true if it is true in all; counts are summed;
-    times become the longest. If a replica refuses or answers in plain text, the first such answer is returned."""
+    """Join the statuses and bodies of all replicas into one answer. A flag is true if it is true in all; counts are
+    summed; of times the longest is taken. If a replica refuses or answers in plain text, the first such answer is
+    returned."""
     refusal = next((answer for answer in found if answer[0] != 200), None)
     if refusal is not None:
         return refusal[0], JSON_HEADERS, refusal[1]

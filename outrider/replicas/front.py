@@ -141,7 +141,8 @@ class ReplicaFront:
 
 
 class _Exchange:
-    """One request of a client, and the part of the answer that has been sent so far."""
+    """One client's request that passes through the front. It records which part of the answer has been sent, because
+    only an unanswered request can go to another replica."""
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.method, self.path = scope["method"], scope["path"]
@@ -159,7 +160,7 @@ class _Exchange:
         return found.get(b"authorization", b"") + found.get(b"x-api-key", b"")
 
     async def relay(self, answer: Answer) -> None:
-        """Pass an answer on. Nothing is sent before the first piece of its body has come."""
+        """Send a replica's answer to the client. Nothing is sent before the first piece of the body has come."""
         self._is_stream = answer.content_type.startswith(b"text/event-stream")
         async for piece in answer.pieces():
             await self._begin(answer.status, answer.headers)
@@ -211,7 +212,7 @@ async def _blocks(exchange: _Exchange, body: bytes) -> list[int]:
 
 
 async def _body(receive: Receive) -> bytes:
-    """Return the body of a request. The guard in front of this application has already read it within its limits, and
+    """Return the body of a request. The guard before this application has already read the body within its limits, and
     delivers it in one piece."""
     parts = []
     while (message := await receive())["type"] == "http.request":

@@ -11,8 +11,8 @@ WITHOUT_LABELS = re.compile(r"^(\w+) ")
 
 
 def joined_metrics(pages: Mapping[int, str], restarts: Mapping[int, int]) -> str:
-    """Make one page of the metrics of all replicas. `pages`: the pages of the replicas that answered. `restarts`: how
-    often each replica was restarted; empty if restarts are counted elsewhere."""
+    """Join the replicas' metrics in Prometheus' text form. `pages`: the metrics of the replicas that answered.
+    `restarts`: how often each replica was restarted; empty if restarts are counted elsewhere."""
     families: dict[str, list[str]] = {}  # lines by the line that begins their family
     for number, page in pages.items():
         own: list[str] = []

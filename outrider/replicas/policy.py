@@ -1,9 +1,9 @@
 """PrefixRouter: chooses the replica that gets a prompt. It prefers the replica that has already received the longest
-beginning of the prompt, because that replica's prefix cache holds it. If that replica has too much load, the least
-loaded one is chosen.
+prefix of the prompt, because that replica's prefix cache holds it. If that replica has too much load, the least loaded
+one is chosen.
 
-Pure Python, no input or output: the HTTP front and the router of Ray Serve both ask it. It knows only what it has
-routed itself; a replica whose cache has forgotten a prompt computes the prompt again.
+Pure Python, without I/O: the HTTP front and the router of Ray Serve both use it. It knows only which prompts it has
+routed itself. If a replica has evicted a prompt's pages, it computes the prompt again.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ BEHIND_SHARE = 0.5  # ... or this share of the least load, if that is more
 
 
 class PrefixRouter:
-    """Chooses a replica, by its name, for a prompt. A prompt is a list of block hashes, each of which covers all blocks
-    before it (`prompt_blocks`); the list is empty if the prompt could not be read."""
+    """Chooses the replica for a prompt. Replicas are given by name. A prompt is a list of block hashes, each of which
+    covers all blocks before it (`prompt_blocks`); the list is empty if the prompt could not be read."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
@@ -28,8 +28,8 @@ class PrefixRouter:
         self._num_given = 0
 
     def choose(self, blocks: Sequence[int], loads: Mapping[str, int]) -> str:
-        """Choose the replica for a prompt. `loads`: the running requests of every replica that could take it, at least
-        one."""
+        """Choose the replica for a prompt. `loads`: the number of running requests of each replica that may be chosen;
+        not empty."""
         least = min(loads.values())
         chosen = self._preferred(blocks, loads)
         if chosen is None or loads[chosen] > least + max(MOST_BEHIND, BEHIND_SHARE * least):
@@ -37,7 +37,7 @@ class PrefixRouter:
         return chosen
 
     def remember(self, blocks: Sequence[int], replica: str) -> None:
-        """Note that a replica was given a prompt."""
+        """Record that a replica has received a prompt."""
         self._num_given += 1
         self._turns[replica] = self._num_given
         for block in reversed(blocks):  # the end of a prompt is forgotten before its beginning
@@ -60,14 +60,15 @@ class PrefixRouter:
                 del self._holders[block]
 
     def num_matched(self, blocks: Sequence[int], replica: str) -> int:
-        """How many of a prompt's first blocks a replica has received before."""
+        """Count the prompt's first blocks that a replica has received before."""
         return next((i for i in range(len(blocks), 0, -1) if replica in self._holders.get(blocks[i - 1], ())), 0)
 
     def __len__(self) -> int:
         return len(self._holders)
 
     def _preferred(self, blocks: Sequence[int], loads: Mapping[str, int]) -> str | None:
-        """The replica with the longest known beginning; the least loaded one, if several have it."""
+        """The replica that has received the longest prefix of the prompt; the least loaded one if several have. None if
+        none has."""
         for block in reversed(blocks):
             holders = [name for name in self._holders.get(block, ()) if name in loads]
             if holders:
@@ -75,6 +76,7 @@ class PrefixRouter:
         return None
 
     def _least_loaded(self, names: Iterable[str], loads: Mapping[str, int]) -> str:
-        """The replica with the least load. If several have it, the one that has received no prompt for longest is
-        chosen: otherwise one replica's cache would hold all prompts of a client that asks one after the other."""
+        """The replica with the least load. If several have it, the one that has received no prompt for the longest
+        time: otherwise, with a client that sends one request at a time, all prompts would go to the same replica's
+        cache."""
         return min(names, key=lambda name: (loads[name], self._turns.get(name, 0), name))

@@ -37,8 +37,8 @@ log = logging.getLogger("outrider")
 
 
 class ReplicaProcess:
-    """Runs one replica in a process. `main` runs there with `arguments`, and serves at the replica's socket until
-    SIGTERM. `on_failed` is called with the process's exit code when the replica is given up."""
+    """Runs one replica in a process. The process calls `main` with `arguments`, and serves at the replica's socket
+    until SIGTERM. If the replica is given up, `on_failed` is called with the process's exit code."""
 
     def __init__(self, replica: Replica, router: PrefixRouter, adapters: AdapterChanges, trainer: TrainerChanges,
                  main: Callable[..., None], arguments: Sequence[Any], *, on_failed: Callable[[int], None],
@@ -105,7 +105,8 @@ class ReplicaProcess:
             await asyncio.to_thread(process.join, WATCH_SECONDS)
 
     async def _note(self, *, is_healthy: bool) -> None:
-        """Note the answer of a replica. A replica that has never served is still loading its model."""
+        """Update the replica's state after a health check. A replica that becomes healthy after a start first gets the
+        changes of adapters, weights and pauses that the others have."""
         self._has_served |= is_healthy
         if is_healthy:
             if self.replica.state is ReplicaState.STARTING:

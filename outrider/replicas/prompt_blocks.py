@@ -1,4 +1,5 @@
-"""Block hashes of the prompt in a request's body. Prompts with a common beginning have the same first hashes.
+"""Computes block hashes of the prompt in a request's body. Prompts with a common prefix have the same first hashes,
+which the router compares.
 
 Texts are not tokenized, and chat templates are not applied: equal texts become equal tokens, which is all that routing
 needs. Hashes are salted in each process (Python's `hash`), so clients cannot know which texts would collide.
@@ -42,7 +43,8 @@ def prompt_blocks(body: Mapping[str, Any], tenant: bytes = b"") -> list[int]:
 
 
 def _text(value: Any) -> str:
-    """Convert a field of the body to text. If one prompt continues another, its text continues the other's text."""
+    """Convert a field of the body to text for hashing. If one prompt is a prefix of another, its text is a prefix
+    too."""
     match value:
         case None:
             return ""
@@ -56,7 +58,7 @@ def _text(value: Any) -> str:
 
 
 def _chained(before: int, values: Sequence[Any], size: int) -> list[int]:
-    """One hash for each full block. It depends on the blocks before it too."""
+    """Return a hash for each full block of values. Each hash also depends on all blocks before it."""
     blocks = []
     for end in range(size, min(len(values), size * MOST_BLOCKS) + 1, size):
         part = values[end - size : end]

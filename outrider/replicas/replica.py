@@ -1,4 +1,4 @@
-"""Replica: the front's view of one engine's server. It does not start or watch the server."""
+"""Replica: the front's record of one engine's server: its state and load. It does not start or watch the server."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """TrainerChanges: pauses all replicas and updates the weights of all, when a trainer asks for it over HTTP.
 
-A replica that restarts reads its files again. After an update it would answer with older weights than the others, so it
-is kept out until the next update. An update that only some replicas took keeps the others out as well. A replica that
-restarts during a pause is paused before it serves.
+A replica that restarts reads the original files again. After an update it would answer with older weights than the
+others, so it gets no requests until the next update. If an update succeeds on only some replicas, the others get no
+requests either. A replica that restarts during a pause is paused before it serves.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class TrainerChanges:
         return await ask_all(replicas, method, target, headers, body)
 
     async def bring(self, replica: Replica) -> None:
-        """Prepare a replica that has started, before it serves."""
+        """Prepare a replica that has started, before it serves: mark its weights as old if the others were updated, and
+        pause it if the others are paused."""
         if self._has_updated:
             self._behind.add(replica.name)
             log.error("replica %s has started with the weights of its files, and the others have newer ones: it serves "
@@ -55,7 +56,7 @@ class TrainerChanges:
             await ask_whole(replica, "POST", target, headers, seconds=None)
 
     def state_of(self, replica: Replica) -> ReplicaState:
-        """The state of a replica that is healthy."""
+        """The state of a healthy replica: SERVING, or OLD_WEIGHTS if it missed an update and must get no requests."""
         return ReplicaState.OLD_WEIGHTS if replica.name in self._behind else ReplicaState.SERVING
 
     async def _update(self, replicas: Sequence[Replica], target: bytes, headers: Headers, body: bytes) -> WholeAnswer:
@@ -78,7 +79,7 @@ class TrainerChanges:
             return 200, JSON_HEADERS, _same_update([json.loads(answer[1]) for answer in answers if answer is not None])
 
     async def _pause_all(self, replicas: Sequence[Replica], target: bytes, headers: Headers) -> WholeAnswer:
-        """Pause all replicas, or none: if one refuses, those that had not been paused before go on."""
+        """Pause all replicas or none: if one refuses, the replicas that this call has paused go on."""
         check_all_serve(replicas, "no replica was paused", ReplicaState.OLD_WEIGHTS)
         before, asked = self._pause, (target, headers)
         self._pause = asked
@@ -99,7 +100,7 @@ class TrainerChanges:
 
 
 def _present(replicas: Sequence[Replica]) -> list[Replica]:
-    """The replicas that have an engine to ask."""
+    """The replicas whose engine is running, including those with old weights."""
     return [each for each in replicas if each.state in (ReplicaState.SERVING, ReplicaState.OLD_WEIGHTS)]
 
 
@@ -111,8 +112,8 @@ def _refusal(answers: Sequence[tuple[int, bytes] | None]) -> WholeAnswer:
 
 
 def _same_update(found: Sequence[dict[str, object]]) -> bytes:
-    """Join the answers to an update. Replicas count versions from their own start: if the counts differ, all are
-    given."""
+    """Join the replicas' answers to an update. Each replica counts its weight versions from its own start: if the
+    counts differ, the answer lists them all."""
     versions = [answer["weights_version"] for answer in found]
     same = versions[0] if len(set(versions)) == 1 else versions
     return json.dumps(found[0] | {"weights_version": same}).encode()

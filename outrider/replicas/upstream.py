@@ -24,7 +24,7 @@ class ReplicaLost(ConnectionError):
 
 
 class _Reading:
-    """The parts of an answer that have been parsed so far."""
+    """What has been parsed of a replica's answer so far."""
 
     def __init__(self) -> None:
         self.headers: Headers = []
@@ -45,7 +45,8 @@ class _Reading:
 
 
 class Answer:
-    """The answer of a replica, of which the head has arrived. `close` ends the connection, and with it the request."""
+    """A replica's answer whose head has arrived; `pieces` reads the body. `close` ends the connection, which aborts the
+    request."""
 
     def __init__(self, status: int, headers: Headers, reading: _Reading, parser: httptools.HttpResponseParser,
                  reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

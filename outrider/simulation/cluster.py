@@ -1,5 +1,4 @@
-"""A simulated cluster: several replicas of one engine behind a router. All events happen in the order of simulated
-time."""
+"""Cluster: several simulated replicas behind a router. All events happen in the order of simulated time."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from outrider.simulation.trace import Load, TracedRequest
 class Cluster:
     def __init__(self, table: CostTable, num_replicas: int, router: RoutingPolicy, *, seed: int = 0,
                  skips: bool = True) -> None:
-        """skips: whether turns that only decode are simulated many at once, see `SimulatedReplica`."""
+        """skips: simulate many decode steps at once where possible, which is faster, see `SimulatedReplica`."""
         self.outcome = Outcome()
         self._replicas = [SimulatedReplica(table, self.outcome, seed=seed, skips=skips) for _ in range(num_replicas)]
         self._loads = [0] * num_replicas
@@ -26,8 +25,8 @@ class Cluster:
         self._num_received = 0
 
     def run(self, load: Load) -> Outcome:
-        """Simulate until every request has ended. If events have equal times, requests arrive before replicas make
-        their turns."""
+        """Simulate until every request has ended. At equal times, requests arrive before replicas run their scheduling
+        turns."""
         with collections_paused():
             arrivals = load.arrivals()
             waiting = next(arrivals, None)

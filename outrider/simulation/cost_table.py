@@ -1,7 +1,7 @@
 """CostTable: how long the steps of one engine take on one machine, as `outrider bench costs` measured them.
 
-The table also contains the worker's own report (limits, cache layout, pages, the costs that the scheduler decides by),
-so that a simulated engine makes the same decisions as the measured one.
+The table also contains what the worker reported about itself: limits, cache layout, pages, and the costs from which the
+scheduler decides. With these a simulated engine makes the same decisions as the measured one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Speed: TypeAlias = Annotated[float, Range(1e-3, 1e30)]
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of the model and speeds of the device, from which steps of several ranks are estimated."""
+    """Sizes of the model and speeds of the device, from which steps of several tensor-parallel ranks are estimated."""
 
     name: str
     weight_bytes: Amount  # weights that a decode step reads
@@ -43,7 +43,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class HostCosts:
-    """The seconds that the engine's thread on the host needs."""
+    """Seconds that the engine's thread on the host takes for a step and for each request."""
 
     step: Seconds  # for one step, whatever its requests
     request: Seconds  # for each request of a step
@@ -53,8 +53,8 @@ class HostCosts:
 
 @dataclass(frozen=True)
 class DecodeSteps:
-    """Seconds of steps in which every request decodes with a fixed number of drafts, by the number of requests. The
-    time to read contexts is not included."""
+    """Seconds of steps in which every request decodes, by the number of requests. All requests have the same number of
+    drafts. The time to read contexts is not included."""
 
     num_drafts: int
     requests: tuple[Count, ...]
@@ -63,9 +63,10 @@ class DecodeSteps:
 
 @dataclass(frozen=True)
 class PromptSteps:
-    """Seconds of steps with prompts, by the number of all tokens in the step. The time of attention is not included.
+    """Seconds of steps with prompts, by the number of tokens in the step. The time of attention is not included.
 
-    num_drafts: the number of drafts that the step proposes for the next step."""
+    num_drafts: the number of drafts that the step proposes for the next step.
+    """
 
     num_drafts: int
     tokens: tuple[Count, ...]
@@ -116,15 +117,15 @@ class CostTable:
         return seconds
 
     def prompt_steps(self, num_requests: int, *, proposes: bool) -> PromptSteps:
-        """The measured times of steps with prompts, for `num_requests` requests. proposes: whether the step drafts for
-        the next one."""
+        """The measured times that apply to a step with prompts and `num_requests` requests. proposes: whether the step
+        also proposes drafts for the next step."""
         num_drafts = self.prompts[-1 if proposes else 0].num_drafts
         fitting = [own for own in self.prompts if own.num_drafts == num_drafts]
         return next((own for own in fitting if own.requests >= num_requests), fitting[-1])
 
     def decode(self, num_requests: int, num_drafts: int) -> float:
-        """Seconds of a step in which all requests decode, with `num_drafts` drafts in all. The time to read contexts is
-        not included."""
+        """Seconds of a step in which all requests decode, with `num_drafts` drafts over all requests. The time to read
+        contexts is not included."""
         key = num_requests, num_drafts
         seconds = self._decoded.get(key)
         if seconds is None:
@@ -220,5 +221,5 @@ def _check_points(name: str, at: tuple[int, ...], seconds: tuple[float, ...]) ->
 
 
 def visible(contexts: list[int], window: int | None) -> int:
-    """The number of context tokens that requests of these lengths attend to, all together."""
+    """Count the context tokens to which requests of these lengths attend, over all requests."""
     return sum(contexts) if window is None else sum(min(length, window) for length in contexts)

@@ -1,8 +1,7 @@
-"""SimulatedDevice: answers batches like a worker, with arbitrary tokens.
+"""SimulatedDevice: answers batches like a worker, with made-up tokens.
 
 Every token of an output is unique, so a prefix hit occurs only where prompts are equal. Whether a draft is accepted is
-random, and depends on the seed, the request and the position only. So it does not depend on how tokens are divided into
-steps.
+random, and depends only on the seed, the request and the position. How tokens are divided into steps has no influence.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ class SimulatedRow:
 
 class SimulatedDevice:
     def __init__(self, rates: Sequence[float], seed: int) -> None:
-        """rates: for each position, the probability that a draft is accepted if all drafts before it were. Later
-        positions have the last rate."""
+        """rates: for each draft position, the probability that a draft is accepted if all drafts before it were.
+        Positions after the last entry use the last rate."""
         self._thresholds = [int(rate * (1 << 32)) for rate in rates]
         self._seed = seed
         self._rows: dict[int, SimulatedRow] = {}
@@ -76,7 +75,8 @@ class SimulatedDevice:
                              accepted, num_wanted, finish)
 
     def _accept(self, request_id: int, position: int, most: int) -> int:
-        """Return how many of the at most `most` drafts are accepted. position: the position of the first draft."""
+        """Return how many of at most `most` drafts are accepted. position: the position of the first draft in its
+        request."""
         for index in range(most if self._thresholds else 0):
             threshold = self._thresholds[min(index, len(self._thresholds) - 1)]
             if random_bits(self._seed, request_id, position + index) >= threshold:
@@ -85,7 +85,7 @@ class SimulatedDevice:
 
 
 def random_bits(seed: int, request_id: int, position: int) -> int:
-    """32 random bits (splitmix64) of a key."""
+    """Return 32 random bits that depend only on the arguments (splitmix64)."""
     value = (seed * 0xD1342543DE82EF95 + request_id * 0x9E3779B97F4A7C15 + position * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MASK
@@ -93,12 +93,13 @@ def random_bits(seed: int, request_id: int, position: int) -> int:
 
 
 def tokens_of(request_id: int, start: int, end: int) -> range:
-    """The tokens of a request at positions [start, end), in its prompt or output. No other request has them."""
+    """The tokens of a request at positions [start, end) of its prompt and output. No other request has the same
+    tokens."""
     first = request_id << POSITION_BITS
     return range(first + start, first + end)
 
 
 def prefix_tokens(prefix: int, length: int) -> range:
-    """The tokens of a shared prefix. They are negative, so they differ from all other tokens."""
+    """The tokens of a prefix that several requests share. They are negative, so they differ from all other tokens."""
     first = -((prefix + 1) << POSITION_BITS)
     return range(first, first + length)

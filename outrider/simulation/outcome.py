@@ -14,7 +14,8 @@ GAP_UNIT = 1e-6  # seconds: gaps are counted in whole microseconds
 
 @dataclass
 class DraftTally:
-    """The drafts of decode steps, by the number of requests in the step, rounded down to a power of two."""
+    """Counts drafts of decode steps. The numbers of drafts are grouped by the number of requests in the step, rounded
+    down to a power of two."""
 
     num_runs: int = 0  # parts of steps that yielded tokens
     num_tokens: int = 0
@@ -23,7 +24,7 @@ class DraftTally:
     chosen: dict[int, Counter[int]] = field(default_factory=dict)  # by requests: how often so many drafts
 
     def choose(self, num_requests: int, num_drafts: int) -> None:
-        """Count a decode step. num_requests: its requests; num_drafts: its drafts in all."""
+        """Count a decode step. num_requests: its requests; num_drafts: the drafts of all its requests together."""
         size = 1 << (num_requests.bit_length() - 1)
         self.chosen.setdefault(size, Counter())[round(num_drafts / num_requests)] += 1
 
@@ -39,7 +40,7 @@ class DraftTally:
 
 @dataclass
 class Outcome:
-    """All counts and times of a simulation, over all replicas."""
+    """Counts and times that a simulation collects over all replicas."""
 
     first_token: list[float] = field(default_factory=list)  # seconds from arrival, of each request
     whole: list[float] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Outcome:
     drafts: DraftTally = field(default_factory=DraftTally)
 
     def summary(self) -> dict[str, Any]:
-        """Numbers of the kind that `outrider bench serve` reports; times in milliseconds."""
+        """The figures that `outrider bench serve` also reports, by name; times in milliseconds."""
         seconds = self.end or 1.0
         gaps = sorted(self.gaps.items())
         result: dict[str, Any] = {
@@ -78,7 +79,7 @@ class Outcome:
 
 
 def _times(name: str, ordered: Sequence[tuple[float, int]]) -> dict[str, float]:
-    """The mean and percentiles of sorted values, each given with the number of times it occurred."""
+    """The mean and percentiles of times. `ordered`: pairs of a time and how often it occurred, ascending."""
     total = sum(count for _, count in ordered)
     if not total:
         return {}

@@ -45,7 +45,7 @@ CLASSES: tuple[type[Any], ...] = (
 
 
 def to_plain(value: Any) -> Any:
-    """Convert a value to numbers, strings, lists and dictionaries with strings as keys. Sizes of features are left out,
+    """Convert a value to numbers, strings, lists and dictionaries with string keys. Data of features are left out,
     because a simulation has no features."""
     if isinstance(value, Limits):
         value = replace(value, parts=())

@@ -1,4 +1,5 @@
-"""The plot of `outrider simulate`: throughput and times by load or by replicas. Needs matplotlib."""
+"""The plot of `outrider simulate`: throughput and latencies over the load, or over the number of replicas. Needs
+matplotlib."""
 
 from __future__ import annotations
 

@@ -28,7 +28,8 @@ class Link:
 
 
 def over_ranks(table: CostTable, num_ranks: int, link: Link) -> CostTable:
-    """Estimate the cost table of an engine with this number of ranks, which divide the weights, heads and pages."""
+    """Estimate the cost table of an engine with `num_ranks` tensor-parallel ranks, which divide the weights, heads and
+    pages."""
     if num_ranks == 1:
         return table
 
@@ -45,13 +46,14 @@ def over_ranks(table: CostTable, num_ranks: int, link: Link) -> CostTable:
 
 
 def work_seconds(model: ModelFacts, num_tokens: int) -> float:
-    """The least time of a step: the seconds to read the weights or to compute the products, whichever is longer."""
+    """The least seconds of a step with this many tokens: the time to read the weights or to compute the matrix
+    products, whichever is longer."""
     return max(model.weight_bytes / model.bandwidth, num_tokens * model.token_operations / model.operations)
 
 
 def sum_seconds(model: ModelFacts, num_tokens: int, num_ranks: int, link: Link) -> float:
-    """Seconds of all sums over ranks in a step. In each, a rank sends and receives its share of the hidden states
-    twice."""
+    """Seconds of a step that ranks spend on all-reduces. In each all-reduce, a rank sends and receives its share of the
+    hidden states twice."""
     num_bytes = num_tokens * model.hidden_size * model.itemsize
     each = link.latency + 2 * (num_ranks - 1) / num_ranks * num_bytes / link.bandwidth
     return SUMS_PER_LAYER * model.num_layers * each
@@ -62,8 +64,8 @@ def _shared(costs: tuple[ReadCost, ...], num_ranks: int) -> tuple[ReadCost, ...]
 
 
 def _info(table: CostTable, num_ranks: int, seconds_of: Callable[[int, float], float]) -> WorkerInfo:
-    """The report that workers on several ranks would give of themselves. The costs that the scheduler decides by are
-    estimated for all ranks. Dividing the weights leaves more memory for pages."""
+    """The report that workers on several ranks would give of themselves. The scheduler's costs are estimated for all
+    ranks. There are more pages, because dividing the weights leaves more memory."""
     info, drafting, prompt_steps = table.info, table.info.drafting, table.info.prompt_steps
 
     def scaled(costs: Costs) -> Costs:

@@ -1,7 +1,8 @@
-"""SimulatedReplica: one engine in simulated time, driven turn by turn as `Engine.step` drives a real one.
+"""SimulatedReplica: one engine in simulated time. It does the same work in the same order as `Engine.step`, in turns.
 
 A turn takes the result of the oldest step in flight, looks at the requests that have arrived, and schedules until as
-many steps are in flight as may be. Turns that only decode are made together, when something else happens.
+many steps are in flight as may be. Turns in which all requests only decode are planned, and simulated together when the
+next event happens.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=None, seed=0, ignore_eos=Tru
 
 
 class Arrived(NamedTuple):
-    """A request that a replica has received, and the time from which the engine sees it."""
+    """A request that a replica has received. `seconds`: the time from which the engine sees it."""
 
     seconds: float
     number: int
@@ -40,7 +41,7 @@ class InFlight(NamedTuple):
 
 @dataclass(slots=True)
 class Progress:
-    """A running request, as its client sees it."""
+    """A running request, and when its client last received tokens."""
 
     ask: TracedRequest
     last: float = -1.0  # time of its last run; negative before the first
@@ -48,7 +49,8 @@ class Progress:
 
 @dataclass
 class PlannedTurns:
-    """Future turns that only decode. They are simulated when another event happens, or when all of them are over."""
+    """Future turns in which all requests only decode. They are simulated together when another event happens, or when
+    all of them are over."""
 
     times: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
@@ -57,7 +59,7 @@ class PlannedTurns:
 
 class SimulatedReplica:
     def __init__(self, table: CostTable, outcome: Outcome, *, seed: int = 0, skips: bool = True) -> None:
-        """skips: whether many turns that only decode are simulated at once, which does not change the counts."""
+        """skips: simulate many turns that only decode at once. This is faster and does not change the counts."""
         self._table, self._outcome, self._skips = table, outcome, skips
         self.scheduler = make_scheduler(table.info, enable_prefix_caching=table.enable_prefix_caching)
         self._depth = table.info.limits.steps_in_flight
@@ -78,8 +80,8 @@ class SimulatedReplica:
         return len(self._inbox) + len(self._live)
 
     def receive(self, number: int, ask: TracedRequest, now: float) -> None:
-        """Accept a request that arrives. Planned turns before its arrival are simulated now; later ones are planned
-        again."""
+        """Accept a request that arrives at time `now`. Planned turns before this time are simulated first; later ones
+        are planned again, with the request."""
         self._make_planned(bisect_left(self._planned.times, now))
         seen = now + self._table.host.start
         self._inbox.append(Arrived(seen, number, ask))
@@ -104,7 +106,7 @@ class SimulatedReplica:
         return ended
 
     def close(self) -> None:
-        """Add this replica's counts of the whole simulation to the outcome."""
+        """Add this replica's counts to the simulation's outcome, at the end of the simulation."""
         outcome, cache = self._outcome, self.scheduler.cache
         outcome.busy.append(self.busy)
         outcome.num_queried_tokens += cache.stats.queried_tokens
@@ -147,7 +149,8 @@ class SimulatedReplica:
         return [ask for _, part in self.scheduler.update(result) if (ask := self._observe(part, now)) is not None]
 
     def _observe(self, result: RequestResult, now: float) -> TracedRequest | None:
-        """Count a request's part of a step. Returns the traced request if it has ended, otherwise None."""
+        """Record what a step's result has given to one request. Returns the traced request if it has ended, otherwise
+        None."""
         outcome = self._outcome
         if not result.run:
             return None
@@ -168,7 +171,7 @@ class SimulatedReplica:
         return ask
 
     def _count_run(self, progress: Progress, now: float) -> None:
-        """Count the tokens that a request's client gets from a step."""
+        """Record the tokens that a step gives to a request's client at time `now`."""
         if progress.last < 0:
             self._outcome.first_token.append(now - progress.ask.arrival)
         else:

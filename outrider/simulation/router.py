@@ -9,8 +9,8 @@ from typing import Protocol
 
 class RoutingPolicy(Protocol):
     def choose(self, loads: Sequence[int], beginning: object) -> int:
-        """Return the index of a replica. loads: the number of requests that each replica has. beginning: equal for
-        prompts with equal beginnings; None for a prompt that shares its beginning with no other."""
+        """Return the index of the replica that gets a request. loads: the number of requests of each replica.
+        beginning: a key that prompts with the same prefix share; None for a prompt without a shared prefix."""
 
 
 class RoundRobin:

@@ -1,7 +1,7 @@
-"""The load of a simulation: requests with their times of arrival, from a file or drawn.
+"""The load of a simulation: requests with their times of arrival, read from a file or drawn at random.
 
-A `Load` gives the requests that arrive at fixed times (an open loop). In a closed loop, a client waits for each answer
-before it sends its next request, so a `Load` also gives the request that follows one that has ended.
+A `Load` gives the requests that arrive at fixed times (an open loop). In a closed loop a client waits for each answer
+before it sends its next request, so a `Load` also gives the request that follows when one has ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class TracedRequest:
     given_ids: tuple[int, ...] | None = None  # the prompt's tokens, where a file names them
 
     def token_ids(self, number: int) -> tuple[int, ...]:
-        """The prompt of this request, if it has the given number."""
+        """Make the prompt of this request. `number`: the request's number, which makes its tokens differ from other
+        requests'."""
         if self.given_ids is not None:
             return self.given_ids
         own = tokens_of(number, self.prefix_len, self.prompt_len)
@@ -38,7 +39,7 @@ class TracedRequest:
 
     @property
     def beginning(self) -> object:
-        """A name by which routers recognise the beginning of the prompt; None if no other request shares it."""
+        """A key for the shared prefix of the prompt, which routers compare; None if no other request shares it."""
         if self.given_ids is not None:
             return self.given_ids[:BEGINNING]
         return self.prefix if self.prefix_len else None
@@ -61,7 +62,7 @@ class Load(Protocol):
         """The requests that arrive at fixed times, in order."""
 
     def after(self, now: float) -> TracedRequest | None:
-        """The request that follows a request which ended at this time."""
+        """The request that its client sends next, after one that has ended at time `now`."""
 
 
 class Lengths(Protocol):
@@ -90,7 +91,7 @@ MAX_SIGMA = 10  # lengths of a larger one are too large for a float
 
 
 def parse_lengths(text: str, most: int) -> Lengths:
-    """Read a distribution of lengths: `512`, or `lognormal:512:0.8` for a median of 512 and a sigma of 0.8. most: the
+    """Parse a distribution of lengths: `512`, or `lognormal:512:0.8` for a median of 512 and a sigma of 0.8. most: the
     longest length that can be served."""
     kind, *numbers = text.split(":")
     try:
@@ -106,7 +107,7 @@ def parse_lengths(text: str, most: int) -> Lengths:
 
 @dataclass(frozen=True)
 class SharedPrefixes:
-    """Prefixes that requests share. Prefix i is chosen with a probability proportional to (i + 1) to the power of
+    """Prefixes that requests share, chosen at random by Zipf's law: prefix i has a weight of (i + 1) to the power of
     -zipf."""
 
     count: int
@@ -130,8 +131,8 @@ class Shapes:
 
     def __init__(self, prompts: Lengths, outputs: Lengths, prefixes: SharedPrefixes | None, seed: int,
                  most: int) -> None:
-        """prompts: the distribution of prompt lengths, prefixes not included. most: the most tokens of a prompt and its
-        answer; an answer that would exceed them is cut."""
+        """prompts: the distribution of prompt lengths without prefixes. most: the most tokens of a prompt and its
+        answer together; a longer answer is cut."""
         self._prompts, self._outputs, self._prefixes, self._most = prompts, outputs, prefixes, most
         self._source = Random(f"shapes {seed}")
 

@@ -1,9 +1,10 @@
-"""The arithmetic of an EAGLE-3 head for training: what `models.eagle` computes, as torch operations with gradients.
+"""The computation of an EAGLE-3 draft head for training: the same as `models.eagle`, as torch operations with
+gradients.
 
-Training runs the same passes as drafting. Pass 0 runs at every token p (slot p of the head's cache) with the target's
-hidden state of token p - 1. Pass s drafts from the result of pass s - 1: its inputs are the true token p + s and the
-head's own hidden state from pass s - 1. Its query sees the slots of pass 0 up to p, and one slot of each pass between:
-the one that the same chain of drafts has filled.
+Training runs the same passes as drafting. Pass 0 runs at every token p (slot p of the head's KV cache) with the
+target's hidden state of token p - 1. Pass s continues the chain of drafts from pass s - 1: its inputs are the true
+token p + s and the head's own hidden state from pass s - 1. Its query sees the slots of pass 0 up to p, and from each
+pass between them the one slot that belongs to the same chain.
 
     pass 0   slot 1  2  3 ... p          filled with the target's states
     pass 1                       p+1     token p+1, own state of pass 0 at p

@@ -1,4 +1,5 @@
-"""Arithmetic that the networks in training share: layers that find their weights by name, and rotary positions."""
+"""Building blocks that the networks in training share: layers that find their weights by name, and rotary
+embeddings."""
 
 from __future__ import annotations
 
