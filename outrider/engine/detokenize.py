@@ -1,4 +1,5 @@
-"""Turns tokens into text piece by piece, and finds stop strings in the pieces. Both take runs of tokens of any length.
+"""Turns tokens into text piece by piece, and finds stop strings in the pieces. A run is the tokens that one step
+adds; it may have any length.
 
 A piece never holds half a character, and the pieces of a text together are exactly `Tokenizer.decode` of all its
 tokens, however they were split into runs. Each token has its own piece (often empty while a character is incomplete),
@@ -202,7 +203,8 @@ class _Pieces:
 
 @dataclass(frozen=True)
 class Stopped:
-    """What the check for stop strings says of a run: the text that can be shown, and whether a stop string ended it."""
+    """The result of checking a run of tokens for stop strings: the text that can be shown, and whether a stop string
+    ended it."""
 
     text: str
     stop: str | None  # the stop string that was found

@@ -123,8 +123,9 @@ class Engine:
             self.abort(request_id)
 
     def rest(self) -> None:
-        """Wait for the steps in flight, preempt all requests and empty the cache, because the content of the device's
-        memory is about to change. The next `step` returns what the steps in flight added to requests."""
+        """Bring the engine to rest, because the content of the device's memory is about to change: wait for the steps
+        in flight, preempt all requests and empty the cache. The next `step` returns what the steps in flight added to
+        requests."""
         self.settle()
         self.scheduler.preempt_all()
         self.scheduler.cache.forget_all()
@@ -192,8 +193,8 @@ class Engine:
         return increments
 
     def idle(self, quiet_seconds: float) -> float | None:
-        """Let the worker prepare for later steps: see `Runner.idle`. quiet_seconds: for how long there has been no
-        work."""
+        """Let the worker prepare for later steps while there is no work. Returns the seconds after which to call again;
+        None: only after further steps. quiet_seconds: for how long there has been no work."""
         return self.runner.idle(quiet_seconds)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""EngineFeature: what a feature adds to an engine, which holds requests. No torch."""
+"""EngineFeature: the part of a feature that runs in the engine, where requests are checked and held. No torch."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Order(Protocol):
 
 @dataclass(frozen=True)
 class Caller:
-    """The tenant on whose behalf a request is checked. Features give callers of different names turns; callers of the
-    same name share one."""
+    """The tenant on whose behalf a request is checked. A feature whose checks take long serves tenants in turn. Callers
+    with the same name are one tenant."""
 
     name: str = ""
     is_gone: Callable[[], bool] = lambda: False  # whether the answer is no longer waited for
@@ -35,7 +35,7 @@ class Caller:
 
 @dataclass(frozen=True)
 class EngineTools:
-    """What an engine gives its features to work with."""
+    """The objects of an engine that its features may use."""
 
     info: WorkerInfo
     model: ServedModel

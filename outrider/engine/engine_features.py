@@ -23,8 +23,9 @@ PartMaker = Callable[[], RequestPart]
 
 
 class EngineFeatures:
-    """The features that the settings ask for, and those that requests ask for by a parameter, which are made when the
-    first such request is checked, or at once if the settings say something of them. May be used by several threads."""
+    """The features of one engine: those that the settings ask for, and those that requests ask for by a parameter. A
+    feature of the second kind is made when the first such request is checked, or at once if the settings configure it.
+    May be used by several threads."""
 
     def __init__(self, config: EngineConfig, of_settings: Sequence[EngineFeature], tools: EngineTools) -> None:
         self.of_settings = tuple(of_settings)
@@ -68,16 +69,16 @@ class EngineFeatures:
         return None
 
     def need(self, name: str) -> EngineFeature:
-        """Return the engine's half of a feature that requests ask for; the first call makes it. Raises ValueError if
-        this installation lacks the feature."""
+        """Return the engine's part of a feature that requests ask for by a parameter; the first call makes it. Raises
+        ValueError if this installation lacks the feature."""
         with self._lock:
             if name not in self._made:
                 self.put(name, engine_half(name)(self._config))
             return self._made[name]
 
     def put(self, name: str, feature: EngineFeature) -> None:
-        """Add a feature that requests ask for. It is registered last, so that an interrupt leaves no half-made feature
-        behind."""
+        """Add the engine's part of a feature that requests ask for, and have the worker make its part. The feature is
+        registered last, so that an interrupt leaves no half-made feature behind."""
         keeper = feature.make_keeper(self._tools)
         if name not in self._in_worker:
             self._in_worker[name] = self._tools.begin(MakeFeature(name)) if has_worker_half(name) else done_errand()

@@ -1,4 +1,4 @@
-"""EngineThread: the thread that owns the engine of an asyncio front. Coroutines send it commands and get outputs.
+"""EngineThread: the thread that runs an engine for asyncio callers. Coroutines send it commands and get outputs.
 
 An error of one request goes to that request's stream. If the engine ends, every stream gets the error.
 """

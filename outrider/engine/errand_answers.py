@@ -1,7 +1,7 @@
-"""ErrandAnswers: collects the ranks' answers to errands. No torch.
+"""ErrandAnswers: tells callers when every rank of a worker has done a piece of background work (an errand). No torch.
 
-An errand (`runner/commands.py`) is work that a worker does beside its steps, such as reading files. Every rank
-does it and answers, and the caller waits for the last answer.
+An errand (`runner/commands.py`) is work that a worker does beside its steps, such as reading files. Every rank does it
+and sends an answer. The caller gets a future, which is done with the last answer.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ class _Begun:
 
 
 class ErrandAnswers:
-    """Completes the future of an errand when every rank has answered. May be used by several threads."""
+    """Counts the ranks' answers to each errand, and completes the errand's future when every rank has answered. May be
+    used by several threads."""
 
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
@@ -57,7 +58,8 @@ class ErrandAnswers:
                 own.done.set_exception(ValueError(own.error))
 
     def fail_all(self, error: BaseException) -> None:
-        """Fail all errands that are not done, because the ranks have ended."""
+        """Give the error to the futures of all errands that are not done, because the ranks have ended and will not
+        answer."""
         with self._lock:
             left, self._begun = list(self._begun.values()), {}
         for own in left:

@@ -1,8 +1,8 @@
-"""Chooses an engine's settings by the device's memory, if the setting `fit` is on, and explains why an engine found no
-room. No torch.
+"""Chooses an engine's settings by the device's memory, if the setting `fit` is on, and explains why an engine had too
+little memory. No torch.
 
-Whoever looks at a GPU's memory takes some hundred MiB of it for as long as the process lives. So where the worker has
-a process of its own, another process looks, which ends before the worker starts.
+A process that looks at a GPU's memory takes some hundred MiB of it for as long as the process lives. So if the worker
+has a process of its own, yet another process looks at the memory, and ends before the worker starts.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ log = logging.getLogger("outrider")
 
 
 def fit_to_memory(config: EngineConfig, source: ModelSource, *, apart: bool = False) -> EngineConfig:
-    """Return the config with the settings that fit the device's memory, if it asks for them. apart: another process
-    looks at the device."""
+    """Return the config with the settings that fit the device's memory, if the config asks for them. apart: whether
+    another process looks at the device."""
     if not config.fit:
         return config
     with status_line("fitting the settings to the memory"):
@@ -43,8 +43,8 @@ def fit_to_memory(config: EngineConfig, source: ModelSource, *, apart: bool = Fa
 
 
 def explained(lack: str, config: EngineConfig, source: ModelSource, *, apart: bool = False) -> NoDeviceMemory:
-    """Return the error of an engine that found no room, with the settings that would help most. lack: the message of
-    the error that it ended with; the error itself holds what was loaded already."""
+    """Return the error of an engine that had too little memory, with the settings that would help most. lack: the
+    message of the first error; the error itself would keep in memory what was loaded already."""
     try:
         advice = _call(_advise, config, source, apart)
     except Exception as error:  # the lack is what the user must see

@@ -135,7 +135,8 @@ class KvEvents(StepWatcher):
             self.num_dropped += 1
 
     def close(self) -> None:
-        """Publish the remaining events, waiting at most a second for each step of that."""
+        """Publish the remaining events and end the thread. Waits at most a second for a free place in the queue, and at
+        most another second for the thread."""
         self.flush()
         try:
             self._batches.put(None, timeout=CLOSE_SECONDS)

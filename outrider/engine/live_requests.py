@@ -112,7 +112,8 @@ class LiveRequests:
 
     def resume(self, request_id: str, queued: CheckedRequest, known: dict[int, list[int]],
                scheduler: Scheduler) -> dict[int, str]:
-        """See `Engine.resume`."""
+        """Add a request again after an interrupt, with the tokens that its caller already has. See `Engine.resume` for
+        the arguments."""
         live = self._make(request_id, queued)
         live.samples = [own for own in live.samples if own[0].sample_index in known]
         live.num_left = len(known)
@@ -220,6 +221,7 @@ class LiveRequests:
     # After an interrupt
 
     def forget(self) -> None:
-        """Forget all requests, whose state may be inconsistent. Features keep what requests had until `drop_unused`."""
+        """Forget all requests, whose state may be inconsistent after an interrupt. Features keep their data for these
+        requests until `drop_unused`."""
         self._live, self._samples, self._prompts = {}, {}, {}
         self.keepers.forget_requests()

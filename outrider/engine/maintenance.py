@@ -67,7 +67,7 @@ class _Stream:
 
 
 class _Load:
-    """Marks a call of `load_weights` that has not returned."""
+    """Represents a call of `load_weights` that has not returned."""
 
 
 class Maintenance:
@@ -318,7 +318,8 @@ class Maintenance:
         return self._paused_by is not None
 
     def new_wait(self, clears_cache: bool) -> PauseWait:
-        """Return the mark of a call that waits until all requests have ended. Any thread may call this."""
+        """Make the object that represents a call which waits until all requests have ended. Any thread may call
+        this."""
         return PauseWait(clears_cache)
 
     def begin_wait(self, wait: PauseWait) -> None:
@@ -358,7 +359,7 @@ class Maintenance:
         self._pause()
 
     def _stop_steps(self, asked: PauseMode | PauseWait, clears_cache: bool) -> None:
-        """Pause the engine. Calls that wait for the ends of requests have failed if there are any requests left."""
+        """Pause the engine. Calls that still wait until all requests have ended fail if any requests are left."""
         self._engine.settle()
         clears_cache |= self._end_waits(OVERTAKEN if self._engine.has_requests else "")
         self._paused_by = asked
@@ -369,7 +370,8 @@ class Maintenance:
             self._engine.forget_cached()
 
     def _end_waits(self, failure: str) -> bool:
-        """End all waits; without a failure they are met. Returns whether one that is met clears the cache."""
+        """End all calls that wait until all requests have ended. They fail with the message `failure`, or succeed if it
+        is empty. Returns whether a call that succeeds asks to clear the cache."""
         ended = list(self._waits)
         self._waits.clear()
         for wait in ended:

@@ -36,8 +36,8 @@ class SampleOutput:
         self._stops = StopStrings(params.stop_strings, params.include_stop_str_in_output, params.min_tokens)
 
     def use_weights(self, version: int, *, in_place: bool) -> None:
-        """Set the version of the weights from which later tokens come. in_place: the request goes on with what earlier
-        weights have computed of it."""
+        """Set the version of the weights from which later tokens come. in_place: the request goes on with the keys,
+        values and states that earlier weights have computed."""
         self._key = self._key._replace(weights_version=version)
         for addition in self._additions:
             addition.use_weights(version, in_place=in_place)

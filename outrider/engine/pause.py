@@ -57,7 +57,7 @@ class Pause:
     waits: Sized = ()  # calls that pause the engine when no request is left; requests are added after that
 
     def admit_requests(self) -> None:
-        """End the pause, or refuse the requests, before requests are added."""
+        """Called before requests are added: ends the pause, or raises the error that refuses the requests."""
         if self.before_requests is not None:
             self.before_requests()
 

@@ -25,8 +25,9 @@ class PromptLogprobsOutput:
         self._key = self._key._replace(weights_version=version)
 
     def take(self, epoch: int, chunk: list[TokenLogprobs]) -> OutputIncrement:
-        """Add the log-probabilities that a step computed. After a preemption they are computed again from the first one
-        on, and known ones are dropped, unless they are part of a prompt and came from older weights."""
+        """Add the log-probabilities that a step computed. After a preemption a prompt's log-probabilities are computed
+        again from the first one on, and those that are known already are dropped. They replace the known ones only if
+        these are not complete and came from older weights."""
         if epoch != self._epoch:
             self._begin_again(epoch)
         start = self._num_entries

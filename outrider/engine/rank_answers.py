@@ -4,7 +4,7 @@ What the ranks have answered, and what follows:
 
     a step that rank 0 has run                 its result
     a step that failed on every rank           its failure; the engine admits its requests anew, on every rank
-    a step that failed on some ranks alone     the end of all ranks: the others wait in sums for these
+    a step that failed on some ranks alone     the end of all ranks: the others wait for these in an all-reduce
     a command that every rank has carried out  the answers, combined
     a command that failed on some ranks alone  the end of all ranks: they hold different states from now on
 """

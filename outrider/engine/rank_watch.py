@@ -1,8 +1,8 @@
 """RankWatch: finds out that a rank has died, hangs or was left behind by the others, and names it. No torch.
 
-A process that is stopped no longer counts up its beats. One that hangs still does, but makes no progress: then the
-ranks that wait for others in a sum are not to blame, and the rest are. Time counts only while the parent itself runs,
-so that ranks survive when the machine or the group of processes is suspended.
+A process that is stopped no longer counts up its beats. A process that hangs still does, but makes no progress. Then
+the ranks that wait for others in an all-reduce are not to blame; the remaining ranks are. Time counts only while the
+parent itself runs, so that ranks survive when the machine or the group of processes is suspended.
 """
 
 from __future__ import annotations

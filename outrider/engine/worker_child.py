@@ -1,5 +1,5 @@
-"""The child's half of a worker process: loads the worker, runs the batches and commands that its parent sends, and
-answers. Imports no torch before it is started.
+"""The code that runs in a worker's child process. It loads the worker, runs the batches and commands that the parent
+sends, and answers. Imports no torch before it is started.
 
 The child ends when its parent does, also while it loads a model. It ignores signals that reach the whole group of
 processes: the parent lets running requests end before it ends the child. With several ranks each gets the same messages
@@ -191,7 +191,8 @@ class Flight:
             self._status.begin(Doing.NOTHING)
 
     def idle(self, worker: RunningWorker, quiet_seconds: float) -> float | None:
-        """See `Runner.idle`. Called by the thread that reads the pipe, with the seconds since the last message."""
+        """Let the worker prepare for later steps if nothing is in flight (see `Runner.idle`). Called by the thread that
+        reads the pipe, with the seconds since the last message."""
         if self.num_answered < self.num_queued:
             return IN_FLIGHT_SECONDS
         return worker.idle(min(quiet_seconds, time.perf_counter() - self._last_answer))

@@ -1,5 +1,5 @@
-"""WorkerLine: the engine's connection to its worker. It holds the steps in flight, sends commands between them, and
-knows why no step can run any more.
+"""WorkerLine: the engine's connection to its worker. It keeps the futures of the steps in flight, sends commands
+between steps, and remembers the error after which no step can run any more.
 
 The runner may live in this process or in another: the line uses nothing of it but its futures.
 """

@@ -41,7 +41,8 @@ PATIENT = Memory(0.98, 16.0, 8.0)
 
 
 def outcomes(k: int) -> list[tuple[int, int]]:
-    """Everything that a step can do with drafts of one request: how many it checked and how many it accepted."""
+    """All outcomes that a step may have for one request with up to k drafts: (number of drafts checked, number
+    accepted)."""
     return [(num_drafted, num_accepted) for num_drafted in range(k + 1) for num_accepted in range(k + 1)]
 
 
@@ -118,7 +119,7 @@ class Acceptance:
         self._shared.add(num_reached, num_reached, num_hit)
 
     def _observe_few(self, drafts: Sequence[tuple[int, int, int]]) -> tuple[list[int], list[int]]:
-        """`_observe_many` request by request."""
+        """Like `_observe_many`, one request after the other, which is faster for few requests."""
         k, counts = self._k, self._counts
         num_reached, num_hit = [0] * k, [0] * k
         for request_id, num_drafted, num_accepted in drafts:
@@ -151,15 +152,15 @@ class Acceptance:
             hit[j] *= FORGETTING
 
     def _counted(self, before: float, num_drafted: int, num_accepted: int) -> list[list[float]]:
-        """[TRIED to GAINS, place] The counts after `_count` of counts that were all `before`."""
+        """What `_count` makes of counts that were all `before`: [TRIED to GAINS, place]."""
         tried, hit = [before] * self._k, [before] * self._k
         self._count(tried, hit, num_drafted, num_accepted)
         return [tried, hit, self._no_gains]
 
     def expect(self, request_ids: Sequence[int], gains: Floats, num_drafts: Ints) -> None:
-        """Count proposed drafts of requests, by their chances of being reached and accepted, `gains` [request, place].
-        Counting checked drafts alone would be biased, because drafts with good chances are the ones that are
-        checked."""
+        """Count the proposed drafts of these requests by their chances of being reached and accepted, `gains` [request,
+        place], instead of by results. Results exist only for checked drafts, and drafts with good chances are the ones
+        that are checked: counting these alone would be biased."""
         if not request_ids:
             return
         is_draft = self._places < num_drafts[:, None]
@@ -196,7 +197,7 @@ class Acceptance:
         return gains
 
     def gain_table(self, request_ids: Sequence[int]) -> Floats:
-        """`gains_of` many requests: [request, place]."""
+        """Like `gains_of`, for many requests, as an array [request, place]."""
         rows = self._counts.find_all(request_ids)
         counts = self._counts.values[rows]
         prior = np.array(self._prior_rates)
@@ -227,8 +228,8 @@ class Acceptance:
         return self._shared.rates
 
     def _own_weight(self, tried: float, hit: float) -> float:
-        """The weight of the prior rates, as a number of observations, for a request whose first drafts were tried and
-        accepted so often."""
+        """The weight of the prior rates for one request, as a number of observations. tried, hit: how many first drafts
+        of the request were checked and accepted."""
         weight = self._memory.prior_weight
         if not tried:
             return weight
@@ -237,7 +238,7 @@ class Acceptance:
         return believed_weight(weight, hit / tried - shared, chance)
 
     def _own_weights(self, counts: Floats) -> Floats:
-        """`_own_weight` of many requests. counts: [request, TRIED to GAINS, place]."""
+        """Like `_own_weight`, for many requests. counts: [request, TRIED to GAINS, place]."""
         weight, shared = self._memory.prior_weight, self.usual_rate
         tried, hit = np.where(counts[:, TRIED, 0] > 0, counts[:, TRIED, 0], np.inf), counts[:, HIT, 0]
         deviations = np.where(tried < np.inf, hit / tried - shared, 0.0)

@@ -75,7 +75,7 @@ CheckedDrafts: TypeAlias = tuple[int, int, int, int]
 
 
 class _Counted(NamedTuple):
-    """Checked drafts over all requests of a step."""
+    """Counts of the checked drafts of one step, over all of its requests."""
 
     num_tried: list[float]  # by level
     num_hit: list[float]
@@ -122,7 +122,7 @@ class DraftChances:
         self._table = []
 
     def _observe_few(self, drafts: Sequence[CheckedDrafts]) -> _Counted:
-        """`_observe_many` without numpy, which takes longer than a few requests."""
+        """Like `_observe_many`, but without numpy, which is slower for few requests."""
         rates, factors, k = self.rates, [place.factor for place in self._places], self._k
         num_tried, num_hit = [0.0] * NUM_LEVELS, [0.0] * NUM_LEVELS
         num_reached, num_accepted_at, expected_at = [0.0] * k, [0.0] * k, [0.0] * k
@@ -162,7 +162,7 @@ class DraftChances:
                         is_checked.sum(0).tolist(), is_hit.sum(0).tolist(), rates.sum(0).tolist())
 
     def _levels(self, packed: Ints) -> Ints:
-        """[request, place] Unpack confidence levels, [request, 1]."""
+        """Unpack confidence levels: one packed integer for each request, [request, 1], into [request, place]."""
         levels: Ints = packed >> LEVEL_BITS * np.minimum(np.arange(self._k), MOST_PLACES) & TOP_LEVEL
         return levels
 
@@ -177,8 +177,8 @@ class DraftChances:
                 for hit, tried in zip(self._hit, self._tried, strict=True)]
 
     def table(self) -> list[list[float]]:
-        """[place][level] The chance that a draft is accepted if all drafts before it are, without the factor of its
-        request."""
+        """The chance that a draft is accepted if all drafts before it are, as [place][level]. The factor of its request
+        is not included."""
         if not self._table:
             rates = self.rates
             self._table = [[rate * factor for rate in rates] for factor in [place.factor for place in self._places]]
@@ -194,7 +194,7 @@ class DraftChances:
         return (accepted + weight) / (expected + weight)
 
     def factors(self, request_ids: Sequence[int]) -> Floats:
-        """`factor` of many requests."""
+        """Like `factor`, for many requests."""
         accepted, expected = self._own.values[self._own.find_all(request_ids)].T
         weight = OWN_WEIGHT * self._all.factor
         variance = np.maximum(expected * (1 + expected / weight), SMALLEST)
@@ -213,8 +213,8 @@ class DraftChances:
         return gains
 
     def gains_of_chains(self, factors: Floats, packed: Ints, counts: Ints) -> Floats:
-        """[chain, place] Like `gains`, for many chains of drafts at once; 0 for places after the last draft of a chain.
-        factors: those of each chain's request."""
+        """Like `gains`, for many chains of drafts at once: [chain, place], with 0 for places after the last draft of a
+        chain. A chain is the drafts of one request. factors: those of each chain's request."""
         places = np.arange(self._k)
         chances = np.array(self.table())[places, self._levels(packed[:, None])] * factors[:, None]
         chances = np.where(places < counts[:, None], np.minimum(chances, MOST_CHANCE), 0.0)

@@ -1,6 +1,7 @@
-"""DraftCounts, the interface that chooses how many drafts each request gets in the next step, and its plan, DraftPlan.
+"""DraftCounts: the interface of objects that choose how many drafts each request gets in the next step. The choice is a
+DraftPlan.
 
-Knows no drafter by name. `choosers.py` makes the choosers that use measured costs and acceptance.
+Knows no drafter by name. `choosers.py` makes the implementations that use measured costs and acceptance.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from outrider.core.drafted_request import DraftedRequest
 
 
 class SharingPlan(NamedTuple):
-    """The plan for a `DraftSharing`, by which the device distributes token rows among drafts. It is made before the
-    batch."""
+    """What the scheduler plans, before it makes a batch, for a step whose token rows the device distributes among
+    drafts. The batch carries it as a `DraftSharing`."""
 
     total: int
     weights: dict[int, int]  # by request

@@ -1,4 +1,5 @@
-"""Decides when to try drafts although they have saved no time so far. Without tries, a change would never be noticed.
+"""Decides when to try drafts although they have saved no time so far. Without tries, the engine would
+never notice that drafts save time now.
 
 A drafter with a network rests (does not run) while no draft saves time, and steps without drafts record no hidden
 states for it. It misses the tokens of these steps, so its first drafts in the middle of a text are nearly always wrong.
@@ -79,7 +80,7 @@ class DrafterSight:
         self.sees_all = not self._misses_rests or awake is not None and self._step - awake > READ_STEPS
 
     def new_of(self, requests: Sequence[DraftedRequest]) -> list[DraftedRequest]:
-        """Those of the requests that have not begun."""
+        """Return those of the requests for which `begin` was not called yet."""
         began = self._began
         return [request for request in requests if request.id not in began]
 
@@ -97,8 +98,8 @@ class DrafterSight:
 
 
 class DrafterTries:
-    """Chooses the steps in which requests try drafts of a resting drafter. Tries take at most `TRY_SHARE` of the
-    time."""
+    """Decides in which steps requests try drafts although the drafter rests (does not run). Tries take at most
+    `TRY_SHARE` of the time."""
 
     def __init__(self, costs: StepCosts, times: ObservedTimes) -> None:
         self._costs, self._times = costs, times

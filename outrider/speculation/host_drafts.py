@@ -20,8 +20,9 @@ Made = TypeVar("Made")
 
 
 class HostDrafter(Protocol):
-    """A drafter on the host, which guesses from settled tokens. tenant: the request's cache salt. Texts of one tenant
-    must not be used for drafts of another tenant."""
+    """A drafter that runs on the host. `propose` guesses the tokens that follow a request's settled tokens. `finish`
+    gives the drafter the text of a request that has ended. tenant: the request's cache salt. Texts of one tenant must
+    not be used for drafts of another tenant."""
 
     def propose(self, request_id: int, token_ids: Sequence[int], num_wanted: int, tenant: str) -> list[int]: ...
 

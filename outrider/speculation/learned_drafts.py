@@ -91,8 +91,8 @@ class LearnedDrafts(DraftCounts):
         return new
 
     def _trying_ids(self, requests: Sequence[DraftedRequest]) -> set[int]:
-        """Requests that try a draft in this step, if the step before has proposed one. Ask before `_advance_tries`,
-        which ends tries."""
+        """Requests that try a draft in this step, if the step before has proposed one. Must be called before
+        `_advance_tries`, which ends tries."""
         if not self._tries.any_left:
             return set()
         return {own.id for own in requests if self._tries.has(own.id) and self._sees(own)}
@@ -114,13 +114,15 @@ class LearnedDrafts(DraftCounts):
         return self._try_new(new, len(requests)) or not self._depth.proposed and self._try_all(requests)
 
     def _try_new(self, requests: Sequence[DraftedRequest], num_requests: int) -> bool:
-        """Let requests that start now try drafts. num_requests: all requests of the step."""
+        """Let requests that start now try drafts, to learn whether drafts would save time again. Returns whether the
+        try has begun. num_requests: all requests of the step."""
         ids = [request.id for request in requests if request.max_drafts != 0]
         return self._misses_rests and bool(ids) and self._tries.begin(ids, num_requests, self.acceptance.usual_rate)
 
     def _try_all(self, requests: Sequence[DraftedRequest]) -> bool:
-        """Begin a try for all requests with enough tokens left: first the drafter runs for `READ_STEPS` steps whose
-        drafts are not checked."""
+        """Let all requests with enough tokens left try drafts, to learn whether drafts would save time again. Returns
+        whether the try has begun. The drafter has missed tokens while it did not run, so it first catches up for
+        `READ_STEPS` steps, whose drafts are not checked."""
         ids = [request.id for request in requests if request.max_drafts != 0 and request.yields_tokens
                and request.end_len - request.bound.at_most >= LEAST_LEFT]
         return bool(ids) and self._tries.begin(ids, len(requests), self.acceptance.usual_rate, num_reading=READ_STEPS)

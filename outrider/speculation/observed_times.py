@@ -26,7 +26,7 @@ STALE_AFTER = 64  # steps without one of a kind, until its times are those of an
 
 @dataclass(slots=True)
 class _Kind:
-    """Times of one kind of steps, each divided by its predicted time."""
+    """Times of steps with the same depth and about the same number of requests, each divided by its predicted time."""
 
     ratios: deque[float] = field(default_factory=lambda: deque(maxlen=LAST))
     found: float | None = None  # their median; None if there are too few

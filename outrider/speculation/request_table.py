@@ -1,4 +1,5 @@
-"""RequestTable: numbers of every request in one numpy array, so that those of all requests change in one operation."""
+"""RequestTable: keeps some numbers for every request in one numpy array, so that one operation can change those of all
+requests."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ NOBODY = 0  # the row of requests that have none: its numbers stay 0
 
 
 class RequestTable:
-    """An array of numbers for each request, zeros at first. Rows of requests that were forgotten go to others."""
+    """An array of numbers for each request, zeros at first. The row of a request that was forgotten is used for another
+    request."""
 
     def __init__(self, *shape: int) -> None:
         self.values: Floats = np.zeros((1, *shape))
@@ -24,16 +26,16 @@ class RequestTable:
         self._free: list[int] = []
 
     def find(self, request_id: int) -> int:
-        """The request's row, or NOBODY."""
+        """The index of the request's row, or NOBODY if the request has none."""
         return self._row_of.get(request_id, NOBODY)
 
     def find_all(self, request_ids: Sequence[int]) -> Ints:
-        """The row of each request, or NOBODY."""
+        """The index of each request's row, or NOBODY for a request that has none."""
         find = self._row_of.get
         return np.array([find(request_id, NOBODY) for request_id in request_ids], dtype=np.int64)
 
     def add(self, request_id: int) -> int:
-        """The request's row. A request without one gets one."""
+        """The index of the request's row. A request without a row gets one."""
         row = self._row_of.get(request_id)
         if row is None:
             if not self._free:
@@ -43,7 +45,7 @@ class RequestTable:
         return row
 
     def add_all(self, request_ids: Sequence[int]) -> Ints:
-        """The row of each request. Requests without one get one."""
+        """The index of each request's row. Requests without a row get one."""
         rows = self.find_all(request_ids)
         if not rows.all():
             rows = np.array([self.add(request_id) for request_id in request_ids])

@@ -187,7 +187,8 @@ class SizedDrafts(LearnedDrafts):
         return num_wanted
 
     def _may_pay(self) -> bool:
-        """Whether drafts nearly pay for the requests of this step. Nothing is known if there are none yet."""
+        """Whether drafts nearly save time for the requests of this step. True if the step has no requests yet, because
+        nothing is known then."""
         count = len(self._requests)
         if not count:
             return True

@@ -1,4 +1,5 @@
-"""TimeLooks: tries numbers of drafts for a few steps (a look), to measure how long steps with so many drafts take.
+"""TimeLooks: decides when to make a few steps with a certain number of drafts only to measure how long they take (a
+look).
 
 The costs measured at start-up have an error, similar for neighbouring numbers of drafts and batch sizes. So a number
 that was not tried is expected to have the error of the nearest one, and is rated a little better than that. If this
@@ -48,8 +49,8 @@ class TimeLooks:
         self._looked[depth] = self._step
 
     def is_due(self, count: int, depth: int) -> bool:
-        """Whether to measure steps with this depth, which seems best for `count` requests. Not if no step with about so
-        many requests was seen yet: then its drafts are made without a look."""
+        """Whether to measure steps with this depth, which seems best for `count` requests. False if no step with about
+        so many requests was seen yet: then the drafts are made without a look."""
         if not depth:
             return self._misses_rests and not self._times.estimate(count, 0).is_sure
         return self._times.is_any_known(count) and self._is_unsure(count, depth)
@@ -67,9 +68,10 @@ class TimeLooks:
         return hopes
 
     def may_rest(self, count: int, gain: Callable[[], float]) -> bool:
-        """Whether to stop the drafter for a few steps to measure their time, because steps without it would be best if
-        they took as long as predicted: a host may be slower with a drafter, even if no drafts are checked. gain: tokens
-        per second without drafts, divided by the best known rate."""
+        """Whether to stop the drafter for a few steps, only to measure how long steps without it take. It is stopped if
+        steps with it take much longer than predicted, while steps without it would be best if they took as long as
+        predicted. (A host may be slower with a drafter, even if no drafts are checked.) gain: tokens per second without
+        drafts, divided by the best known rate."""
         times = self._times
         if not self._misses_rests or self._num_awake < REST_AFTER or times.is_known(count, 0):
             return False
@@ -80,7 +82,7 @@ class TimeLooks:
         return True
 
     def _is_unsure(self, count: int, depth: int) -> bool:
-        """Whether the time of this depth should be measured. Not just after a look, whose times come some steps
+        """Whether the time of this depth should be measured. False just after a look, because its times come some steps
         later."""
         looked = self._looked.get(depth)
         if looked is not None and self._step < looked + LOOK_STEPS + AFTER_LOOK:
