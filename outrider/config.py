@@ -316,8 +316,8 @@ class SpeculativeConfig:
                              "name each method")
         lacking = next((method for method in self.methods if method in NEEDS_MODEL), None)
         if self.model is None and lacking == AUTO_METHOD:
-            raise ValueError(f"speculative_config: without a 'model', whose files could tell it, method must be one of "
-                             f"{', '.join(METHODS)} or {OWN_DRAFTER[1]}, got None")
+            raise ValueError(f"speculative_config: method must be one of {', '.join(METHODS)} or {OWN_DRAFTER[1]}, got "
+                             "None: name one, or give a 'model', whose files say which it is for")
         if self.model is None and lacking is not None:
             raise ValueError(f"speculative_config: method {lacking!r} needs 'model', the folder or id of the drafter")
         low, high, k = self.prompt_lookup_min, self.prompt_lookup_max, self.num_speculative_tokens

@@ -19,7 +19,7 @@ QUICK = ("outrider env", "outrider models", "outrider generate", "outrider chat"
 
 def test_the_readme_shows_each_command() -> None:
     shown = {command.split()[1] for command in COMMANDS if command.startswith("outrider")}
-    assert shown >= {"chat", "generate", "serve", "verify", "bench", "env"} and programs()
+    assert shown >= {"chat", "serve", "verify", "bench", "models"} and programs()
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith(QUICK)])

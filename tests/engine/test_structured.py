@@ -388,12 +388,12 @@ def test_structural_tags(given: dict[str, Any], right: list[str], wrong: list[st
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ("no JSON", "is not valid JSON"), ("[]", "must be a structural tag: a JSON object"), ({}, "needs format, a dict"),
+    ("no JSON", "is not valid JSON"), ("[]", "must be a structural tag: a JSON object"), ({}, "needs the field 'format', which is an object"),
     ({"format": {"type": "poem"}}, "'poem' is not supported; supported: const_string"),
     ({"structures": [], "triggers": []}, "a list that is not empty"),
     ({"structures": [{"begin": "a", "end": "b"}], "triggers": ["c"]}, "no tag begins with the trigger 'c'"),
-    ({"format": {"type": "sequence", "elements": [3]}}, "needs type, a str"),
-    ({"format": {"type": "const_string"}}, "needs value, a str"),
+    ({"format": {"type": "sequence", "elements": [3]}}, "needs the field 'type', which is a string"),
+    ({"format": {"type": "const_string"}}, "of type 'const_string' needs the field 'value', which is a string"),
     ({"format": {"type": "triggered_tags", "triggers": [3], "tags": [tag("a", NUMBER)]}}, "triggers must be texts"),
 ])
 def test_structural_tags_that_are_none(given: Any, words: str) -> None:

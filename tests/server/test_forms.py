@@ -285,7 +285,7 @@ def test_structural_tags_in_a_response_format(served: Served, parsed: Served) ->
     assert same.choices[0].message.content == answer.choices[0].message.content
     empty = {"type": "structural_tag", "format": {}}
     wrong = served.error("/v1/chat/completions", messages=CHAT, response_format=empty)
-    assert wrong["param"] == "response_format" and "needs type, a str" in wrong["message"]
+    assert wrong["param"] == "response_format" and "needs the field 'type', which is a string" in wrong["message"]
     neither = served.error("/v1/chat/completions", messages=CHAT, response_format={"type": "structural_tag"})
     assert "one of structures and format" in neither["message"]
 

@@ -14,6 +14,7 @@ from typing import Any
 
 ANY_TEXT = "/(?s:.*)/"
 MAX_PAIRS = 10_000
+JSON_TYPES = {str: "a string", list: "a list", dict: "an object"}
 KINDS = ("const_string", "json_schema", "regex", "grammar", "any_text", "sequence", "or", "tag", "triggered_tags",
          "tags_with_separator")
 
@@ -40,7 +41,8 @@ def regex_terminal(pattern: str) -> str:
 
 def _field(given: Any, name: str, kind: type) -> Any:
     if not isinstance(given, dict) or not isinstance(given.get(name), kind):
-        raise ValueError(f"every object of this type needs {name}, a {kind.__name__}")
+        type_of = given.get("type", "?") if isinstance(given, dict) else "?"
+        raise ValueError(f"each object of type {type_of!r} needs the field {name!r}, which is {JSON_TYPES[kind]}")
     return given[name]
 
 

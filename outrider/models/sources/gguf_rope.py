@@ -62,8 +62,9 @@ def turning_share(header: Header, head_dim: int) -> float:
     stored = _factors(header)
     turning = int((stored < UNTURNED).sum())
     if stored.shape != (head_dim // 2,) or not turning or not np.allclose(stored[:turning], 1):
-        raise SourceError(f"{header.path}: the rope factors in {ROPE_FACTORS} do not fit a rope on a part of a head of "
-                          f"{head_dim} dimensions. Use the model's safetensors folder instead")
+        raise SourceError(f"{header.path}: the rope factors in {ROPE_FACTORS} do not fit a model in which only "
+                          f"a part of the {head_dim} dimensions of a head is rotated. Use the model's safetensors "
+                          "folder instead")
     return 2 * turning / head_dim
 
 
