@@ -388,7 +388,8 @@ def test_structural_tags(given: dict[str, Any], right: list[str], wrong: list[st
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ("no JSON", "is not valid JSON"), ("[]", "must be a structural tag: a JSON object"), ({}, "needs the field 'format', which is an object"),
+    ("no JSON", "is not valid JSON"), ("[]", "must be a structural tag: a JSON object"),
+    ({}, "needs the field 'format', which is an object"),
     ({"format": {"type": "poem"}}, "'poem' is not supported; supported: const_string"),
     ({"structures": [], "triggers": []}, "a list that is not empty"),
     ({"structures": [{"begin": "a", "end": "b"}], "triggers": ["c"]}, "no tag begins with the trigger 'c'"),
