@@ -27,7 +27,7 @@ class LengthBound:
 
 @dataclass(frozen=True)
 class ExactQueries:
-    """The host knows how many tokens each request of the batch has. A padded request has none."""
+    """The host knows exactly how many tokens each request of the batch has. A padded request has none."""
 
     lens: tuple[int, ...]
 
@@ -69,13 +69,13 @@ ALL_KEYS = AllKeys()
 
 @dataclass(frozen=True)
 class NoExtraKeys:
-    """No token of a batch sees a key after its own."""
+    """Plain causal attention: no token of a batch sees a key after its own."""
 
 
 @dataclass(frozen=True)
 class ExtraKeys:
-    """A range of positions [starts, ends) that each token sees in addition, whatever the causal rule, windows and masks
-    say; both are 0 for a token without a range. The tokens of a range are all in one batch."""
+    """A range of positions [starts, ends) that each token sees in addition to what the causal rule, windows and masks
+    allow. Both are 0 for a token without a range. The tokens of a range are all in one batch."""
 
     starts: torch.Tensor  # [tokens]
     ends: torch.Tensor  # [tokens] one past the last position
@@ -132,8 +132,8 @@ class ForwardBatch:
 
 
 def check_rows(view: BatchView, group: Group) -> None:
-    """Check that the tensors of a view have the same numbers of requests and of tokens. Every kernel wrapper calls this
-    first."""
+    """Check that the tensors of a view agree in their numbers of requests and of tokens. Every kernel wrapper calls
+    this first."""
     table, lengths, starts = view.page_table(group), view.lengths, view.query_starts
     if not table.shape[0] == lengths.shape[0] == starts.shape[0] - 1 == view.live.shape[0]:
         raise ValueError(f"attention: these must belong to the same number of requests: page table {table.shape[0]}, "

@@ -44,8 +44,8 @@ class WantedRows:
     """The token rows whose results the caller reads. Layers still write the cache for all token rows."""
 
     def __init__(self, token_rows: torch.Tensor, bind: Callable[[], Mapping[int, Any]] = dict) -> None:
-        """token_rows: [rows] int64. bind: returns, by index, the layers that can attend for these rows alone, bound to
-        them; it is called once, when a layer is first asked for."""
+        """token_rows: [rows] int64. bind: returns the layers that can attend for these rows alone, by index and bound
+        to these rows. It is called once, when a layer is first asked for."""
         self.token_rows = token_rows
         self._bind = bind
 
@@ -81,7 +81,8 @@ _MIXERS: dict[type[PagedSpec], type[Mixer] | str] = {
 
 
 def register_mixer(spec: type[PagedSpec], mixer: type[Mixer]) -> None:
-    """Use `mixer(layers, pool, backend)` for the layers whose first cache claim has this type of spec."""
+    """Register `mixer(layers, pool, backend)` for a kind of layer: those whose first cache claim has this type of spec.
+    """
     _MIXERS[spec] = mixer
 
 
@@ -101,7 +102,7 @@ def can_capture(layout: CacheLayout, backend: Backend) -> bool:
 class CachedLayers:
     def __init__(self, layers: Sequence[LayerParams], pool: DevicePool, backend: Backend, *,
                  exact: bool = False) -> None:
-        """exact: whether a token row must have the same bits alone and together with other rows."""
+        """exact: whether a token row must have the same bits whether it is computed alone or with other rows."""
         self._device = pool.data.device
         self._pool = pool
         groups = {layer.index: pool.layout.groups_of(layer.index) for layer in layers}
@@ -128,9 +129,9 @@ class CachedLayers:
         return BoundLayers(parts[0] if len(parts) == 1 else dict(item for part in parts for item in part.items()))
 
     def bind_rows(self, view: BatchView) -> dict[int, Any]:
-        """Bind layers to a view of each request's last tokens, whose results the caller reads. The cache is written
-        through another view, which binds all tokens of the step. Layers that cannot read entries written through that
-        view are left out."""
+        """Bind layers to a view of the last tokens of each request, the only ones whose results the caller reads. The
+        cache is written through another view, which binds all tokens of the step. Layers that cannot read entries
+        written through that view are left out."""
         return {layer: bound for mixer in self.mixers for layer, bound in mixer.bind_rows(view).items()}
 
     def bind_after(self, earlier: BoundLayers, token_rows: torch.Tensor, view: BatchView) -> BoundLayers:
@@ -147,8 +148,8 @@ class CachedLayers:
 
     @property
     def whole_len(self) -> int:
-        """The longest context, in tokens, for which no indexer has to choose: some layers then do less work than with
-        longer ones."""
+        """The longest context, in tokens, of which every indexer would choose all tokens. Up to this length some layers
+        do less work."""
         return min((mixer.whole_len for mixer in self.mixers), default=EVERY_LENGTH)
 
 

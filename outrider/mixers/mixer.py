@@ -31,7 +31,7 @@ class Mixer(ABC):
 
     def set_exact(self, exact: bool) -> None:
         """Switch to arithmetic in which the bits of a token row do not depend on other token rows. Raises an error if
-        the mixer has none."""
+        the mixer has no such arithmetic."""
         raise ValueError(f"exact=True: {type(self).__name__} has no exact form, because it lacks a method set_exact: "
                          "leave exact out")
 

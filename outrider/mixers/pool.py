@@ -1,8 +1,9 @@
-"""DevicePool: the device memory of all pages. It is one buffer; each layer has views of it in the shape of its group.
+"""DevicePool: the device memory of all cache pages. It is one buffer; each layer has views of it in the shape of its
+group.
 
-The bytes of a page are contiguous: first the layers of the page's group, including a drafter's, then what is kept once
-for each page. So one copy moves a page with everything that belongs to it. The pool does not know which request owns a
-page.
+The bytes of a page are contiguous: first the layers of the page's group, including a drafter's layers, then data that
+is kept once for each page. One copy therefore moves a page with everything that belongs to it. The pool does not know
+which request owns a page.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from outrider.kernels.fp8_cache import ScaleNumbers
 class DevicePool:
     def __init__(self, layout: CacheLayout, num_pages: int, dtype: torch.dtype, device: torch.device,
                  scales: Mapping[int, ScaleNumbers] | None = None) -> None:
-        """scales: the scales of fp8 layers, by layer, if the model's files have them."""
+        """scales: the scales of fp8 layers, by layer, as far as the model's files have them."""
         self.layout = layout
         self.dtype = dtype
         assert layout.page_bytes % dtype.itemsize == 0
@@ -72,13 +73,13 @@ class DevicePool:
             self._wide.index_fill_(0, to_device(changes.cleared, torch.int64, self.data.device), 0)
 
     def poison(self, pages: torch.Tensor) -> None:
-        """Set every bit of these pages, which makes NaN of every float type. Tests poison pages that no request owns,
-        because no kernel may read them."""
+        """Set every bit of these pages, which makes NaN of every float type. Tests poison free pages, so that a kernel
+        that wrongly reads them is found."""
         self._wide.index_fill_(0, pages, -1)
 
     @property
     def _wide(self) -> torch.Tensor:
-        """The pages as wide integers."""
+        """View the pages as wide integers."""
         return self.data.view(torch.int64 if self.layout.page_bytes % 8 == 0 else torch.int8)
 
     @property

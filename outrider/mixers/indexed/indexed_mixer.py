@@ -1,8 +1,9 @@
-"""IndexedMixer: layers with keys and values in pages that attend to the blocks of a context that an indexer chooses.
+"""IndexedMixer: layers that keep keys and values in pages and attend only to the blocks of a context that an indexer
+chooses.
 
-Batches whose contexts are all short enough to be chosen whole are served by the attention backend, like other layers
-with keys and values; longer ones by operations of their own (`kernels/token_blocks.py`). In exact mode all batches are,
-so that the order of additions does not depend on the longest context.
+If all contexts of a batch are so short that every block is chosen, the attention backend serves the batch as for other
+layers. Longer contexts have operations of their own (`kernels/token_blocks.py`). Exact mode uses these operations for
+all batches, so that the order of additions does not depend on the longest context.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from outrider.mixers.pool import DevicePool
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """The indexer of a layer."""
+    """How a layer's indexer chooses blocks."""
 
     num_heads: int
     head_dim: int
@@ -44,7 +45,7 @@ class BlockChoice:
 
 @dataclass(frozen=True)
 class IndexedLayer(AttentionLayer):
-    """The arithmetic of one layer that attends to chosen blocks of tokens."""
+    """A model's description of one layer that attends to chosen blocks of tokens."""
 
     choice: BlockChoice = field(kw_only=True)
 
@@ -53,7 +54,7 @@ class IndexedLayer(AttentionLayer):
 
 
 class BlockInputs(NamedTuple):
-    """An indexer's inputs of one step."""
+    """The tensors of one step from which an indexer scores blocks."""
 
     q: torch.Tensor  # [tokens, index heads, index dim] normed and rotated
     key: torch.Tensor  # [tokens, index dim] as projected
@@ -64,7 +65,7 @@ class BlockInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class IndexedPlan:
-    """The tensors and sizes that the layers of one group share in one step."""
+    """The tensors and sizes of one step that all layers of a cache group share."""
 
     slots: torch.Tensor  # [tokens]
     positions: torch.Tensor  # [tokens] in their requests
@@ -76,7 +77,7 @@ class IndexedPlan:
 
 @dataclass(frozen=True, slots=True)
 class BoundIndexedLayer:
-    """One layer in one step, as a model calls it."""
+    """One layer bound to one step; the model calls it to attend."""
 
     layer: IndexedLayer
     backend: Backend
@@ -99,7 +100,8 @@ class BoundIndexedLayer:
                       choice.blocks).flatten(1)
 
     def _chosen(self, q: torch.Tensor) -> torch.Tensor:
-        """[tokens, top_k] the blocks that score highest, each by the sum over heads of relu(q . key)."""
+        """Return [tokens, top_k]: the blocks with the highest scores. A block's score is the sum over index heads of
+        relu(q . key)."""
         choice = self.layer.choice
         seen = choice.blocks.visible(self.plan.contexts)
         if self.plan.num_positions <= choice.whole_len:
@@ -130,7 +132,8 @@ class IndexedMixer(Mixer):
 
     @staticmethod
     def is_capturable(spec: IndexedSpec) -> bool:
-        """Whether kernels serve the layers. The torch twins would work on the greatest length there may be."""
+        """Whether kernels serve the layers. The plain torch versions would compute for the greatest length that is
+        allowed."""
         return spec.itemsize <= torch.float32.itemsize
 
     def set_exact(self, exact: bool) -> None:

@@ -1,7 +1,8 @@
-"""LatentMixer: layers that keep one compressed vector per token, and how they find the positions they attend to.
+"""LatentMixer: serves layers of latent attention (MLA), which keep one compressed vector per token, and the ways in
+which they choose the positions to attend to.
 
-Queries arrive in the latent space (the key projection is absorbed into them), so the cache is read as it is stored, by
-requests with any number of token rows.
+Queries arrive in the latent space (the key projection is absorbed into them), so the cache is read as it is stored. A
+request may have any number of token rows.
 """
 
 from __future__ import annotations
@@ -51,8 +52,7 @@ class IndexedPositions:
 
 @dataclass(frozen=True)
 class PooledPositions(IndexedPositions):
-    """The layer's indexer chooses blocks, `top_k` of them; the tokens after the last whole block are attended to
-    in any case."""
+    """The layer's indexer chooses `top_k` blocks. The tokens after the last whole block are always attended to."""
 
     blocks: TokenBlocks = field(kw_only=True)
 
@@ -63,7 +63,7 @@ class PooledPositions(IndexedPositions):
 
 @dataclass(frozen=True)
 class SharedPositions:
-    """The layer attends to the positions that the last indexer before it chose."""
+    """The layer attends to the positions that the nearest indexer in an earlier layer chose."""
 
 
 AttendsTo = EveryPosition | IndexedPositions | SharedPositions
@@ -71,7 +71,7 @@ AttendsTo = EveryPosition | IndexedPositions | SharedPositions
 
 @dataclass(frozen=True)
 class LatentLayer:
-    """The arithmetic of one latent attention layer, independent of where its cache lies."""
+    """A model's description of one latent attention layer (MLA). It does not know where its cache lies."""
 
     index: int
     num_heads: int
@@ -83,7 +83,7 @@ class LatentLayer:
     sinks: torch.Tensor | None = field(default=None, compare=False)
 
     def of_rank(self, num_ranks: int) -> LatentLayer:
-        """The part of the layer that one of several ranks holds. Heads are divided among ranks; each rank keeps whole
+        """Return the layer as one of several ranks computes it. Heads are divided among ranks; each rank keeps whole
         latents."""
         heads = self.num_heads // num_ranks
         return replace(self, num_heads=heads, sinks=None if self.sinks is None else self.sinks.new_empty(heads))
@@ -99,7 +99,7 @@ class LatentLayer:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The tensors and sizes that the layers of one group share in one step."""
+    """The tensors and sizes of one step that all layers of a cache group share."""
 
     slots: torch.Tensor  # [tokens]
     contexts: TokenContexts
@@ -108,7 +108,7 @@ class GroupPlan:
 
 @dataclass(frozen=True)
 class BlockPlan(GroupPlan):
-    """The plan of a group in which indexers choose blocks."""
+    """The plan of a cache group whose indexers choose blocks."""
 
     positions: torch.Tensor  # [tokens] in their requests
     offsets: torch.Tensor  # [tokens] how many tokens of its request a token has before it in this step
@@ -116,7 +116,7 @@ class BlockPlan(GroupPlan):
 
 
 class LatentOperations(NamedTuple):
-    """The operations on the cache of latent layers, in the ordinary mode or in exact mode."""
+    """The operations on the latent cache, each in its ordinary or its exact variant."""
 
     write: Operation[..., tuple[torch.Tensor, torch.Tensor]]
     choose: Operation[..., None]
@@ -156,33 +156,34 @@ class VisibleRanges(NamedTuple):
 
 @dataclass(frozen=True)
 class NotChosen:
-    """Says that no indexer of the pass has run yet."""
+    """State of a pass over the layers in which no indexer has run yet."""
 
 
 @dataclass(frozen=True)
 class WholeContext:
-    """Marks a step whose indexer is not run, because it would choose every position even of the longest context."""
+    """State of a pass whose indexers are not run, because they would choose every position even of the longest context.
+    """
 
 
 @dataclass(frozen=True)
 class ListedPositions:
-    """The indexer listed positions for each token row."""
+    """State of a pass in which an indexer has listed positions for each token row."""
 
     positions: torch.Tensor  # [tokens, most chosen]
 
 
 @dataclass(frozen=True)
 class KeptChoice:
-    """Marks a drafting pass whose indexers are not run: the choice of an earlier pass is used, within the contexts of
-    that pass."""
+    """State of a drafting pass whose indexers are not run. It uses the choice of an earlier pass, limited to the
+    contexts of that pass."""
 
     visible: VisibleRanges
     choice: WholeContext | ListedPositions
 
 
 class ChosenPositions:
-    """The last choice that an indexer made in a pass over the layers. Every pass has a new object, so that no choice
-    outlives its batch."""
+    """The last choice that an indexer made in a pass over the layers. Every pass has a new object, so that no choice is
+    used for another batch."""
 
     def __init__(self, counters: Iterable[torch.Tensor] = ()) -> None:
         """counters: for each indexer of the pass, as `kernels.latent.choose_positions` takes them; empty if they are
@@ -196,7 +197,7 @@ class ChosenPositions:
 
 @dataclass(frozen=True, slots=True)
 class BoundLatentLayer:
-    """One latent layer in one step, as a model calls it."""
+    """One latent layer bound to one step; the model calls it to attend."""
 
     layer: LatentLayer
     cache: dict[str, torch.Tensor]
@@ -206,9 +207,9 @@ class BoundLatentLayer:
 
     def write(self, compressed: torch.Tensor, norms: LatentNorms,
               rope: RopeRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Stores the latents and index keys of compressed [tokens, q | latent | rope | index key | head weights], and
-        gates behind these where the indexer chooses blocks. Returns q, normed, and the indexer's head weights,
-        scaled."""
+        """Store the latents and index keys of compressed [tokens, q | latent | rope | index key | head weights]. Where
+        the indexer chooses blocks, gates follow the head weights. Returns the normed q and the scaled head weights of
+        the indexer."""
         index, attends_to = None, self.layer.attends_to
         if isinstance(attends_to, PooledPositions):
             return self._write_pooled(compressed, norms, rope, attends_to)
@@ -232,8 +233,8 @@ class BoundLatentLayer:
         return q, self.operations.write_pooled(compressed[:, width:], weights, cells, plan.contexts, index.blocks)
 
     def choose(self, q: torch.Tensor, weights: torch.Tensor) -> None:
-        """Chooses positions by q [tokens, heads, dim] and weights [tokens, heads], for this layer and for later layers
-        that share its choice. If a context has no more positions than can be chosen, all are chosen."""
+        """Choose positions by q [tokens, heads, dim] and weights [tokens, heads], for this layer and for later layers
+        that share its choice. If a context has no more positions than the limit, all are chosen."""
         index, plan = self.layer.attends_to, self.plan
         assert isinstance(index, IndexedPositions)
         if isinstance(self.chosen.latest, KeptChoice):
@@ -253,7 +254,7 @@ class BoundLatentLayer:
         self.chosen.latest = ListedPositions(chosen)
 
     def __call__(self, q: torch.Tensor) -> torch.Tensor:
-        """q [tokens, heads, latent | rope], after `write`. Returns [tokens, heads, latent]."""
+        """Attend with q [tokens, heads, latent | rope], after `write`. Returns [tokens, heads, latent]."""
         layer, cache = self.layer, self.cache["latent"]
         contexts, positions = self._seen()
         if positions is None:
@@ -262,14 +263,14 @@ class BoundLatentLayer:
         return self.operations.attend(q, cache, contexts, positions, layer.scale, layer.latent_dim, layer.sinks)
 
     def values(self, q: torch.Tensor, to_values: torch.Tensor) -> torch.Tensor | None:
-        """Attends, and multiplies each head's result with its matrix [heads, values, latent]: [tokens, heads, values].
-        None where no kernel does both."""
+        """Attend, and multiply each head's result with its matrix [heads, values, latent]: [tokens, heads, values].
+        Returns None if no kernel does both."""
         layer = self.layer
         given = (q, self.cache["latent"], *self._seen(), self.plan.num_positions, layer.scale, to_values, layer.sinks)
         return ops.latent_values(*given) if ops.latent_values.has_kernel(*given) else None
 
     def _seen(self) -> tuple[TokenContexts, torch.Tensor | None]:
-        """The contexts, and the positions chosen in them; None for all positions."""
+        """Return the context of each token row, and the positions chosen in it; None if all positions are read."""
         contexts, latest = self.plan.contexts, self.chosen.latest
         if isinstance(self.layer.attends_to, EveryPosition):
             return contexts, None
@@ -280,7 +281,8 @@ class BoundLatentLayer:
         return contexts, latest.positions if isinstance(latest, ListedPositions) else None
 
     def keep_choice(self, earlier: BoundLatentLayer, token_rows: torch.Tensor) -> None:
-        """Attend to what an earlier pass chose for `token_rows`, one for each token row of this pass."""
+        """Attend to the positions that an earlier pass chose. token_rows: the row of that pass for each token row of
+        this pass."""
         before, choice = earlier.plan.contexts, earlier.chosen.latest
         assert isinstance(choice, WholeContext | ListedPositions), "the earlier pass made no choice of its own"
         is_live = self.plan.contexts.stop > 0  # other token rows see nothing
@@ -309,7 +311,8 @@ class LatentMixer(Mixer):
 
     @staticmethod
     def is_capturable(spec: LatentSpec) -> bool:
-        """Whether kernels serve the layers. The torch twins would work on the greatest length there may be."""
+        """Whether kernels serve the layers. The plain torch versions would compute for the greatest length that is
+        allowed."""
         return spec.itemsize <= torch.float32.itemsize
 
     def set_exact(self, exact: bool) -> None:
@@ -330,8 +333,8 @@ class LatentMixer(Mixer):
         return BlockPlan(made.slots, made.contexts, made.num_positions, view.positions, step_offsets(view), visible)
 
     def _make_counters(self, view: BatchView) -> tuple[torch.Tensor, ...]:
-        """Counters of zero for all indexers of a small batch, made by one fill: a fill in every layer would take longer
-        than the counting. Empty for large batches, which need no counters."""
+        """Return zeroed counters for all indexers of a small batch. One fill makes them all, because a fill in every
+        layer would take longer than the counting. Empty for large batches, which need no counters."""
         num_tokens, device = view.positions.shape[0], view.positions.device
         num_choices = sum(isinstance(layer.attends_to, IndexedPositions)
                           and layer.attends_to.whole_len < view.max_length.tokens for layer, _, _ in self._layers)
@@ -348,7 +351,7 @@ class LatentMixer(Mixer):
 
 
 def step_offsets(view: BatchView) -> torch.Tensor:
-    """[tokens] how many tokens of its request each token has before it in this step."""
+    """Return [tokens]: how many tokens of the same request come before each token in this step."""
     rows = torch.arange(view.num_tokens, device=view.positions.device)
     return rows - view.query_starts[view.request_of]
 

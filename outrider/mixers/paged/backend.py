@@ -24,7 +24,7 @@ from outrider.mixers.pool import DevicePool
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """The arithmetic of one attention layer, independent of where its cache lies."""
+    """A model's description of one attention layer. It does not know where its cache lies."""
 
     index: int
     num_heads: int
@@ -44,15 +44,15 @@ class AttentionLayer:
         return self.mask != CAUSAL
 
     def of_rank(self, num_ranks: int) -> AttentionLayer:
-        """The part of the layer that one of several ranks holds. Heads are divided among ranks. With fewer kv heads
-        than ranks, each rank has one kv head, and neighbouring ranks have the same one."""
+        """Return the layer as one of several ranks computes it. Heads are divided among ranks. With fewer kv heads than
+        ranks, each rank has one kv head, and neighbouring ranks have the same one."""
         heads = self.num_heads // num_ranks
         return replace(self, num_heads=heads, num_kv_heads=max(1, self.num_kv_heads // num_ranks),
                        sinks=None if self.sinks is None else self.sinks.new_empty(heads))
 
     def cache_spec(self, itemsize: int) -> FullSpec:
-        """The layer's spec in the cache, in a model whose numbers have `itemsize` bytes. The engine lets the spec
-        store keys and values as another type (`LayerCache.stored_as`)."""
+        """Return what the layer needs of the cache. itemsize: bytes of a number in the model's dtype. The engine may
+        change the spec to another KV cache dtype (`LayerCache.stored_as`)."""
         geometry = (self.num_kv_heads, self.head_dim, itemsize)
         if self.window is None:
             return FullSpec(*geometry)
@@ -82,7 +82,7 @@ class KeyValueCache:
 
 
 class Rope(Protocol):
-    """The rope of a step's token rows, for kernels that apply it themselves."""
+    """The rotary embedding of a step's token rows, for kernels that apply it themselves."""
 
     positions: torch.Tensor  # [tokens]
     table: torch.Tensor  # [positions, cos | sin]
@@ -124,32 +124,34 @@ class Backend(ABC):
 
     def run_fused(self, layer: AttentionLayer, cache: KeyValueCache, qkv: torch.Tensor, rope: Rope,
                   norms: HeadNorms | None, plan: Any) -> torch.Tensor | None:
-        """See `PagedLayer.fused`."""
+        """Norm, rotate and write keys and values, then attend, in one call: see `PagedLayer.fused` for arguments and
+        result."""
         return None
 
     def write(self, layer: AttentionLayer, cache: KeyValueCache, k: torch.Tensor, v: torch.Tensor, plan: Any) -> None:
-        """See `PagedLayer.write`."""
+        """Write keys and values without attention: see `PagedLayer.write` for the arguments."""
         raise NotImplementedError(f"attention_backend={self.name!r} cannot write keys and values without computing "
                                   "attention, which block drafters need: use attention_backend='auto', or another "
                                   "drafter")
 
     def write_fused(self, layer: AttentionLayer, cache: KeyValueCache, kv: torch.Tensor, rope: Rope,
                     norms: HeadNorms | None, plan: Any) -> None:
-        """See `PagedLayer.write_fused`."""
+        """Norm, rotate and write keys and values without attention: see `PagedLayer.write_fused` for the arguments."""
         raise NotImplementedError(f"attention_backend={self.name!r} writes keys and values while it computes "
                                   "attention, so it cannot attend without writing: use attention_backend='auto'")
 
     def probe_prompt(self, layer: AttentionLayer, cache: KeyValueCache, num_tokens: int, context: int,
                      dtype: torch.dtype) -> Callable[[], object] | None:
-        """Attention of a chunk of a prompt behind `context` tokens, as a call that can be timed. All keys are read from
-        the null page, which takes the same time. dtype: the queries' dtype. None if the backend has no such call."""
+        """Return a call that can be timed: attention of a chunk of a prompt to itself and the `context` tokens before
+        it. All keys are read from the null page, which takes the same time. dtype: the queries' dtype. None if the
+        backend has no such call."""
         return None
 
     def attach(self, num_pages: int, device: torch.device) -> None:
         """Learn the size of the pool. Called once by each model whose layers the backend serves, before any plan."""
 
     def check_cache(self, cache: KeyValueCache) -> None:
-        """Refuse a layer's part of the pool that the backend cannot read, while the engine starts."""
+        """Raise an error while the engine starts if the backend cannot read a layer's part of the pool."""
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
         """Allocate the buffers that captured steps share. Called before any capture: memory that a step allocates
@@ -157,7 +159,8 @@ class Backend(ABC):
 
 
 class PagedLayer(NamedTuple):
-    """One attention layer in one step, as a model calls it. Fused layers give its fields to a backend they know."""
+    """One attention layer bound to one step; the model calls it to attend. Layers that run as one fused call pass its
+    fields to a backend that they know."""
 
     backend: Backend
     layer: AttentionLayer
@@ -165,32 +168,32 @@ class PagedLayer(NamedTuple):
     plan: Any
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None) -> torch.Tensor:
-        """q [tokens, heads, dim], k and v [tokens, kv heads, dim]; k and v are None if the layer reads another layer's
-        cache. Returns [tokens, heads * dim]."""
+        """Write k and v, and attend. q [tokens, heads, dim], k and v [tokens, kv heads, dim]; k and v are None if the
+        layer reads another layer's cache. Returns [tokens, heads * dim]."""
         return self.backend.run(self.layer, self.cache, q, k, v, self.plan)
 
     def fused(self, qkv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
-        """Norms, rope, cache write and attention of qkv [tokens, q | k | v] in one call. None if the backend has no
-        such call for the layer; otherwise qkv may be overwritten."""
+        """Apply norms and rope, write the cache and attend in one call on qkv [tokens, q | k | v], which may be
+        overwritten. Returns None if the backend has no such call for the layer."""
         return self.backend.run_fused(self.layer, self.cache, qkv, rope, norms, self.plan)
 
     def write(self, k: torch.Tensor, v: torch.Tensor) -> None:
-        """The cache write of k and v [tokens, kv heads, dim], which norms and rope have been applied to, without
-        attention."""
+        """Write k and v [tokens, kv heads, dim] to the cache without attention. Norms and rope were applied before."""
         self.backend.write(self.layer, self.cache, k, v, self.plan)
 
     def write_fused(self, kv: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> None:
-        """Norms, rope and cache write of kv [tokens, k | v], for backends that have this apart from attention."""
+        """Apply norms and rope to kv [tokens, k | v] and write it to the cache, for backends that can do this without
+        attention."""
         self.backend.write_fused(self.layer, self.cache, kv, rope, norms, self.plan)
 
     def read_fused(self, q: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
-        """`fused` for q [tokens, q] alone. The keys and values are already in the cache."""
+        """Do the work of `fused` for q [tokens, q] alone. The keys and values are already in the cache."""
         return self.backend.run_fused(replace(self.layer, writes=False), self.cache, q, rope, norms, self.plan)
 
 
 class PagedLayers(Mapping[int, PagedLayer]):
-    """The attention layers of a step by their indices. Each is made when it is asked for: a native call that does all
-    layers asks for the first one alone."""
+    """The attention layers of a step, by index. Each is made when it is first asked for, because a native call that
+    computes all layers asks only for the first one."""
 
     def __init__(self, backend: Backend, layers: Mapping[int, tuple[AttentionLayer, KeyValueCache, Group]],
                  plans: Mapping[int, Any]) -> None:
@@ -228,7 +231,7 @@ class PagedMixer(Mixer):
         self._groups = tuple({group.index: group for _, _, group in self._layers.values()}.values())
 
     def set_exact(self, exact: bool) -> None:
-        """Nothing changes here: the backend does all arithmetic, and it was already made for exact or ordinary mode."""
+        """Do nothing: the backend does all arithmetic, and it was already made for exact or ordinary mode."""
 
     def bind(self, view: BatchView) -> Mapping[int, PagedLayer]:
         """Plan every group once, and bind the layers to the plans."""

@@ -1,8 +1,8 @@
-"""Codecs: what writes keys and values into the parts of a cache type, and reads them from there, in plain torch.
+"""Codecs: how each KV cache type writes keys and values to the pool and reads them back, in plain torch.
 
-Attention reads what a codec decodes, also for the tokens of the running step and for drafts: a query never sees keys
+Attention reads decoded values, also for the tokens of the running step and for drafts. A query thus never sees keys
 before they were rounded, so that tokens do not depend on how a request was divided into steps. `register_cache_type`
-adds a type from outside the package.
+adds a cache type from outside the package.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ Parts = Mapping[str, torch.Tensor]  # tensors by the names of their parts
 
 
 class DecodedTokens(NamedTuple):
-    """Tokens of a cache in the dtype of the queries. Keys and values of bad tokens may be anything."""
+    """Cached tokens in the dtype of the queries. Keys and values of bad tokens (those that were not finite) may be
+    anything."""
 
     k: torch.Tensor  # [..., kv heads, dim]
     v: torch.Tensor  # [..., kv heads, dim]
@@ -33,31 +34,31 @@ class DecodedTokens(NamedTuple):
 class CacheCodec(ABC):
     """Encodes and decodes the tokens of one cache type, each token by itself.
 
-    A bad token, whose keys or values are not finite, must be marked in the parts by something that no other token has:
-    `decode` says of such tokens that they are not finite. Attention fails every query that may see one, and lets no
-    other query be touched by it."""
+    A bad token is one whose keys or values are not finite. `encode` must mark it in the stored parts by something that
+    no other token has, and `decode` must report it as not finite. Attention then fails every query that may see the
+    token, and no other query is affected."""
 
     cache_type: CacheType
     is_exact: bool = False  # whether a token has the same bits alone and among others; otherwise exact mode refuses it
     scales: HeadScales | None = None  # of a layer's heads, for types that have such scales
 
     def for_layer(self, num_kv_heads: int, device: torch.device, scales: ScaleNumbers | None) -> CacheCodec:
-        """The codec of one layer. scales: the layer's scales in the model's files."""
+        """Make the codec of one layer. scales: the layer's scales in the model's files."""
         return self
 
     @abstractmethod
     def encode(self, k: torch.Tensor, v: torch.Tensor) -> Parts:
-        """The parts of new tokens, [tokens, *shape] each, from k and v [tokens, kv heads, dim] in the model's dtype.
-        There may be no tokens."""
+        """Encode new tokens as the parts to store, [tokens, *shape] each, from k and v [tokens, kv heads, dim] in the
+        model's dtype. There may be no tokens."""
 
     @abstractmethod
     def decode(self, parts: Parts, dtype: torch.dtype) -> DecodedTokens:
-        """The tokens of gathered parts [..., *shape], in the dtype of the queries. Some are cells that no token was
-        written to: their bytes are arbitrary and their results unused."""
+        """Decode stored parts [..., *shape] to the dtype of the queries. Some of them are cells that no token was
+        written to; their bytes are arbitrary and their results unused."""
 
 
 class ModelCodec(CacheCodec):
-    """Keys and values as the model computes them. A bad token has keys of NaN and values of 0."""
+    """Stores keys and values in the model's dtype. A bad token is marked by keys of NaN and has values of 0."""
 
     cache_type = MODEL_CACHE
     is_exact = True
@@ -72,7 +73,7 @@ class ModelCodec(CacheCodec):
 
 
 class FloatCodec(ModelCodec):
-    """Keys and values rounded to another float type. A number beyond that type's range makes a bad token."""
+    """Stores keys and values in another float type. A number beyond that type's range makes a bad token."""
 
     def __init__(self, name: str) -> None:
         self._dtype: torch.dtype = getattr(torch, name)
@@ -122,7 +123,7 @@ def codec_of(cache_type: CacheType) -> CacheCodec:
 
 
 def find_cache_type(name: str, dtype: torch.dtype) -> CacheType:
-    """The cache type that the setting `kv_cache_dtype` names. The name of the model's dtype means the same as
+    """Return the cache type that the setting `kv_cache_dtype` names. The name of the model's dtype means the same as
     "auto"."""
     if name == str(dtype).removeprefix("torch."):
         return MODEL_CACHE

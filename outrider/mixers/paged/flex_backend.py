@@ -47,7 +47,7 @@ class FlexExtents:
 
     @classmethod
     def from_limits(cls, group: Group, limits: Limits) -> FlexExtents:
-        """The most that any step needs. A request adds at most one tile that is not full."""
+        """Return the greatest sizes that any step needs. Each request adds at most one tile that is not full."""
         tiles = limits.max_requests + limits.max_batched_tokens // PROMPT_TILE
         short_tiles = limits.max_requests * pages_for(1 + limits.max_drafts, DECODE_TILE)
         columns = group.kind.capacity(limits).table_width
@@ -57,15 +57,15 @@ class FlexExtents:
 
 
 def most_columns(group: Group, tile: int) -> int:
-    """Pages that hold the keys of one tile in a group with a window."""
+    """Return the most pages that hold keys of one tile of queries, in a group with a window."""
     assert group.spec.visible_tokens is not None
     return pages_for(group.spec.visible_tokens + tile, group.page_tokens) + 1
 
 
 @dataclass(frozen=True)
 class TokenTiles:
-    """Token rows divided into tiles. All rows of a tile belong to one request. Rows without a token are dead, like dead
-    tokens."""
+    """Token rows divided into tiles of one size, as FlexAttention needs. All rows of a tile belong to one request. Rows
+    that pad a tile are dead."""
 
     size: int
     request: torch.Tensor  # [tiles]
@@ -97,7 +97,7 @@ class TokenTiles:
 
 
 def tile_counts(view: BatchView) -> tuple[int, int]:
-    """(queries of one tile, tiles) of a step, from what the host knows."""
+    """Return (queries of one tile, tiles) for a step, from data that the host knows."""
     match view.queries:
         case ExactQueries(lens):
             size = DECODE_TILE if max(lens, default=0) <= DECODE_TILE else PROMPT_TILE
@@ -207,7 +207,7 @@ class FlexBackend(Backend):
 
     def _pages(self, view: BatchView, group: Group, tiles: TokenTiles, marks: QueryMarks, key_starts: torch.Tensor,
                table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pages that hold keys which some query of a tile may see: from the first such key to the last."""
+        """Return the pages with keys that some query of a tile may see, from the first such key to the last."""
         window, size = group.spec.visible_tokens, tiles.size
         last = torch.maximum(marks.positions, marks.span_ends - 1).view(-1, size).amax(1)  # -1 in a dead tile
         first_keys = key_starts
@@ -230,8 +230,8 @@ class FlexBackend(Backend):
         return num_pages.int(), pages
 
     def _index_buffer(self, view: BatchView, group: Group, tiles: int, width: int) -> torch.Tensor:
-        """[tiles, at least width + 1] int32. Captured steps share one buffer for each group, of a width that every step
-        takes whole: attention is compiled for a width. Other steps have few widths, for the same reason."""
+        """Return a buffer for page indices: [tiles, at least width + 1] int32. Attention is compiled for one width, so
+        all captured steps use one buffer of a fixed width for each group, and other steps use few widths."""
         device, limits = view.lengths.device, self._limits
         if limits is None or not _can_be_captured(view, limits):
             return torch.zeros(tiles, 1 << width.bit_length(), dtype=torch.int32, device=device)
@@ -246,13 +246,14 @@ class FlexBackend(Backend):
 
 
 def _can_be_captured(view: BatchView, limits: Limits) -> bool:
-    """Whether a captured step can have this view. No step with extra keys can, nor one padded beyond the limits."""
+    """Whether a step with this view can be captured. A step with extra keys cannot, and neither can one padded beyond
+    the limits."""
     has_few_tokens = isinstance(view.queries, DecodeQueries) or view.num_tokens <= limits.max_batched_tokens
     return not isinstance(view.extra_keys, ExtraKeys) and view.num_requests <= limits.max_requests and has_few_tokens
 
 
 def pages_apart(cache: torch.Tensor) -> int:
-    """The distance from one page of a layer to the next, in page-sized blocks. The other layers of the group lie
+    """Return the distance from one page of a layer to its next, in page-sized blocks. The other layers of the group lie
     between them."""
     page_elements = cache.shape[1] * cache.stride(1)
     if cache.stride(0) % page_elements:
@@ -263,7 +264,8 @@ def pages_apart(cache: torch.Tensor) -> int:
 
 
 def _slots(cache: torch.Tensor) -> torch.Tensor:
-    """[1, kv heads, slots, dim]: a layer's part of the pool as one sequence, in which its pages lie `pages_apart`."""
+    """Return a layer's part of the pool as one sequence of slots: [1, kv heads, slots, dim]. Pages lie `pages_apart` in
+    it."""
     pages, page_tokens, heads, dim = cache.shape
     num = ((pages - 1) * pages_apart(cache) + 1) * page_tokens
     token, head, element = cache.stride()[1:]
@@ -301,8 +303,8 @@ def make_block_mask(layer: AttentionLayer, cache: KeyValueCache, plan: Plan, num
 
 
 def _write(cache: KeyValueCache, plan: Plan, k: torch.Tensor, v: torch.Tensor) -> None:
-    """Write the tokens of a step, dead ones into the null page, and clear the cells after a request's last token: a
-    block of keys is always read whole, and a weight of 0 does not remove a value of NaN."""
+    """Write the tokens of a step, dead ones into the null page, and clear the cells after a request's last token. Cells
+    must be cleared because a block of keys is always read whole, and a weight of 0 does not remove a value of NaN."""
     pages, tokens = plan.slots // plan.group.page_tokens, plan.slots % plan.group.page_tokens
     pages, tokens = torch.where(plan.slots < 0, 0, pages), torch.where(plan.slots < 0, 0, tokens)
     k, v = contain_non_finite(k, v)

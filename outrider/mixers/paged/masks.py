@@ -1,8 +1,8 @@
-"""Masks: which keys a query sees, beside the causal rule and a layer's window.
+"""Masks: which keys a query sees, in addition to the causal rule and a layer's window.
 
-A mask is a value that edits the causal mask by elementwise torch operations on positions. It is compiled and captured
-once, so it may not read anything that changes: `check_mask` refuses every mask that is not a frozen dataclass of plain
-values. A batch may let queries see a range of keys whatever the mask says (`ExtraKeys`).
+A mask edits the causal mask by elementwise torch operations on positions. It is compiled and captured once, so it must
+not read anything that changes: `check_mask` refuses every mask that is not a frozen dataclass of plain values. A batch
+may let queries see a range of keys regardless of the mask (`ExtraKeys`).
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ UNCHANGING = (ModuleType, FunctionType, BuiltinFunctionType, type, property, sta
 
 
 class QueryMarks(NamedTuple):
-    """A query's own position, and the range of keys that it sees in any case, [span_starts, span_ends); both are 0 if
-    there is none. The three tensors have the same shape, which can be broadcast with the positions of keys."""
+    """A query's own position, and the range of keys [span_starts, span_ends) that it always sees; both are 0 if there
+    is none. The three tensors have the same shape, which can be broadcast with the positions of keys."""
 
     positions: torch.Tensor
     span_starts: torch.Tensor
@@ -47,7 +47,7 @@ CAUSAL = CausalMask()
 
 
 def check_mask(mask: Mask, layer: int) -> None:
-    """Refuse a mask that could change after it was compiled."""
+    """Raise an error for a mask that could change after it was compiled."""
     name = getattr(mask, "__name__", type(mask).__name__)
     must = "a mask is a frozen dataclass whose fields are numbers, strings or tuples of them"
     if not dataclasses.is_dataclass(mask) or isinstance(mask, type):
@@ -68,7 +68,8 @@ def check_mask(mask: Mask, layer: int) -> None:
 
 
 def _outer_variables(kind: type) -> Iterator[str]:
-    """The variables of its module and of its class that a mask reads, without modules, functions and types."""
+    """Return the variables outside itself that a mask's code reads, from its module and its class. Modules, functions
+    and types are left out."""
     call = kind.__call__
     if not isinstance(call, FunctionType):
         return
@@ -84,7 +85,8 @@ def _outer_variables(kind: type) -> Iterator[str]:
 
 
 def first_seen(positions: torch.Tensor, window: int, is_chunked: bool) -> torch.Tensor:
-    """The first key that queries at these positions see of a window, which slides or begins at its chunk's edge."""
+    """Return the position of the first key inside the window, for queries at these positions. A window slides, or
+    begins at the edge of the query's chunk."""
     return positions - positions % window if is_chunked else positions - window + 1
 
 

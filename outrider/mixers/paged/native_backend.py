@@ -36,7 +36,8 @@ class Plan:
     layer_steps: dict[Rope, native.LayerStep] = field(default_factory=dict)  # made when a layer first asks
 
     def layer_step(self, rope: Rope) -> native.LayerStep | None:
-        """The step in the form that native calls of whole layers with this rope take; None if these cannot serve it."""
+        """Return the step's data for native calls that compute whole layers with this rope; None if such calls cannot
+        serve the step."""
         if rope in self.layer_steps:
             return self.layer_steps[rope]
         view, parts = self.view, (rope.positions, self.slots, *rope.halves)
@@ -77,7 +78,7 @@ class NativeBackend(Backend):
 
     def bind_layer(self, paged: PagedLayer, weights: native.LayerWeights,
                    norms: HeadNorms | None) -> native.BoundLayer | None:
-        """The layer with its cache for `decoder_layer`; None if it must be done in parts."""
+        """Return the layer with its cache for `decoder_layer`; None if one native call cannot compute the layer."""
         layer, cache = paged.layer, paged.cache
         if not _writes_keys_and_values(layer, norms) or layer.sinks is not None:
             return None
@@ -90,8 +91,8 @@ class NativeBackend(Backend):
                       rope: Rope, deltas: native.LayerDeltas | None = None,
                       aux_states: Mapping[int, torch.Tensor] = MappingProxyType({})) -> torch.Tensor | None:
         """Add delta to residual, then compute attention and MLP, in one native call, with the row deltas of their
-        products. Returns the MLP's output, perhaps in delta's memory; or None, with nothing done, if the layer must be
-        done in parts. aux_states: see `native.decoder_layer`."""
+        products. Returns the MLP's output, perhaps in delta's memory. Returns None and changes nothing if one native
+        call cannot compute the layer. aux_states: see `native.decoder_layer`."""
         step = plan.layer_step(rope)
         return None if step is None else native.decoder_layer(bound, step, delta, residual, deltas, aux_states)
 
@@ -104,13 +105,14 @@ class NativeBackend(Backend):
 
 
 def _first_keys(view: BatchView) -> torch.Tensor | None:
-    """First visible key of each request for the native call; None if every key is visible."""
+    """Return the first visible key of each request for the native call; None if every key is visible."""
     return view.visible.starts if isinstance(view.visible, KeysFrom) else None
 
 
 def _rope_write(layer: AttentionLayer, cache: KeyValueCache, rope: Rope, norms: HeadNorms | None,
                 plan: Plan) -> native.RopeWrite | None:
-    """Arguments of the native norm, rope and cache write; None if it does not serve the layer."""
+    """Return the arguments of the native call that applies norm and rope and writes the cache; None if it does not
+    serve the layer."""
     if not _writes_keys_and_values(layer, norms):
         return None
     cos, sin = rope.halves

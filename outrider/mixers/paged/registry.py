@@ -34,7 +34,7 @@ MASKED = ["flex", "torch"]  # backends that serve layers with masks, in the orde
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """A backend that can be asked for by name."""
+    """A backend as it is registered under its name."""
 
     name: str
     refusal: Callable[[torch.device, torch.dtype], str | None]  # why it does not serve them; None if it does
@@ -44,7 +44,8 @@ class BackendEntry:
     serves_type: Callable[[CacheType], bool] = lambda cache_type: cache_type == MODEL_CACHE
 
     def refusal_of(self, device: torch.device, dtype: torch.dtype, cache_type: CacheType) -> str | None:
-        """Why the backend does not serve them together; None if it does."""
+        """Return the reason why the backend does not serve this combination of device, dtype and cache type; None if it
+        does."""
         if not self.serves_type(cache_type):
             return "it cannot read keys and values of this type"
         return self.refusal(device, dtype)
@@ -65,8 +66,8 @@ def register_backend(entry: BackendEntry, *, preferred: bool = False) -> None:
 
 def make_backend(name: str, device: torch.device, dtype: torch.dtype, max_drafts: int = 0, *, exact: bool = False,
                  has_masks: bool = False, cache_type: CacheType = MODEL_CACHE) -> Backend:
-    """The backend of that name; for "auto" the first backend that serves the dtype on the device. exact: a query's bits
-    do not depend on the other queries. has_masks: some layers have masks. cache_type: how keys and values are
+    """Make the backend of that name; for "auto" the first backend that serves the dtype on the device. exact: a query's
+    bits must not depend on the other queries. has_masks: some layers have masks. cache_type: how keys and values are
     stored."""
     if name != "auto" and ALIASES.get(name, name) not in _BACKENDS:
         raise ValueError(f"attention_backend={name!r} is not registered in the worker's process, which imports the "

@@ -1,7 +1,7 @@
-"""The `torch` backend: plain torch for any device and any float type. It is the reference of the other backends.
+"""The `torch` backend: plain torch for any device and any float type. Other backends are tested against it.
 
-Requests with few tokens are attended together, padded to their longest; longer ones one by one. Gathered keys and
-values beyond a request's length are zeroed, since 0 x NaN is NaN and free pages may hold anything.
+Requests with few tokens are attended together, padded to the longest of them. Longer requests are attended one by one.
+Gathered keys and values beyond a request's length are zeroed, since 0 x NaN is NaN and free pages may hold anything.
 """
 
 from __future__ import annotations
@@ -128,21 +128,21 @@ def _attend(layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, part: 
 
 
 def _flat(cache: torch.Tensor, part: PaddedRequests) -> torch.Tensor:
-    """[requests, keys, ..] of a cache [pages, page tokens, ..]"""
+    """Gather the pages of each request from a cache [pages, page tokens, ..]: [requests, keys, ..]."""
     requests, columns = part.pages.shape
     return cache[part.pages].reshape(requests, columns * cache.shape[1], *cache.shape[2:])
 
 
 def tail_zeroed(gathered: torch.Tensor, is_read: torch.Tensor) -> torch.Tensor:
-    """Keys or values [requests, keys, kv heads, dim], with zeros in place of keys that no query reads."""
+    """Return keys or values [requests, keys, kv heads, dim], with zeros in place of keys that no query reads."""
     zero = torch.zeros((), dtype=gathered.dtype, device=gathered.device)
     return torch.where(is_read[..., None, None], gathered, zero)
 
 
 def masked_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float,
                      softcap: float | None, sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """q [.., heads, query, dim], k and v [.., kv heads, keys, dim]; mask, broadcastable to [.., heads, query, keys], is
-    added to the scores. sinks [heads]: the score of one more key, whose value is 0."""
+    """Attend with q [.., heads, query, dim] to k and v [.., kv heads, keys, dim]. mask: added to the scores,
+    broadcastable to [.., heads, query, keys]. sinks [heads]: the score of one more key, whose value is 0."""
     group = q.shape[-3] // k.shape[-3]
     if group > 1:
         k, v = k.repeat_interleave(group, dim=-3), v.repeat_interleave(group, dim=-3)

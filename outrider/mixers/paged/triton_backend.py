@@ -89,12 +89,12 @@ class Plan:
 
     @property
     def key_starts(self) -> torch.Tensor | None:
-        """First visible key of each request, for kernels; None if every key is visible."""
+        """The first visible key of each request, for kernels; None if every key is visible."""
         return self.view.visible.starts_int32 if isinstance(self.view.visible, KeysFrom) else None
 
     def splits_for(self, layer: AttentionLayer, itemsize: int) -> SplitList | None:
-        """The list of splits for the decode kernel, shared by layers with the same heads and window. None if a list
-        does not pay off."""
+        """Return how the decode kernel's work is split over keys, shared by layers with the same heads and window. None
+        if such a list does not pay off."""
         if not self.may_list or not pays_split_list(self.view.num_requests, layer.window):
             return None
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)
@@ -108,8 +108,8 @@ class Plan:
         return self.split_lists[key]
 
     def _shared_for(self, layer: AttentionLayer, itemsize: int) -> SharedPages | None:
-        """Pages that the requests of the batch share. None for a layer that does not see all keys, and where no two
-        requests fit into a tile."""
+        """Return the pages that several requests of the batch share. None for a layer that does not see all keys, or if
+        a tile has no space for two requests."""
         queries = self.view.queries
         if not (isinstance(queries, DecodeQueries) and queries.shares_pages):
             return None
@@ -125,7 +125,7 @@ class Plan:
         return self.shared_pages
 
     def tiles_for(self, layer: AttentionLayer, cache: KeyValueCache) -> QueryTiles | None:
-        """Tiles for the prefill kernel; None if no request uses it."""
+        """Return the tiles of queries for the prefill kernel; None if no request uses it."""
         if isinstance(self.prefill, NoPrefill):
             return None
         heads = (layer.num_heads, layer.num_kv_heads, layer.head_dim)

@@ -23,7 +23,7 @@ class RecurrentState(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A part of a layer's bytes: the same columns of one or more pages."""
+    """A byte range of a layer's checkpoint: the same columns of one or more pages."""
 
     pages: slice  # positions in the checkpoint's list of pages
     columns: slice  # bytes within a page
@@ -44,8 +44,8 @@ class CheckpointPages:
         }
 
     def write(self, layer: int, saved: RecurrentState, pages: torch.Tensor, written: torch.Tensor) -> None:
-        """saved: state and tail with a leading axis of checkpoints; pages [checkpoints, pages]; written [checkpoints].
-        Pages of a checkpoint that is not written keep their bytes."""
+        """Copy states to the pages of checkpoints. saved: state and tail with a leading axis of checkpoints; pages
+        [checkpoints, pages]; written [checkpoints]. Where `written` is False, the pages keep their bytes."""
         parts = [part.to(dtype).flatten(1).contiguous().view(torch.uint8)
                  for part, dtype in zip(saved, (self._state_dtype, self._dtype), strict=True)]
         layer_bytes = torch.cat(parts, dim=1)
@@ -57,7 +57,8 @@ class CheckpointPages:
             target.index_copy_(0, index, torch.where(is_fresh, fresh, target[index]))
 
     def read(self, layer: int, pages: torch.Tensor) -> RecurrentState:
-        """pages [checkpoints, pages]. Returns state and tail with a leading axis of checkpoints."""
+        """Copy checkpoints from pages [checkpoints, pages]. Returns state and tail with a leading axis of checkpoints.
+        """
         spec, count = self._specs[layer], pages.shape[0]
         pieces = [self._bytes[:, piece.columns][pages[:, piece.pages].reshape(-1)].reshape(count, -1)
                   for piece in self._pieces[layer]]

@@ -1,5 +1,5 @@
-"""RecurrentMixer: the part of a recurrent layer that carries a state from token to token; and the base class of the
-backends that run mixers over a ragged batch.
+"""RecurrentMixer: the part of a recurrent layer that carries a state from token to token. Also the base class of the
+backends, which run mixers over a ragged batch.
 
 Projections before a mixer and norms after it work on each token row alone and belong to the layer. A mixer knows
 nothing of rows, pages or drafts: the backend decides which states are stored.
@@ -26,7 +26,7 @@ returns [tokens, out_dim], with 0 for dead and padded token rows."""
 
 
 class StepOutput(NamedTuple):
-    """Result of one more token of each row."""
+    """Result of advancing several rows by one token each."""
 
     y: torch.Tensor  # [rows, out_dim] in the model's dtype
     state: torch.Tensor  # [rows, *state_shape]
@@ -34,7 +34,7 @@ class StepOutput(NamedTuple):
 
 
 class ScanOutput(NamedTuple):
-    """Result of many more tokens of one request."""
+    """Result of advancing one request by many tokens."""
 
     y: torch.Tensor  # [tokens, out_dim] in the model's dtype
     state: torch.Tensor
@@ -44,7 +44,8 @@ class ScanOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class MixerParams:
-    """Parameters of a mixer that kernels need beside its spec. float32; heads as in the state's shape."""
+    """Parameters of a mixer that kernels need in addition to its cache spec. They are float32, with heads in the order
+    of the state's shape."""
 
     kind: Literal["mamba2", "delta", "kda", "conv"]  # conv: a convolution without an activation, and nothing behind it
     conv_weight: torch.Tensor  # [conv_width, conv_dim]
@@ -92,7 +93,8 @@ class LayerRows:
 
 @dataclass(frozen=True)
 class StepCounts:
-    """A batch as recurrent layers see it: a request's known tokens, then its drafts, from its query start on."""
+    """The token counts of a batch for recurrent layers. From its query start on, a request has its known tokens, then
+    its drafts."""
 
     rows: torch.Tensor  # [requests]
     query_starts: torch.Tensor  # [requests + 1]
@@ -108,7 +110,8 @@ class StepCounts:
     targets: CheckpointTargets | None = None
 
     def passes(self, targets: CheckpointTargets) -> torch.Tensor:
-        """[targets] whether the state that this step stores has passed the boundary, and the state before had not."""
+        """Return [targets]: whether the state reaches the checkpoint's boundary in this step. The new state covers the
+        boundary, and the old one did not."""
         request, boundary = targets.request, targets.boundary
         computed, num_known = self.computed[request], self.num_known[request]
         has_passed = (boundary > computed - self.pending[request]) & (boundary <= computed + num_known)
@@ -116,7 +119,7 @@ class StepCounts:
 
 
 class RecurrentStep(ABC):
-    """One step of a batch, which runs layer by layer."""
+    """One step of a batch through a model's recurrent layers, layer by layer."""
 
     def __init__(self, layers: RecurrentBackend, counts: StepCounts) -> None:
         self.layers, self.counts = layers, counts
@@ -133,7 +136,8 @@ class RecurrentStep(ABC):
 
     @abstractmethod
     def run(self, layer: int, conv_in: torch.Tensor, gates: Gates) -> torch.Tensor:
-        """conv_in [tokens, conv_dim], gates [tokens, n] each. Returns [tokens, out_dim]; 0 for dead and padded ones."""
+        """Run one layer. conv_in [tokens, conv_dim], gates [tokens, n] each. Returns [tokens, out_dim]; 0 for dead and
+        padded tokens."""
 
 
 class NoRecurrentStep:
@@ -145,7 +149,7 @@ class NoRecurrentStep:
         return {}
 
     def keep_drafts(self, pending: torch.Tensor, num_accepted: torch.Tensor) -> None:
-        """No drafts wait."""
+        """Do nothing: without recurrent layers no drafts have to be folded."""
 
 
 class RecurrentBackend(ABC):
@@ -164,5 +168,5 @@ class RecurrentBackend(ABC):
     @abstractmethod
     def fold_ended(self, rows: torch.Tensor, computed: torch.Tensor, pending: torch.Tensor,
                    targets: CheckpointTargets) -> None:
-        """Fold the pending drafts of rows [targets] that take no further step, up to the boundary. Stores nothing but
-        the checkpoints."""
+        """Fold the pending drafts of ended rows [targets] into their states, up to the boundary. Stores nothing but the
+        checkpoints."""

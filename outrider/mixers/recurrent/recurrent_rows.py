@@ -64,7 +64,8 @@ class RecurrentRows:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def warm_up(self) -> None:
-        """Compile the kernels that fold rows which ended. All other kernels are compiled by running steps."""
+        """Compile the kernels that fold pending drafts of ended rows. All other kernels are compiled by running steps.
+        """
         if self.layers and self.backend.finds_runs:
             null_row = torch.zeros(1, dtype=torch.int64, device=self.device)
             no_boundary = self.row_targets(null_row, null_row - 1)
@@ -72,20 +73,20 @@ class RecurrentRows:
 
     @property
     def needs_no_counts(self) -> bool:
-        """Whether a step may have token counts that only the device knows."""
+        """Whether steps can run if only the device knows the number of tokens of each request."""
         return not self.layers or self.backend.finds_runs
 
     # Before a step
 
     def reset(self) -> None:
-        """Forget all rows: none has an owner, drafts to fold or pages to write."""
+        """Forget all rows: afterwards no row has an owner, drafts to fold or pages to write."""
         self.pending.zero_()
         self._row_pages.zero_()
         self._row_checkpoint.clear()
 
     def fold(self, folds: list[CheckpointWrite], computed: torch.Tensor) -> torch.Tensor:
-        """Bring ended rows with pending drafts to their last boundary, before other requests take the rows.
-        computed [ROWS]. Returns whether each reached it [folds]."""
+        """Fold pending drafts of ended rows up to each row's last boundary, before other requests take the rows.
+        computed [ROWS]. Returns whether each row reached its boundary [folds]."""
         if not folds:
             return self.nothing
         rows = to_device([fold.row for fold in folds], torch.int64, self.device)
@@ -130,7 +131,8 @@ class RecurrentRows:
                 own.tail.index_copy_(0, restored_rows, tail)
 
     def targets(self, scheduled: ScheduledBatch, num_requests: int) -> CheckpointTargets | None:
-        """Targets of the batch's checkpoints, any number for each request; num_requests includes padded ones."""
+        """Return where the batch's checkpoints are written, any number for each request. num_requests includes padded
+        requests."""
         if not scheduled.cache.checkpoints:
             return None
         index_of = {row: i for i, row in enumerate(scheduled.rows)}
@@ -159,8 +161,9 @@ class RecurrentRows:
     # In a step
 
     def row_targets(self, rows: torch.Tensor, boundaries: torch.Tensor) -> CheckpointTargets:
-        """One target for each request, from device data: its boundary, or -1 for none, and the pages given to its row.
-        A request without a boundary gets the null page, because its row's old pages may belong to others by now."""
+        """Return one checkpoint target for each request, from device data: its boundary, or -1 for none, and the pages
+        given to its row. A request without a boundary gets the null page, because its row's old pages may belong to
+        other requests by now."""
         starts = torch.arange(rows.shape[0] + 1, device=self.device)
         pages = torch.where(boundaries[:, None] >= 0, self._row_pages[rows], NULL_PAGE)
         return CheckpointTargets(starts, starts[:-1], boundaries, pages)
@@ -168,8 +171,8 @@ class RecurrentRows:
     def begin(self, view: BatchView, computed: torch.Tensor, num_known: torch.Tensor, num_drafts: torch.Tensor, *,
               known: Queries, max_drafts: int, max_pending: int,
               targets: CheckpointTargets | None) -> RecurrentStep | NoRecurrentStep:
-        """Begin a step of the recurrent layers, if the model has any. computed, num_known and num_drafts
-        [requests] are live counts; known: the host's knowledge of the known tokens."""
+        """Begin a step of the recurrent layers, if the model has any. computed, num_known and num_drafts [requests] are
+        counts of live tokens on the device; known: what the host knows of the known tokens."""
         if not self.layers:
             return NoRecurrentStep()
         return self.backend.begin(StepCounts(
@@ -179,8 +182,8 @@ class RecurrentRows:
         ))
 
     def _lens(self, queries: Queries, requests: int) -> tuple[int, ...]:
-        """Tokens of each request. If only the device knows them, the most there may be: a few in a decode step, and
-        enough for a scan in a step with prompts."""
+        """Return the number of tokens of each request. If only the device knows the numbers, return upper bounds: a few
+        tokens in a decode step, and enough for a scan in a step with prompts."""
         match queries:
             case ExactQueries(lens):
                 return lens

@@ -53,7 +53,7 @@ class Walk:
 
     def __init__(self, mixer: RecurrentMixer, begin: RecurrentState, at: torch.Tensor,
                  targets: CheckpointTargets | None, *, exact: bool) -> None:
-        """exact: a library gets the same shapes for any number of requests, so that bits cannot depend on it."""
+        """exact: call libraries with the same shapes for any number of requests, so that bits cannot depend on it."""
         self.mixer, self.targets, self.exact = mixer, targets, exact
         self.state, self.tail = begin
         self.at = at  # [requests] tokens seen
@@ -62,7 +62,7 @@ class Walk:
         self.has_saved = torch.zeros(count, dtype=torch.bool, device=at.device)
 
     def step(self, conv_in: torch.Tensor, gates: Gates, moves: torch.Tensor) -> torch.Tensor:
-        """Compute one token of the requests that move [requests]. Returns y of all requests."""
+        """Advance by one token the requests for which `moves` [requests] is True. Returns y of all requests."""
         y, state, tail = self._step_each(conv_in, gates) if self.exact else self.mixer.step(
             self.state, self.tail, conv_in, gates)
         self.state, self.tail = selected(moves, state, self.state), selected(moves, tail, self.tail)
@@ -81,7 +81,8 @@ class Walk:
         return StepOutput(*map(torch.cat, zip(*done, strict=True)))
 
     def scan(self, request: int, conv_in: torch.Tensor, gates: Gates, moves: torch.Tensor) -> torch.Tensor:
-        """Compute many tokens of one request, if it moves []. Returns its y."""
+        """Compute many tokens of one request, and keep the new state if `moves` [] is True. Returns y of the request.
+        """
         count, targets = conv_in.shape[0], self.targets
         mine = [] if targets is None else sorted(
             (offset, i) for owner, i, offset in targets.scans if owner == request and 0 < offset <= count
@@ -172,5 +173,5 @@ class TorchStep(RecurrentStep):
 
 
 def selected(mask: torch.Tensor, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """`new` where mask [n] holds, `old` elsewhere; both [n, ..]."""
+    """Return `new` where mask [n] is True and `old` elsewhere; both [n, ..]."""
     return torch.where(mask.view(-1, *[1] * (new.dim() - 1)), new, old)

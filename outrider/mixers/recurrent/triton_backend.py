@@ -52,7 +52,7 @@ class TritonStep(RecurrentStep):
 
 
 class LayerKernels:
-    """The kernels of all layers over one batch. fold_only: its rows have ended; nothing but checkpoints is written."""
+    """The kernels of all layers over one batch. fold_only: the rows have ended, so only checkpoints are written."""
 
     def __init__(self, layers: TritonRecurrent, step: StepTensors, targets: CheckpointTargets | None, *, chunked: bool,
                  fold_only: bool = False) -> None:
@@ -90,5 +90,5 @@ class LayerKernels:
 
 
 def _only(targets: CheckpointTargets, written: torch.Tensor) -> CheckpointTargets:
-    """The targets, with boundary -1 for each checkpoint that this step does not write."""
+    """Return the targets, with boundary -1 for each checkpoint that this step does not write."""
     return targets._replace(boundary=torch.where(written, targets.boundary, -1))
