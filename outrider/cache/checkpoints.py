@@ -176,8 +176,8 @@ class Checkpoints:
         return [checkpoint.write for checkpoint in folds]
 
     def make_room(self, num_pages: int) -> bool:
-        """Drop open checkpoints, oldest first, until `num_pages` pages are free. Returns False, with nothing dropped,
-        if that cannot be reached. Later reports of dropped checkpoints are ignored."""
+        """Drop unpublished checkpoints, oldest first, until `num_pages` pages are free. Returns False, with nothing
+        dropped, if that cannot be reached. Later reports of dropped checkpoints are ignored."""
         droppable = self._droppable()
         if num_pages > self.pool.num_free + len(droppable) * self.capacity.checkpoint_pages:
             return False
@@ -217,7 +217,7 @@ class Checkpoints:
                 self._move(checkpoint, DROPPED)
 
     def drop_open(self) -> None:
-        """Drop all open checkpoints after a failed step, which leaves the content of rows and pages unknown."""
+        """Drop all unpublished checkpoints after a failed step, which leaves the content of rows and pages unknown."""
         for checkpoint in list(self._open.values()):
             self._move(checkpoint, DROPPED)
 
@@ -255,7 +255,7 @@ class Checkpoints:
     # Looking
 
     def held(self) -> list[int]:
-        """Every page that an open checkpoint holds."""
+        """Every page that an unpublished checkpoint holds."""
         return [page for checkpoint in self._open.values() for page in checkpoint.pages]
 
     def check_integrity(self) -> None:
@@ -270,8 +270,8 @@ class Checkpoints:
     # Inside
 
     def _droppable(self) -> list[Checkpoint]:
-        """Open checkpoints that can be dropped, oldest first. A checkpoint from which a request of the next batch
-        begins is not among them."""
+        """Unpublished checkpoints that can be dropped, oldest first. A checkpoint from which a request of the next
+        batch begins is not among them."""
         restoring = set(self.states.held())
         if not restoring:
             return list(self._open.values())
@@ -302,8 +302,8 @@ class Checkpoints:
             self._awaited.discard(own.awaited.pop(boundary))
 
     def _open_checkpoint(self, request_id: int, own: RequestCheckpoints, boundary: int) -> Checkpoint | None:
-        """Allocate pages for a checkpoint that the next step may write at a page boundary. Returns None if the request
-        has the most open checkpoints already, or if the pool has too few free pages."""
+        """Make a checkpoint that the next step may write at this boundary, and allocate its pages. Returns None if the
+        request has the most unpublished checkpoints already, or if the pool has too few free pages."""
         num_pages = self.capacity.checkpoint_pages
         if len(own.by_boundary) >= self.capacity.max_checkpoints or self.pool.num_free < num_pages:
             return None

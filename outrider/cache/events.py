@@ -53,7 +53,7 @@ class CacheEvents:
     the same record."""
 
     def __init__(self, layout: CacheLayout, labels: Mapping[str, str] = MappingProxyType({})) -> None:
-        """labels: public names of keys that requests have."""
+        """labels: public names of cache keys, by key."""
         self.layout = layout
         self._labels = labels
         self.state_group = len(layout.groups)  # the group that the pool knows states by

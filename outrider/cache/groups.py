@@ -130,8 +130,8 @@ class CacheLayout:
 def plan_groups(target: list[LayerCache], page_tokens: int = 16, checkpoint_interval: int = CHECKPOINT_INTERVAL,
                 drafter: Sequence[LayerCache] = (), *, whole_parts: bool = False) -> CacheLayout:
     """Split the layers of a model and its drafter into groups. `page_tokens`: the smallest page that a group may have,
-    in tokens. A drafter's layers join groups of the target if their specs are equal. `whole_parts`: see
-    `Backend.needs_whole_parts`."""
+    in tokens. A drafter's layers join groups of the target if their specs are equal. `whole_parts`: whether the
+    distance of pages must be a multiple of the size of every part (`Backend.needs_whole_parts`)."""
     layers = [*target, *drafter]
     if page_tokens not in PAGE_TOKENS:
         raise ValueError(f"page_size must be one of {PAGE_TOKENS}, got {page_tokens}")

@@ -47,7 +47,8 @@ class PrefixLookup:
             self._hashes[request_id] = {size: PageHashes(size, keys, inputs) for size in self._sizes}
 
     def use_weights(self, version: int) -> None:
-        """Restart all hashes with this version of the weights."""
+        """Make this version of the weights a part of all hashes, so that pages of other versions are no longer
+        found."""
         self._version_keys = (f"{WEIGHTS_KEY}{version}",) if version else ()
         self._hashes.clear()
 

@@ -1,7 +1,7 @@
-"""CacheManager: which pages each running request holds, in every group.
+"""CacheManager: allocates, shares and frees the cache pages of running requests, in every group of layers.
 
 Pages are allocated by the upper bound of a request's length, but dropped and published by its settled length, which
-results have confirmed: a step in flight may accept fewer drafts than the bound assumes, and then still reads pages that
+results have confirmed. A step in flight may accept fewer drafts than the bound assumes, and then still reads pages that
 the bound would have dropped. The manager never sees a tensor.
 """
 
@@ -90,9 +90,9 @@ class CacheManager:
 
     def find_start(self, request_id: int, token_ids: Sequence[int], keys: tuple[str, ...] = (), *,
                    use_prefix: bool = True, inputs: InputParts = NO_INPUTS, step: int | None = None) -> Start:
-        """Look up the longest cached prefix of a request. `keys`: salt and other values that must be equal for pages
-        to be shared. A hit ends where `inputs` allow it. `step`: the step of the batch that is being made, if the
-        request may share what that step and those in flight have promised; None if it may not. The hashes of the
+        """Look up the longest cached prefix of a request. `keys`: salt and other values that must be equal for pages to
+        be shared. A hit ends where `inputs` allow it. `step`: the step of the batch that is being made, if the request
+        may share pages that this step and steps in flight are still writing; None if it may not. The hashes of the
         request's tokens are kept until `forget`."""
         self.lookup.open(request_id, keys, inputs)
         fresh = self.pages_to_start(len(token_ids) + 1)
@@ -153,8 +153,8 @@ class CacheManager:
     # Growth
 
     def reserve(self, request_id: int, bound: Bound) -> bool:
-        """Allocate pages for the bound and the drafter's lookahead in every group. Returns False, with nothing
-        allocated, if there are too few free pages."""
+        """Allocate pages in every group for a request of length `bound`, and for the tokens that a drafter writes
+        ahead. Returns False, with nothing allocated, if there are too few free pages."""
         pages = self._requests[request_id]
         tokens = min(bound.at_most + self.lookahead, self.limits.max_len)
         missing = [(group.index, count) for group in self.groups
@@ -220,8 +220,9 @@ class CacheManager:
     # Settling
 
     def settle(self, request_id: int, settled: Settled, token_ids: Sequence[int]) -> int:
-        """Publish pages that are full by the settled length and drop pages that no query can see. Returns the settled
-        length at which the next call has something to do."""
+        """Let other requests find the pages that are full, and free pages that no query can see any more. Both are
+        decided by the settled length, which results have confirmed. Returns the settled length at which the next call
+        has something to do."""
         pages, length = self._requests[request_id], settled.at_least
         if self.enable_prefix_caching and not pages.is_mixed:
             for group in self.groups:

@@ -1,4 +1,5 @@
-"""PagePool: for each page number, how many requests hold it, the hash by which it is found, and when it is reused.
+"""PagePool: allocates pages and counts how many requests hold each. It finds a page by the hash of its content, and
+chooses the pages that are reused.
 
 Every page but the null page is, at any time, exactly one of: blank (no content), cached (content without a holder),
 owned (one or more holders). The pool does not know tokens, tensors or the meaning of groups.

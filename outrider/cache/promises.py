@@ -10,7 +10,8 @@ states that a step will certainly write can be found at once:
                    finite, or a state was not written, the promise is broken and its sharers start again
     step fails     all promises are erased, and all requests lose their rows
 
-A promise holds its pages until then. Only known tokens are promised, never drafts. This file does not know tokens.
+A promise holds its pages until its step has ended. Only known tokens are promised, never drafts. This file does not know
+tokens.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class Promises:
     # Making a batch
 
     def add_page(self, step: int, writer: int, key: PageKey, page: int, content: PageContent | None = None) -> None:
-        """Promise a page, unless a page with this key is published or promised already. `content`: for the record of
-        cache events, if there is one."""
+        """Let other requests find a page that the step will certainly fill, unless a page with this key is published or
+        promised already. `content`: for the record of cache events, if there is one."""
         if key in self._of_page or self.pool.find(key) is not None:
             return
         promise = self._open(step, writer)
@@ -63,7 +64,7 @@ class Promises:
         self._of_page[key] = promise
 
     def add_state(self, step: int, checkpoint: Checkpoint, digest: bytes) -> None:
-        """Promise a recurrent state, which the step certainly writes to the checkpoint's pages."""
+        """Let other requests find a recurrent state that the step will certainly write to the checkpoint's pages."""
         known = self._of_state.get(digest)
         if known is not None and known.states[digest].is_open:
             return

@@ -1,7 +1,7 @@
 """CheckedRequest: a request that the engine has checked: prompt, parameters and what it asks of features. No torch.
 
 `engine/request_checks.py` makes these values, and only for requests that the engine can serve. Everything that belongs
-to a request is a field here, so that the code between the fronts and the worker passes on one value.
+to a request is a field here, so that all code between the API and the worker passes on one value.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CheckedRequest:
 
     @property
     def is_masked(self) -> bool:
-        """Whether a feature writes masks of the tokens that may be sampled."""
+        """Whether a feature restricts by masks which tokens may be sampled."""
         return any(part.masks_tokens for part in self.parts)
 
     @property

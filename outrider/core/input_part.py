@@ -55,7 +55,7 @@ class InputPart(RequestPart):
 
 
 class InputParts(tuple[InputPart, ...]):
-    """All input parts of one request."""
+    """All input parts of one request. Each method combines the answers of the parts."""
 
     __slots__ = ()
 
@@ -79,7 +79,7 @@ class InputParts(tuple[InputPart, ...]):
 
 
 def _moved(position: int, moves: Sequence[Callable[[int], int]]) -> int:
-    """Apply all moves to a position, again and again until none changes it."""
+    """Apply all moves to a position, again and again until none changes it: then all parts allow the position."""
     before = -1
     while position != before:
         before = position

@@ -1,4 +1,4 @@
-"""Names that a package exports and imports late: each from its module, when it is first used.
+"""Lazy imports: each name that a package exports is imported from its module when it is first used.
 
     if TYPE_CHECKING:
         from outrider.layers.moe import MoE

@@ -15,7 +15,8 @@ NULL_ROW = 0  # never owned by a request; padded rows point here
 
 
 class Axis(enum.Enum):
-    """An axis of a persistent buffer, by the things it counts. Buffers are declared by axes, never by bare integers."""
+    """An axis of a persistent buffer, named after its entries, such as rows or tokens. Buffers are declared by axes,
+    never by bare integers, and `Limits.extent` gives the size of each."""
 
     ROWS = "rows"  # running requests and the null row
     REQUESTS = "requests"  # requests of one batch
@@ -73,8 +74,8 @@ class Limits:
 
     @property
     def max_lookahead(self) -> int:
-        """Most slots past the computed tokens that a drafter may write: one for the last known token and one for each
-        draft."""
+        """The most cache positions past the computed tokens that a drafter may write: one for the last known token and
+        one for each draft."""
         return self.max_drafts + 1 if self.max_drafts else 0
 
     @property

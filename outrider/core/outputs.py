@@ -212,7 +212,8 @@ class RequestOutput:
         self._prompt_rows: tuple[list[dict[int, Logprob] | None] | None, list[tuple[Any, ...]]] = (rows, [])
 
     def _get_prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """Return the rows, named when they are first read: see `CompletionOutput.add_logprobs`."""
+        """Return the prompt's log-probabilities as dicts, which are made when they are first read (see
+        `CompletionOutput.add_logprobs`)."""
         named, unnamed = self._prompt_rows
         if named is not None and unnamed:
             named = [*named, *(name_logprobs(TokenLogprobs(*entry)) for entry in unnamed)]

@@ -118,7 +118,7 @@ class EventWriter:
 
 
 def _kind(spec: PagedSpec) -> tuple[str, int | None]:
-    """Return vLLM's name for the kind of cache that a group is, and the group's window."""
+    """Return vLLM's name for the kind of a group's cache, and the window that events report; None without one."""
     window = spec.visible_tokens
     if isinstance(spec, LatentSpec):
         return ("mla_attention" if window is None else "sliding_window_mla"), window

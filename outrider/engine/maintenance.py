@@ -59,7 +59,7 @@ AGAIN = "start_weight_update() begins it again, finish_weight_update() gives it 
 
 @dataclass
 class _Stream:
-    """An update of weights that goes on, whose tensors come one by one."""
+    """An update of weights in progress. Its tensors come one by one."""
 
     is_session: bool  # `start_weight_update` began it, and only `finish_weight_update` ends it
     lacked_before: str  # why no request could run before; empty if some could
@@ -197,9 +197,10 @@ class Maintenance:
             self._loads.discard(load)
 
     def stream_weight(self, given: NamedArray | NamedTensor, session: _Stream | None = None) -> None:
-        """Replace one weight. `finish_weight_update` ends the update. If `start_weight_update` has not begun it, the
-        next call other than this one ends it. If the update's first weight does not fit, nothing has changed.
-        session: the update to which the weight belongs, if `start_weight_update` has begun it."""
+        """Replace one weight of an update. An update that `start_weight_update` began lasts until
+        `finish_weight_update`. Without it, this call begins an update, which lasts until a method other than this one
+        is called. If the update's first weight does not fit, nothing has changed. session: the update to which the
+        weight belongs, if `start_weight_update` has begun it."""
         self._check_unspoilt()
         if session is not None and session is not self._stream:
             raise ValueError("the weight came after its update had ended: give it again in another update")

@@ -23,7 +23,7 @@ class PauseMode(enum.Enum):
 
     @classmethod
     def from_names(cls, mode: str, clear_cache: bool) -> PauseMode:
-        """Return the mode for vLLM's names of it."""
+        """Return the mode that vLLM's arguments `mode` and `clear_cache` ask for."""
         match mode:
             case "abort":
                 return cls.ABORT

@@ -20,7 +20,7 @@ def bar(items: Any = None, **options: Any) -> Any:
 
 
 def loading_bar(model: str) -> Callable[[Any, int], Any]:
-    """Return a function that shows a bar of the tensors that are read: see `Watch` of the loader."""
+    """Return a function that shows a progress bar while the loader reads tensors (a `Watch` of the loader)."""
     return lambda tensors, count: bar(tensors, total=count, desc=f"loading {model}", unit="tensors")
 
 

@@ -21,7 +21,7 @@ class PromptLogprobsOutput:
         self._first_version = key.weights_version  # of the weights, for the first row
 
     def use_weights(self, version: int) -> None:
-        """Set the version of the weights from which later rows come."""
+        """Set the version of the weights from which later log-probabilities come."""
         self._key = self._key._replace(weights_version=version)
 
     def take(self, epoch: int, chunk: list[TokenLogprobs]) -> OutputIncrement:

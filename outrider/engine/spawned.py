@@ -101,7 +101,7 @@ def _without_script() -> Generator[None, None, None]:
 
 
 class _MainNames(pickle.Unpickler):
-    """An unpickler that notes the first name of `__main__` that the data refers to."""
+    """Unpickles data to find out whether it refers to a name of `__main__`. Notes the first such name."""
 
     name: str | None = None
 

@@ -199,7 +199,7 @@ class Flight:
 
 
 def _begin(worker: RunningWorker, number: int, pickled: bytes, to_parent: _ToParent) -> None:
-    """Begin an errand, and send an answer when it is done."""
+    """Begin an errand (work beside the steps), and send an answer when it is done."""
     def answer(done: Future[Any]) -> None:
         error = done.exception()
         with suppress(OSError):  # the parent is gone

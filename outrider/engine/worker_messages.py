@@ -21,14 +21,15 @@ class OfCommand:
 
 @dataclass(frozen=True)
 class OfErrand:
-    """A message that announces an errand, which follows in a message of its own, like a command."""
+    """A message that announces an errand (work beside the steps). The errand follows in a message of its own, like a
+    command."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class ErrandDone:
-    """A child's answer to an errand."""
+    """A child's answer: the errand with this number is done, or has failed with this error."""
 
     number: int
     error: str | None

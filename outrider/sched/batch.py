@@ -50,7 +50,8 @@ class BatchBuilder:
         request.in_flight_samples += 1
 
     def add_prompt(self, request: Request, num_known: int, samples: bool, bound: int) -> None:
-        """Add known tokens of a request. samples: whether a token is sampled after the last of them."""
+        """Add the next `num_known` known tokens of a request, such as a chunk of its prompt. samples: whether a token
+        is sampled after the last of them."""
         self._num_known_of_prompts.append(num_known)
         self._samples_of_prompts.append(samples)
         self.add_decoding(request, 0, bound)

@@ -58,7 +58,7 @@ class SharedRates:
     and how many of these were accepted."""
 
     def __init__(self, k: int, weight: float) -> None:
-        """weight: observations that the first rate is worth."""
+        """weight: how many observations the initial rate (FIRST_RATE) counts for."""
         self._tried, self._hit = [weight] * k, [weight * FIRST_RATE] * k
 
     @property

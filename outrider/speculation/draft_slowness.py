@@ -45,8 +45,8 @@ class DraftSlowness:
 
     @property
     def wants_rest(self) -> bool:
-        """Whether the drafter should not even run in the next step, because the machine is so slow that this is worth
-        the tokens that the drafter misses."""
+        """Whether the drafter should not even run in the next step. On a very slow machine, steps without the drafter
+        tell so much about its time that they are worth the tokens that it misses."""
         return self._looks_left > MORE_LOOKS and self._level > SEVERE
 
     def observe(self, plain: float, added: float, seconds: float, *, checks_drafts: bool) -> bool:

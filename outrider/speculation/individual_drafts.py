@@ -147,7 +147,7 @@ class IndividualDrafts(LearnedDrafts):
 
     def _gains_of(self, requests: Sequence[DraftedRequest], running: list[int],
                   is_exact: bool) -> list[tuple[int, list[float]]]:
-        """The indexes in `running`, each with the gains of its request."""
+        """The indexes in `running`, each with the chances that the drafts of its request are reached and accepted."""
         return list(zip(running, self._gains([requests[index] for index in running], is_exact), strict=True))
 
     def _step_seconds(self, num_drafts: int, num_running: int) -> float:

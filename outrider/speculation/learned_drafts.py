@@ -50,8 +50,8 @@ class LearnedDrafts(DraftCounts):
 
     @abstractmethod
     def _best_depth(self, requests: Sequence[DraftedRequest]) -> int:
-        """The number of drafts of the request for which most drafts pay. Requests that still compute their prompts
-        count too."""
+        """The most drafts that save time for any of the requests; 0 if none do. Requests that still compute their
+        prompts count too."""
 
     def _note_tries(self, settled: Sequence[SettledDrafts]) -> None:
         for request, result, _ in settled if self._tries.any_left else ():
@@ -139,7 +139,7 @@ class LearnedDrafts(DraftCounts):
         return [self._cut_gains(request, gains, is_exact) for request, gains in zip(requests, all_gains, strict=True)]
 
     def _cut_gains(self, request: DraftedRequest, gains: list[float], is_exact: bool) -> list[float]:
-        """Leave out the drafts that the request cannot have."""
+        """Cut the chances of a request's drafts off after as many drafts as the request can have."""
         if not self._sees(request) and (not self._depth.proposed
                                         or request.end_len - request.bound.at_most < LEAST_LEFT):
             return []
@@ -153,6 +153,6 @@ class LearnedDrafts(DraftCounts):
 
     @property
     def _least_gain(self) -> float:
-        """The least gain for which drafts are made, as a factor on tokens per second. It is greater for a drafter that
-        rests than for one that runs."""
+        """Drafts are made only if they multiply the tokens per second by at least this factor. It is greater for a
+        drafter that rests than for one that runs."""
         return 1.0 if self._misses_rests and self._depth.proposed else MIN_GAIN

@@ -58,8 +58,8 @@ class DraftChoice(NamedTuple):
 
 
 class HeldCounts(NamedTuple):
-    """A plan for several steps of the same requests: the number of drafts of each or, with `sharing`, the most of
-    each."""
+    """A plan for several steps of the same requests. It has the number of drafts of each request or, with `sharing`,
+    the most drafts that the device may give to each."""
 
     request_ids: list[int]
     counts: list[int]

@@ -11,7 +11,8 @@ from outrider.cache.kinds.sliding import SlidingKind, SlidingSpec
 
 @dataclass(frozen=True)
 class ChunkedSpec(SlidingSpec):
-    """Keys and values of one chunk of `window` tokens: a query at p sees keys p - p % window to p."""
+    """The cache of chunked attention: keys and values of one chunk of `window` tokens. A query at p sees keys p - p %
+    window to p."""
 
 
 @dataclass(frozen=True)

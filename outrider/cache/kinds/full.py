@@ -14,7 +14,7 @@ from outrider.core import Limits
 
 @dataclass(frozen=True)
 class FullSpec(PagedSpec):
-    """Keys and values of every token."""
+    """The cache of full attention: keys and values of every token."""
 
     num_kv_heads: int
     head_dim: int

@@ -15,7 +15,7 @@ from outrider.cache.kinds.types import MODEL_CACHE
 
 @dataclass(frozen=True)
 class IndexedSpec(PagedSpec):
-    """Keys, values and index keys of every token, in the model's dtype."""
+    """The cache of sparse attention: keys, values and index keys of every token, in the model's dtype."""
 
     num_kv_heads: int
     head_dim: int

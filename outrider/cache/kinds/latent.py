@@ -15,7 +15,7 @@ from outrider.cache.kinds.types import MODEL_CACHE, CacheType, ElementType
 
 @dataclass(frozen=True)
 class LatentSpec(PagedSpec):
-    """The compressed keys and values of every token, with the rotated key after them."""
+    """The cache of latent attention: for every token the compressed keys and values, followed by the rotated key."""
 
     latent_dim: int
     rope_dim: int

@@ -1,5 +1,6 @@
-"""Recurrent layers keep a state in every row, which each token overwrites. The state of a running request is not stored
-in pages. A checkpoint is a list of pages with the states and convolution tails of all layers, one after the other."""
+"""Recurrent layers keep a state in every batch row, which each token overwrites. The state of a running request is not
+stored in pages. A checkpoint is a list of pages with the states and convolution tails of all layers, one after the
+other."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class RecurrentSpec:
 
     @property
     def input_bytes(self) -> int:
-        """Bytes that a row keeps for each draft until the draft is folded or rejected."""
+        """Bytes of inputs that a batch row keeps for each draft until the draft is folded into the state or
+        rejected."""
         return (self.conv_dim + sum(self.gate_sizes)) * self.itemsize
 
 
@@ -64,8 +66,8 @@ class RowCapacity:
 
 @dataclass(frozen=True)
 class RecurrentKind:
-    """The recurrent layers of a model, and the boundaries at which their states are saved. A model without recurrent
-    layers has one without layers."""
+    """The recurrent layers of a model, and the boundaries at which their states are saved. For a model without
+    recurrent layers `layers` is empty."""
 
     layers: tuple[tuple[int, RecurrentSpec], ...] = ()
     page_tokens: int = 1  # checkpoints are taken at multiples of this, where the pages of all the target's groups end

@@ -12,7 +12,8 @@ from outrider.core import Limits
 
 @dataclass(frozen=True)
 class SlidingSpec(FullSpec):
-    """Keys and values of the last `window` tokens: a query at p sees keys p - window + 1 to p."""
+    """The cache of sliding-window attention: keys and values of the last `window` tokens. A query at p sees keys p -
+    window + 1 to p."""
 
     window: int
 

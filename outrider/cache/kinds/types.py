@@ -13,8 +13,8 @@ from outrider.cache.kinds.parts import Part
 
 @dataclass(frozen=True)
 class CacheType:
-    """Keys and values stored in the model's dtype. Subclasses store them in other forms, in tensors of which two must
-    have the names "k" and "v"."""
+    """Stores keys and values in the model's dtype. A subclass stores them in another form. Two of its tensors must have
+    the names "k" and "v"."""
 
     name: str  # value of the setting kv_cache_dtype
 
