@@ -10,8 +10,8 @@ states that a step will certainly write can be found at once:
                    finite, or a state was not written, the promise is broken and its sharers start again
     step fails     all promises are erased, and all requests lose their rows
 
-A promise holds its pages until its step has ended. Only known tokens are promised, never drafts. This file does not know
-tokens.
+A promise holds its pages until its step has ended. Only known tokens are promised, never drafts. This file does not
+know tokens.
 """
 
 from __future__ import annotations
