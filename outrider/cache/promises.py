@@ -64,7 +64,8 @@ class Promises:
         self._of_page[key] = promise
 
     def add_state(self, step: int, checkpoint: Checkpoint, digest: bytes) -> None:
-        """Let other requests find a recurrent state that the step will certainly write to the checkpoint's pages."""
+        """Let other requests find a recurrent state that the step will certainly write to the checkpoint's pages,
+        unless a state of the same tokens is promised already."""
         known = self._of_state.get(digest)
         if known is not None and known.states[digest].is_open:
             return

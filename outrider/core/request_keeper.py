@@ -41,7 +41,7 @@ Keeper = TypeVar("Keeper", bound=RequestKeeper)
 
 
 class RequestKeepers:
-    """All keepers of an engine. Each method calls the same method of every keeper."""
+    """All keepers of an engine. The methods of a RequestKeeper are here too, and call every keeper."""
 
     def __init__(self, keepers: Sequence[RequestKeeper] = ()) -> None:
         self._all = tuple(keepers)

@@ -16,7 +16,8 @@ Entry = tuple[Rank, Request]
 
 class Line:
     """The waiting requests of one tenant. A removed request stays in the heap until it comes first or half of the heap
-    is removed, because a search for each of a request's thousands of samples would keep every tenant waiting."""
+    is removed. Searching the heap for each removed request would keep every tenant waiting when thousands are removed
+    at once."""
 
     def __init__(self) -> None:
         self._heap: list[Entry] = []  # its first entry was not removed
