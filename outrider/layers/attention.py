@@ -89,8 +89,8 @@ class SelfAttention(TokenMixer):
 
     def mix_rows(self, x: torch.Tensor, angles: Angles, context: StepContext, rows: WantedRows) -> torch.Tensor | None:
         """Attend with the queries of some token rows only, and return [rows, heads * dim]. Keys and values of all of x
-        are written to the cache. None if the backend attends for all tokens that it writes, or if a subclass overrides
-        `mix` but not this method."""
+        are written to the cache. Returns None if the backend can attend only for all the tokens that it writes, or if a
+        subclass overrides `mix` but not this method."""
         layer = self.layer
         if type(self).mix is not SelfAttention.mix or layer.index not in rows.layers:
             return None

@@ -1,6 +1,6 @@
-"""Module: an object with weights and parts that have weights. Also the base classes of layers and models.
+"""Module: an object with weights, and with parts that are modules too. Also the base classes of layers and models.
 
-A module declares its parts once. The names of its tensors, finalization and searches all follow from that.
+A module declares its parts once. Tensor names, finalization and searches follow from this declaration.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Module:
 
 
 class HeldRows(NamedTuple):
-    """The rows that this rank holds of a checkpoint's tensor, which has `size` rows."""
+    """The rows of a checkpoint's tensor that this rank holds. The whole tensor has `size` rows."""
 
     size: int
     held: tuple[range, ...]
@@ -94,8 +94,8 @@ class HeldRows(NamedTuple):
 
 
 class Parameter(Module):
-    """A tensor of the checkpoint that a layer uses without a format. `rows`: the rows of it that this rank holds, if
-    not all."""
+    """A tensor of the checkpoint that a layer uses directly, without a weight format. `rows`: the rows that this rank
+    holds, if not all."""
 
     def __init__(self, tensor: torch.Tensor, rows: HeldRows | None = None) -> None:
         self.tensor, self.rows = tensor, rows
@@ -176,21 +176,21 @@ class FeedForward(Module, ABC):
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """x: [tokens, hidden], the token rows of the context."""
+        """Compute the part's result for x: [tokens, hidden], the token rows of the context."""
 
 
 class TokenMixer(Module, ABC):
-    """The part of a layer that mixes token rows of a request: attention, or a recurrence."""
+    """The part of a layer in which token rows of a request exchange information: attention, or a recurrence."""
 
     layer: Any = None  # the mixers' description of this rank's part, if it is attention
 
     def readers(self) -> Sequence[LinearFormat]:
-        """See `FeedForward.readers`."""
+        """The formats of all weights that are multiplied with this part's input: see `FeedForward.readers`."""
         return ()
 
     @abstractmethod
     def __call__(self, x: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
-        """x: [tokens, hidden], the token rows of the context."""
+        """Compute the part's result for x: [tokens, hidden], the token rows of the context."""
 
     def for_rows(self, x: torch.Tensor, angles: Angles, context: StepContext, rows: WantedRows) -> torch.Tensor:
         """Return the results for `rows` only. Keys and values, or states, of all of x are still written to the
@@ -199,8 +199,8 @@ class TokenMixer(Module, ABC):
 
 
 class DecoderLayer(Module):
-    """A layer that adds to the residual stream. It returns its last addition (delta), and the next layer's first norm
-    adds it, so that sum and norm are one operation."""
+    """A layer that adds to the residual stream. It does not make its last addition but returns it as `delta`. The next
+    layer's first norm adds it, so that sum and norm are one operation."""
 
     rotary: int = 0  # index of the model's rope that the layer uses
 
@@ -210,18 +210,18 @@ class DecoderLayer(Module):
     __call__: Callable[..., tuple[Any, torch.Tensor]]
 
     def prepare(self) -> None:
-        """Prepare the layer; called when the formats of its weights are prepared."""
+        """Prepare the layer for steps; called when the formats of its weights are prepared."""
 
     def with_next(self, following: Sequence[DecoderLayer], *args: Any) -> tuple[int, Any, torch.Tensor]:
-        """Call this layer, and as many of the `following` layers as fit into the same call. Return the number of layers
-        that ran, and delta and residual stream after the last of them. args: the arguments of `__call__`; the layers
-        take no others."""
+        """Call this layer, together with as many of the `following` layers as one call can compute. Return the number
+        of layers that ran, and delta and residual stream after the last of them. args: the arguments of `__call__`,
+        with which all these layers are called."""
         return 1, *self(*args)
 
     def for_rows(self, rows: WantedRows, *args: Any) -> tuple[Any, torch.Tensor]:
-        """Call the layer where only some token rows of its result are needed: the last layer that writes a cache.
-        Return delta and residual stream of these rows. args: the arguments of `__call__`. Layers that can save work
-        override this."""
+        """Call the layer, but return delta and residual stream of some token rows only. This is used for the last layer
+        that writes a cache, which must still read all tokens. args: the arguments of `__call__`. Layers that can save
+        work override this."""
         delta, residual = self(*args)
         if delta is not None:
             delta = delta[rows.token_rows] if isinstance(delta, torch.Tensor) else delta.for_rows(rows.token_rows)
@@ -271,15 +271,15 @@ class LayeredModule(Module):
         return [LayerCache(layer.index, layer.cache_spec(self.dtype.itemsize)) for layer in self.attention_layers]
 
     def follow_target(self) -> None:
-        """Refresh the copies that a draft head has of its target's weights, because these weights may have changed."""
+        """Refresh a draft head's copies of its target's weights, because these weights may have changed."""
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint may contain this tensor although the model does not use it."""
         return name.endswith("rotary_emb.inv_freq")
 
     def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
-        """Raise ValueError if an ignored tensor shows that the module would compute something else than the
-        checkpoint's makers meant."""
+        """Raise ValueError if a tensor that is about to be ignored shows that the checkpoint needs a computation that
+        this module lacks."""
 
     def slot_name(self, name: str) -> str:
         """The module's name for a tensor of the checkpoint. Modules override this where files of one family have
@@ -314,8 +314,8 @@ class LayeredModule(Module):
 
 
 def check_ranks(module: LayeredModule, num_ranks: int) -> None:
-    """Refuse a number of ranks that cannot share the sizes of a model or a draft head, and name the first such size.
-    Nothing needs to be allocated yet."""
+    """Raise an error that names the first size of a model or a draft head that does not divide by the number of ranks.
+    Called before anything is allocated."""
     sizes = [size for part in find_modules([module], Module) for size in part.shard_sizes()]
     refused = next((size for size in sizes if not size.fits(num_ranks)), None)
     if refused is not None:

@@ -1,16 +1,16 @@
-"""StepContext: what a layer knows of its token rows beside their hidden states.
+"""StepContext: what a layer needs to know about its token rows in addition to their hidden states.
 
 A model passes one context to every layer, feed-forward and product. The context holds
 
 - the caches of the layers, bound to the step (`attend`);
-- each token's place in its request (`positions`), and the place that ropes turn by (`rope_positions`);
+- each token's position in its request (`positions`), and its position for rope (`rope_positions`);
 - vectors that replace the embeddings of token ids at some rows (`given_rows`);
 - changes to the matrix products of some rows, such as low-rank ones (`deltas`).
 
-A part that computes only some of the rows passes on the context of these rows (`of_rows`), so a product always knows
+A layer that computes only some of the rows passes on the context of these rows (`of_rows`), so a product always knows
 its rows. Draft heads and prediction modules are called in the same way. A layer that is one native call applies deltas
-itself, from tables (`RowDeltas.factors`). For deltas without such tables, plain layers ask for the delta of each
-product.
+itself, from tables (`RowDeltas.factors`). If deltas have no such tables, plain layers are used, which ask for the delta
+of each product.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenHistory:
-    """The token ids of all requests so far, and where the step's token rows stand in them. Drafts are not stored there
-    yet, so ids that belong to the step are read from the step."""
+    """The token ids of all requests so far, and the positions of the step's token rows in them. Drafts are not stored
+    in the history yet, so ids of the step's own tokens are read from the step."""
 
     tokens: torch.Tensor  # [ROWS, LENGTH]
     row_of: torch.Tensor  # [tokens] row of the token's request
@@ -55,7 +55,7 @@ class TokenHistory:
 
 
 class LinearLayer(Protocol):
-    """What row deltas use of a linear layer: its identity (`is`) and its sizes."""
+    """The interface of a linear layer for row deltas, which need its identity (`is`) and its sizes."""
 
     @property
     def in_features(self) -> int: ...
@@ -66,7 +66,7 @@ class LinearLayer(Protocol):
 
 @dataclass(frozen=True)
 class StepFactors:
-    """The low-rank factors of a step's row deltas, as tables that a kernel for a whole layer reads itself."""
+    """The low-rank factors of a step's row deltas, as tables for a kernel that computes a whole layer."""
 
     rows: RowSlots
     tables: DeltaTables
@@ -74,15 +74,15 @@ class StepFactors:
 
 
 class RowDeltas(ABC):
-    """Row deltas: what each request of a step adds to the matrix products of its token rows. The results of
-    modules and token rows without deltas are the same, bit for bit, as in a step without any."""
+    """Row deltas: changes that each request of a step makes to the matrix products of its token rows. Modules and token
+    rows without deltas have the same results, bit for bit, as in a step without any."""
 
     @abstractmethod
     def of_rows(self, token_rows: torch.Tensor) -> RowDeltas:
-        """These deltas for some of the token rows."""
+        """Return these deltas for some of the token rows."""
 
     def within(self, reach: DeltaReach) -> RowDeltas:
-        """These deltas, for a step that changes only the kinds of products in `reach`."""
+        """Return these deltas for a step that changes only the kinds of products in `reach`."""
         return self
 
     @abstractmethod
@@ -111,8 +111,8 @@ class RowDeltas(ABC):
 
     def mix(self, out: torch.Tensor, experts: object, x: torch.Tensor, routed: Routed,
             added: torch.Tensor | None) -> None:
-        """Replace rows of out [tokens, hidden], the experts' weighted sums for x plus `added`, where the row has
-        deltas of the experts."""
+        """Replace rows of out [tokens, hidden] whose experts have deltas. out: the experts' weighted sums for x, plus
+        `added`."""
         raise NotImplementedError
 
     def add_to_latents(self, out: torch.Tensor, expansion: object, queries: torch.Tensor) -> None:
@@ -144,8 +144,8 @@ class ProductChange:
 
 
 class DeltaSource(StepPart):
-    """The base class of a feature that gives requests their row deltas, such as low-rank ones. It learns which deltas a
-    request uses when the request is admitted to a row."""
+    """The base class of a feature that changes the matrix products of single requests by row deltas, such as low-rank
+    ones. It learns which deltas a request uses when the request is admitted to a row."""
 
     @property
     def is_capturable(self) -> bool:
@@ -174,8 +174,8 @@ class DeltaSource(StepPart):
 
     @abstractmethod
     def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> RowDeltas:
-        """The deltas of a step's token rows. rows [requests]: the row of each request; request_of [tokens]: the request
-        of each token. It reads device data only."""
+        """Return the deltas of a step's token rows. rows [requests]: the row of each request; request_of [tokens]: the
+        request of each token. It reads device data only."""
 
 
 class NoDeltas(DeltaSource):
@@ -194,8 +194,7 @@ NO_DELTAS = NoDeltas()
 
 
 class NothingAttends:
-    """The `attend` of a context for token rows after the last layer, where only logits are computed. It serves no
-    layer."""
+    """The `attend` of a context after the last layer, where only logits are computed. It refuses every layer."""
 
     def mixer(self, layer: int) -> Never:
         raise AssertionError(f"layer {layer} reads the cache, and this context is for logits only, after the last "

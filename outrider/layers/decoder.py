@@ -20,7 +20,7 @@ from outrider.mixers import WantedRows
 
 
 class LayerNames(NamedTuple):
-    """The names of the four parts of a layer below its prefix."""
+    """The names of a layer's four parts (two norms, token mixer, feed-forward) in checkpoints."""
 
     input_norm: str = "input_layernorm"
     mixer: str = "self_attn"
@@ -32,7 +32,7 @@ USUAL_NAMES = LayerNames()
 
 
 class PreNormLayer(DecoderLayer):
-    """Norm, token mixer, norm, feed-forward; each half adds to the residual stream."""
+    """Norm, token mixer, norm, feed-forward. Mixer and feed-forward each add their result to the residual stream."""
 
     def __init__(self, input_norm: RMSNorm, mixer: TokenMixer, mlp_norm: RMSNorm, mlp: FeedForward,
                  names: LayerNames = USUAL_NAMES) -> None:
@@ -75,7 +75,8 @@ class AttentionMLPLayer(PreNormLayer):
 
 
 class ScaledLayer(PreNormLayer):
-    """A layer whose halves are multiplied by `factor` before they add to the residual stream."""
+    """A pre-norm layer that multiplies the results of token mixer and feed-forward by `factor` before they are added to
+    the residual stream."""
 
     def __init__(self, *parts: Any, factor: float) -> None:
         super().__init__(*parts)

@@ -25,7 +25,7 @@ class Embedding(FormatModule[EmbeddingFormat]):
 
     @classmethod
     def from_weight(cls, weight: torch.Tensor) -> Embedding:
-        """An embedding that uses an existing table [vocabulary, hidden]."""
+        """Make an embedding that uses an existing table [vocabulary, hidden]."""
         made = cls(*weight.shape, dtype=weight.dtype, device=weight.device)
         made.format = DenseLinear(made.declared, weight=weight)
         return made
@@ -44,13 +44,13 @@ class Embedding(FormatModule[EmbeddingFormat]):
         return x if context.given_rows is None else context.given_rows.put_into(x)
 
     def changed(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """The embedding of token ids, plus the row deltas of their requests."""
+        """Return the embeddings of token ids, with the row deltas of their requests added."""
         x = self.look_up(tokens)
         if context.deltas is not None and context.deltas.change(self):
             context.deltas.add_embeddings(x, self, tokens, 1.0 if self.scale is None else self.scale)
         return x
 
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The embedding of token ids, without deltas."""
+        """Return the embeddings of token ids, without deltas."""
         x = self.format.look_up(tokens)
         return x if self.scale is None else x * self.scale

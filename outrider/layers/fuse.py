@@ -43,7 +43,7 @@ class FusedLayer(DecoderLayer):
 
 
 class NativeRun(NamedTuple):
-    """Consecutive layers that one native call computes, bound to their caches."""
+    """Consecutive layers that one native call computes, with their caches."""
 
     cache: Callable[[], KeyValueCache | None]  # the first layer's, while it lives: which pool the run is bound to
     following: Sequence[DecoderLayer]  # asked for behind the first layer
@@ -110,7 +110,8 @@ class NativeDecoderLayer(FusedLayer):
         return 1, *self.plain(delta, residual, angles, context)
 
     def _deltas(self, run: NativeRun, deltas: RowDeltas) -> cpu.LayerDeltas | None:
-        """The tables of a step's row deltas for the layers of a run. None if the deltas need plain layers."""
+        """Return the tables of a step's row deltas for the layers of a run. None if the tables cannot express the
+        deltas, so that plain layers must run."""
         factors = deltas.factors()
         if factors is None or run.joined is None:
             return None
@@ -122,8 +123,8 @@ class NativeDecoderLayer(FusedLayer):
         return cpu.LayerDeltas.build(factors.rows, factors.tables, self._targets[1])
 
     def _join(self, following: Sequence[DecoderLayer], context: StepContext) -> BoundLayer | None:
-        """Join this layer with the following layers that one native call can compute together with it. None if this
-        layer must be computed in parts. The answer depends on layers and caches, not on the step."""
+        """Return this layer joined with the following layers that the same native call can compute. None if this layer
+        must be computed part by part. The answer depends on layers and caches, not on the step."""
         paged: PagedLayer = context.attend.mixer(self.index)
         bound = self._bind(paged)
         if bound is None:
@@ -141,7 +142,7 @@ class NativeDecoderLayer(FusedLayer):
         return BoundLayer.joined(run)
 
     def _bind(self, paged: PagedLayer) -> BoundLayer | None:
-        """Bind this layer to its cache. None if it must be computed in parts."""
+        """Return this layer with its cache for the native call. None if the layer must be computed part by part."""
         if self._cache() is not paged.cache:
             self._cache, self._bound = weakref.ref(paged.cache), None
             if isinstance(paged.backend, NativeBackend):
@@ -155,23 +156,24 @@ def _linears(layer: AttentionMLPLayer) -> tuple[Linear, Linear, Linear, Linear]:
 
 
 def between(record: AuxRecord | None, count: int, residual: torch.Tensor) -> dict[int, torch.Tensor]:
-    """The buffers for auxiliary states between the `count` layers of one call, keyed by the number of the layer after
-    each state."""
+    """Return the buffers for auxiliary hidden states between the `count` layers of one call. The key is the number of
+    the layer after the state."""
     if record is None:
         return {}
     return {layer: torch.empty_like(residual) for layer in record.wanted if record.first < layer < record.first + count}
 
 
 class InPlaceLayer(FusedLayer):
-    """A layer whose attention and MLP each add their last product to the residual stream in the product's kernel. On a
-    GPU a single token row takes little more time than reading the weights, so every saved small kernel counts. With
-    many rows the norms read and write half as much."""
+    """A layer in which the last kernel of attention, and of the MLP, adds its result to the residual stream. On a GPU a
+    single token row takes little more time than reading the weights, so every saved small kernel counts. With many
+    rows, norms read and write half as much."""
 
     plain: AttentionMLPLayer
 
     @classmethod
     def try_build(cls, plain: DecoderLayer) -> InPlaceLayer | None:
-        """Build the layer; None if the last product of a half cannot add to the residual stream in one kernel."""
+        """Build the layer; None if the last product of attention or MLP cannot add to the residual stream in its
+        kernel."""
         if not isinstance(plain, AttentionMLPLayer):
             return None
         can_add = plain.attention.out.format.adds_single_row and plain.mlp.down.format.adds_single_row
@@ -194,7 +196,7 @@ _REPLACEMENTS: list[TryBuild] = [NativeDecoderLayer.try_build, InPlaceLayer.try_
 
 
 def register_fused_layer(try_build: TryBuild) -> None:
-    """Register a replacement, which is tried before the ones registered earlier."""
+    """Register a fused layer, which is tried before the ones registered earlier."""
     _REPLACEMENTS.insert(0, try_build)
 
 

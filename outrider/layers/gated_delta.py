@@ -54,11 +54,11 @@ class GatedDeltaShape:
         )
 
     def segments(self) -> list[PackedPart]:
-        """The segments of the convolution, q | k | v. Ranks share each of them."""
+        """The segments of the convolution: q, k and v. Each is divided among ranks separately."""
         return [PackedPart(self.key_size), PackedPart(self.key_size), PackedPart(self.value_size)]
 
     def of_rank(self, num_ranks: int) -> GatedDeltaShape:
-        """The shape of the part that one rank holds, if heads are divided among ranks."""
+        """Return the shape of one rank's part, with heads divided among ranks."""
         return replace(self, num_key_heads=self.num_key_heads // num_ranks,
                        num_value_heads=self.num_value_heads // num_ranks)
 
@@ -142,7 +142,7 @@ class GatedDelta(TokenMixer):
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Output features of the first projection: inputs of the convolution, z, b and a."""
+        """Output features of the first projection: inputs of the convolution, then z, b and a."""
         shape = self.mixer.shape
         return self.mixer.spec.conv_dim, shape.value_size, shape.num_value_heads, shape.num_value_heads
 
@@ -168,8 +168,8 @@ class GatedDelta(TokenMixer):
 
 
 class SplitGatedDelta(GatedDelta):
-    """A gated delta layer whose files hold q, k, v, the gate and both gates of the recurrence as matrices of their
-    own."""
+    """A gated delta layer whose files have separate matrices for q, k, v, the output gate and both gates of the
+    recurrence."""
 
     def __init__(self, index: int, hidden_size: int, shape: GatedDeltaShape, eps: float, *, dtype: torch.dtype,
                  device: torch.device) -> None:

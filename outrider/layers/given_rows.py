@@ -1,4 +1,4 @@
-"""GivenRows: inputs of a step that are given as vectors and not looked up by token ids."""
+"""GivenRows: embeddings that a request gives as vectors, in place of token ids to look up."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from outrider.kernels.buffers import send, to_device
 
 @dataclass(frozen=True)
 class GivenRows:
-    """Vectors that replace the embeddings of some token rows. `values` have the model's scale and dtype, as if the
-    embedding had returned them."""
+    """Vectors that replace the embeddings of some token rows. `values` have the scale and dtype of the embedding
+    layer's results."""
 
     token_rows: torch.Tensor  # [n] int64
     values: torch.Tensor  # [n, hidden]
 
     @classmethod
     def try_build(cls, found: Sequence[tuple[InputVectors, int]], device: torch.device) -> GivenRows | None:
-        """Join the vectors of several prompts. None if there are none. found: the vectors of each prompt, and the
-        number that must be added to a position of this prompt to get its token row."""
+        """Join the vectors of several prompts. Returns None if there are none. found: for each prompt its vectors, and
+        the number to add to a position of this prompt to get its token row."""
         if not found:
             return None
         token_rows = [row for vectors, distance in found for row in (vectors.positions + distance).tolist()]

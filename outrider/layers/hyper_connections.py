@@ -1,8 +1,8 @@
-"""Hyper-connections: several residual streams, of which a half of a layer reads a weighted sum. The streams may mix
-among themselves where the half's result is added.
+"""Hyper-connections: several residual streams for each token. The token mixer and the feed-forward each read a weighted
+sum of the streams. When their result is added, the streams may also be mixed with each other.
 
-One product of a token's streams with a small matrix makes all weights. Where streams mix, the mixing weights are scaled
-until rows and columns sum to one (`kernels/streams.py`).
+One product of a token's streams with a small matrix makes all these weights. Where streams mix, the mixing weights are
+scaled until rows and columns sum to one (`kernels/streams.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outrider.mixers import WantedRows
 
 
 class HyperWeights(NamedTuple):
-    """The weights with which a half of a layer writes to the streams."""
+    """The weights with which the result of a token mixer or feed-forward is added to the streams."""
 
     post: torch.Tensor  # [tokens, streams]
     mixing: torch.Tensor  # [tokens, streams x streams], or no columns
@@ -32,8 +32,8 @@ class HyperWeights(NamedTuple):
 
 
 class HyperConnection(Module):
-    """The weights with which one half of a layer reads from the streams and writes to them, or with which the model
-    joins the streams at the end: a matrix, a base and scales."""
+    """The parameters (a matrix, a base and scales) that make the weights for reading the streams and writing to them.
+    Each token mixer and feed-forward has its own, and the model has one that joins the streams at the end."""
 
     def __init__(self, hidden_size: int, rule: StreamRule, names: tuple[str, str, str], *, dtype: torch.dtype,
                  device: torch.device, keeps_float32: bool = False) -> None:
@@ -65,15 +65,15 @@ class HyperConnection(Module):
             self._multiplied = torch.cat((high, (self.matrix - high.float()).to(self._dtype)))
 
     def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, HyperWeights]:
-        """Return (the state that the half reads [tokens, hidden], the weights with which it writes). streams: [tokens,
-        streams x hidden]."""
+        """Return (the weighted sum of the streams [tokens, hidden], the weights with which the result will be added).
+        streams: [tokens, streams x hidden]."""
         made, *weights = self._read(streams, self._product(streams, self._multiplied), self.scale, self.base, self.rule)
         return made, HyperWeights(*weights)
 
 
 class HyperLayer(DecoderLayer):
-    """A token mixer and a feed-forward, each with a norm of the sum that it reads from the streams. Streams are changed
-    in place, and no addition is left to the next layer."""
+    """A token mixer and a feed-forward, each with a norm of the weighted sum that it reads from the streams. The layer
+    changes streams in place and leaves no addition to the next layer."""
 
     def __init__(self, mixer_streams: HyperConnection, input_norm: RMSNorm, mixer: TokenMixer,
                  mlp_streams: HyperConnection, mlp_norm: RMSNorm, mlp: FeedForward) -> None:

@@ -50,7 +50,7 @@ class KDAShape:
         )
 
     def of_rank(self, num_ranks: int) -> KDAShape:
-        """The shape of the part that one rank holds, if heads are divided among ranks."""
+        """Return the shape of one rank's part, with heads divided among ranks."""
         return replace(self, num_heads=self.num_heads // num_ranks)
 
 

@@ -1,8 +1,8 @@
-"""Latent attention (MLA): one compressed vector gives the keys and values of all heads. An indexer may choose
-positions.
+"""Latent attention (MLA): the keys and values of all heads are made from one compressed vector per token. An indexer
+may choose the positions to attend to.
 
 The projection from the latent space to keys is absorbed into the queries, and the projection to values is applied to
-the attention's output. So the cache holds compressed vectors only; `context.attend` knows where.
+the attention's output. So the cache holds compressed vectors only, which `context.attend` reads and writes.
 """
 
 from __future__ import annotations
@@ -116,9 +116,9 @@ class LatentExpansion(FormatModule[ExpansionFormat]):
 
 
 class Compression(Module):
-    """The linear layers that read a layer's input. They make compressed queries, latents and, with an indexer, index
-    keys, head weights and, where it chooses blocks, gates. They are one matrix product unless only some of them have a
-    bias."""
+    """The linear layers that read a layer's input. They make compressed queries and latents. With an indexer they also
+    make index keys and head weights, and gates if it chooses blocks. They are one matrix product unless only some of
+    them have a bias."""
 
     def __init__(self, shape: LatentShape, layer: LatentLayer, index: IndexedPositions | None, *, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -199,8 +199,8 @@ class LatentAttention(TokenMixer):
                           x, context)
 
     def scaled_queries(self, queries: torch.Tensor, angles: Angles) -> torch.Tensor:
-        """Scale queries [tokens, heads x (nope | rope) | ..] by their positions, possibly in place. Most models do
-        not."""
+        """Scale queries [tokens, heads x (nope | rope) | ..] by their positions, possibly in place. By default queries
+        stay unchanged."""
         return queries
 
     def leave(self, values: torch.Tensor, x: torch.Tensor, context: StepContext) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Linear layers: a layer declares its sizes and the names of its matrices; its format owns weight and products.
+"""Linear layers. A layer declares its sizes and the names of its matrices; its format (`outrider/formats`) holds the
+weight and computes products.
 
 A layer knows nothing of models or files. With several ranks a layer's declaration (`shard`) says which output or input
 features each rank holds.
@@ -47,7 +48,7 @@ class Linear(FormatModule[LinearFormat]):
 
     @classmethod
     def from_weight(cls, weight: torch.Tensor) -> Linear:
-        """A layer that uses an existing weight [out, in]."""
+        """Make a layer that uses an existing weight [out, in]."""
         out_features, in_features = weight.shape
         linear = cls(in_features, out_features, bias=False, dtype=weight.dtype, device=weight.device)
         linear.format = DenseLinear(linear.declared, weight=weight)
@@ -67,7 +68,7 @@ class Linear(FormatModule[LinearFormat]):
         return self.format.adapted(x, context.deltas.begin(self, x).add_to)
 
     def part(self, x: torch.Tensor, first: int, stop: int, context: StepContext) -> torch.Tensor:
-        """The output features [first, stop) of the product."""
+        """Return the output features [first, stop) of the product."""
         if context.deltas is None:
             return self.format.part(x, first, stop)
         assert not isinstance(self.declared.shard, InputShard), "a part of a product that is summed over ranks"
@@ -77,13 +78,13 @@ class Linear(FormatModule[LinearFormat]):
         return out
 
     def wide(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """The product in float32, or float64 in a float64 model."""
+        """Return the product in float32, or float64 in a float64 model."""
         if context.deltas is None:
             return self.format.wide(x)
         return self.format.adapted(x, context.deltas.begin(self, x).add_to, is_wide=True)
 
     def activated(self, x: torch.Tensor, activation: str, context: StepContext) -> torch.Tensor:
-        """The activation of the product: see `LinearFormat.activated`."""
+        """Return the product with an activation applied: see `LinearFormat.activated` for the activations."""
         if context.deltas is None:
             return self.format.activated(x, activation)
         if isinstance(self.declared.shard, InputShard):
@@ -100,8 +101,8 @@ class Linear(FormatModule[LinearFormat]):
 
 
 class JointMatrix(NamedTuple):
-    """A matrix that other files of the same model have instead of several of a layer's matrices, which it stores head
-    by head. Low-rank deltas for the joint matrix also work with checkpoints that have separate matrices."""
+    """A single matrix in which other files of the same model store several of a layer's matrices, head by head.
+    Low-rank deltas for the joint matrix then also work with checkpoints that have separate matrices."""
 
     parts: tuple[str, ...]  # names of the layer's own matrices
     layout: HeadLayout

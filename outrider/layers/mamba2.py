@@ -42,7 +42,7 @@ class Mamba2Shape:
 
     @property
     def group_width(self) -> int:
-        """The number of features of B in all groups together; C has as many."""
+        """The number of features of B in all groups together. C has the same number."""
         return self.num_groups * self.state_size
 
     def spec(self, itemsize: int) -> RecurrentSpec:
@@ -56,13 +56,13 @@ class Mamba2Shape:
         )
 
     def segments(self, num_ranks: int) -> list[PackedPart]:
-        """The segments of the convolution, x | B | C, with the pieces that ranks share. With fewer groups than ranks,
-        neighbouring ranks hold the same group."""
+        """The segments of the convolution, x | B | C, with the equal pieces into which ranks divide each. With fewer
+        groups than ranks, neighbouring ranks hold the same group."""
         groups = PackedPart(self.group_width, min(self.num_groups, num_ranks))
         return [PackedPart(self.inner_size), groups, groups]
 
     def of_rank(self, num_ranks: int) -> Mamba2Shape:
-        """The shape of the part that one rank holds, if heads are divided among ranks."""
+        """Return the shape of one rank's part, with heads divided among ranks."""
         return replace(self, num_heads=self.num_heads // num_ranks, num_groups=max(1, self.num_groups // num_ranks),
                        norm_groups=max(1, self.norm_groups // num_ranks))
 

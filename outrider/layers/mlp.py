@@ -53,7 +53,8 @@ class GatedMLP(FeedForward):
         self.down.declare_shard(InputShard.from_group(group))
 
     def prepare(self) -> None:
-        """Let the first product round its result as the second one needs it. Called when the formats are prepared."""
+        """Choose how the first product rounds its result, as the second product needs it. Called when the formats are
+        prepared."""
         self.gate_up.format.round_activated_for(self.down.format)
 
     def readers(self) -> Sequence[LinearFormat]:

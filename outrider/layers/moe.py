@@ -33,8 +33,8 @@ from outrider.layers.router import Router
 
 @dataclass(frozen=True)
 class TransposedSlot(WeightSlot):
-    """A slot for a joint tensor of all experts that stores inputs before outputs. The target has outputs before
-    inputs."""
+    """A slot for a tensor of all experts whose matrices the checkpoint stores transposed, inputs before outputs. The
+    target in memory has outputs before inputs."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -63,7 +63,7 @@ class TransposedSlot(WeightSlot):
 
 @dataclass(frozen=True)
 class TurnedNumbers:
-    """Quantises an unquantised tensor after transposing it, because the checkpoint stores inputs before outputs."""
+    """Quantises an unquantised tensor of the checkpoint after transposing it to outputs before inputs."""
 
     slot_class: type[TransposedSlot]
     quantize: Callable[[torch.Tensor], StoredWeight]
@@ -123,7 +123,7 @@ class Experts(FormatModule[ExpertsFormat]):
         return {name: self.transposed(name)(slot.target, shard=slot.shard) for name, slot in slots.items()}
 
     def transposed(self, name: str) -> type[TransposedSlot]:
-        """The class of slot for a checkpoint's tensor that has inputs before outputs."""
+        """Return the slot class for a checkpoint's tensor that stores inputs before outputs."""
         return TransposedSlot
 
     @property
@@ -143,7 +143,7 @@ class Experts(FormatModule[ExpertsFormat]):
 
     def __call__(self, x: torch.Tensor, routed: moe.Routed, context: StepContext,
                  added: torch.Tensor | None = None) -> torch.Tensor:
-        """The weighted sum of each token row's experts, plus `added`."""
+        """Return the weighted sum of each token row's experts, plus `added`."""
         biases = () if self.biases is None else (self.biases,)  # a format from outside may know of none
         out = self.format.mix(x, routed, self.activation, added, *biases)
         if context.deltas is not None and context.deltas.change(self):
@@ -152,8 +152,8 @@ class Experts(FormatModule[ExpertsFormat]):
 
 
 class MoE(FeedForward):
-    """A mixture of experts: experts(x) + shared(x). With `latent` the experts work between two projections, while the
-    router and the shared expert read x itself. With `shared_gate` the shared expert's result is scaled by
+    """A mixture of experts: experts(x) + shared(x). With `latent` the experts work between two projections, while
+    router and shared expert read x itself. With `shared_gate` the shared expert's result is multiplied by
     sigmoid(shared_gate(x))."""
 
     def __init__(
@@ -212,7 +212,7 @@ class MoE(FeedForward):
         return mixed if self._group is None else self._group.sum(mixed)
 
     def _mix(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """This rank's part of the result."""
+        """Return this rank's share of the result, before the sum over ranks."""
         routed = self.router(x, context)
         joint = self._with_shared(x, routed) if context.deltas is None else None
         if joint is not None:
@@ -237,8 +237,8 @@ class MoE(FeedForward):
 
 
 class ScaledInputMoE(MoE):
-    """shared(x) plus the unweighted sum of experts that each get x multiplied by its score. This differs from a
-    weighted sum of results because the activation lies between an expert's products."""
+    """A mixture of experts that multiplies x by each expert's score before the expert, and adds the results without
+    weights to shared(x). The activation inside an expert makes this differ from a weighted sum of results."""
 
     def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
         """The formats of the shared expert, which alone reads x itself. The other experts read x multiplied by a

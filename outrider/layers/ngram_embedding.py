@@ -1,8 +1,8 @@
 """Embeddings of hashed n-grams that are added to residual streams (the per-layer embeddings of Qwen4-Exp).
 
-Several heads hash the last ids of a token to rows of one large table. These rows are a function of token ids, which are
-in the request's history, so nothing is cached for them. The found vectors are projected, gated by the streams, and
-smoothed by a causal convolution. A row keeps the convolution's last inputs like those of other recurrent layers.
+Several hash functions map the last ids of a token to rows of one large table. These rows depend only on token ids,
+which are in the request's history, so nothing is cached for them. The found vectors are projected, gated by the
+streams, and smoothed by a causal convolution, whose last inputs are kept per row like those of other recurrent layers.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class NgramShape:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The first row of the table for each head."""
+        """The first table row of each hash head."""
         return tuple(accumulate(self.primes[:-1], initial=0))
 
     @classmethod
@@ -86,7 +86,8 @@ def _primes_from(least: int) -> Iterator[int]:
 
 
 class NgramTable(Module):
-    """The table of vectors. Files split it by rows into several tensors. A rank holds some columns of all rows."""
+    """The table of n-gram vectors. Files split it by rows into several tensors. Each rank holds some columns of all
+    rows."""
 
     def __init__(self, shape: NgramShape, num_shards: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.shape, self.num_shards = shape, num_shards

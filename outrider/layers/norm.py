@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 
 class Unnormed(NamedTuple):
-    """A layer's addition to the residual stream that must still be normed. The next layer's norm does it: in one
-    operation it norms the addition, multiplies the stream by `factor` and adds both."""
+    """A layer's addition to the residual stream that must be normed first. The next layer does this in one operation:
+    it norms the addition, multiplies the stream by `factor` and adds both."""
 
     x: torch.Tensor
     scale: torch.Tensor  # scale of the norm, multiplied by `factor`
@@ -33,11 +33,11 @@ class Unnormed(NamedTuple):
     factor: float = 1.0
 
     def for_rows(self, rows: torch.Tensor) -> Unnormed:
-        """The addition for some of the token rows."""
+        """Return the addition for some of the token rows."""
         return self._replace(x=self.x[rows])
 
     def added_to(self, residual: torch.Tensor) -> torch.Tensor:
-        """The residual stream with this added, as a new tensor."""
+        """Return the residual stream with this addition made, as a new tensor."""
         return residual * self.factor + ops.rms_norm(self.x, self.scale, self.eps)
 
 
@@ -45,7 +45,8 @@ Delta: TypeAlias = torch.Tensor | Unnormed | None  # a layer's addition that the
 
 
 def copy_stream(delta: Delta, residual: torch.Tensor) -> torch.Tensor:
-    """A copy of the residual stream with delta added, because later layers change the stream in place."""
+    """Return a copy of the residual stream with delta added. A copy is needed because later layers change the stream in
+    place."""
     if delta is None:
         return residual.clone()
     return delta.added_to(residual) if isinstance(delta, Unnormed) else residual + delta
@@ -65,8 +66,8 @@ class RMSNorm(Module):
         self._hint: tuple[int, ...] = ()
 
     def round_for(self, *readers: LinearFormat | ExpertsFormat) -> None:
-        """Let the norm also round its result for the products of these formats, if all formats need the same
-        rounding."""
+        """Let the norm also produce its result rounded for the products of these formats (such as to fp8), if all
+        formats need the same rounding."""
         groups = {reader.rounding for reader in readers} - {0}
         self._hint = tuple(groups) if len(groups) == 1 else ()
 
@@ -78,7 +79,7 @@ class RMSNorm(Module):
             self.scale = 1 + widened(self.weight)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [.., size]. The result is rounded as `round_for` asks only if x is a matrix."""
+        """Norm x: [.., size]. The result is rounded as `round_for` asks only if x is a matrix."""
         if x.dim() == 2:
             return ops.rms_norm(x, self.scale, self.eps, *self._hint)
         return ops.rms_norm(x.reshape(-1, self.size), self.scale, self.eps).view(x.shape)

@@ -1,5 +1,5 @@
-"""Self-attention with norms of q and k that attention kernels do not apply: over all heads at once, after the rope, or
-with the mean subtracted; and with an output gate, which is not in these kernels either.
+"""Self-attention with features that fused attention kernels lack: q and k norms over all heads at once, after the rope,
+or with the mean subtracted; and output gates.
 
 Norms and gates are separate operations; rope, cache write and attention are those of `SelfAttention`.
 """
@@ -46,11 +46,11 @@ class WidthNorm(Module):
         return (("weight", Parameter(self.norm.weight, self._held)),)
 
     def squares(self, wide: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the sum of squares: [tokens, 1]."""
+        """Return the sum of squares of this rank's features: [tokens, 1]."""
         return wide.square().sum(dim=-1, keepdim=True) / self.copies
 
     def scaled(self, wide: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
-        """The norm of this rank's features, given the sum of squares over all ranks."""
+        """Norm this rank's features, given the sum of squares over all ranks."""
         return wide * torch.rsqrt(squares / self.norm.size + self.norm.eps) * widened(self.norm.weight)
 
 
@@ -100,7 +100,7 @@ class LateNormAttention(SelfAttention):
 
 
 class CenteredHeadNorm(HeadNorm):
-    """Layer norms without a bias of each q and k head, with a separate scale for every head: [heads, dim] in the
+    """Layer norms of each q and k head, without a bias and with separate scales for every head: [heads, dim] in the
     checkpoint. paired_dim: see `SelfAttention`; the scales are reordered with the features."""
 
     def __init__(self, layer: AttentionLayer, eps: float, paired_dim: int, *, dtype: torch.dtype,
@@ -143,7 +143,7 @@ class CenteredNormAttention(SelfAttention):
 
 
 class OutputGatedAttention(SelfAttention):
-    """Attention with an output scaled by a sigmoid. A subclass makes the product of gate, q, k and v."""
+    """Attention whose output is multiplied by a sigmoid gate. A subclass makes the product of gate, q, k and v."""
 
     def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
         """Apply norms, rope, attention and gate: [tokens, gate | q | k | v] -> [tokens, heads * dim]."""

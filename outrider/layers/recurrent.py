@@ -24,7 +24,8 @@ PIECE_TOKENS = 1024  # tokens scanned at once; bounds the memory of a scan
 
 class ConvMixer(Module, ABC):
     """A RecurrentMixer with a convolution before the recurrence. The recurrence runs on float32 (float64) tensors with
-    a leading axis of tokens. Each head's state decays by a time step from a gate with a bias."""
+    a leading axis of tokens. The decay of a head's state depends on a time step, which is made from a gate and a bias.
+    """
 
     def __init__(self, spec: RecurrentSpec, *, conv_bias: bool, dtype: torch.dtype, device: torch.device) -> None:
         self.wide = torch.float64 if dtype == torch.float64 else torch.float32
@@ -61,7 +62,7 @@ class ConvMixer(Module, ABC):
 
     @abstractmethod
     def inputs(self, convolved: Tensor, gates: Gates) -> tuple[Tensor, ...]:
-        """The inputs of the recurrence, without its state. convolved: [tokens, conv_dim]; gates: in float32 or
+        """Return the inputs of the recurrence, without its state. convolved: [tokens, conv_dim]; gates: in float32 or
         float64."""
 
     @abstractmethod
@@ -135,7 +136,8 @@ class GatedNorm(Module):
         self._norm = ops.gated_norm
 
     def shard_axis(self, group: RankGroup) -> None:
-        """Keep this rank's part of the axis: whole groups, or a part of one group that neighbouring ranks share."""
+        """Keep this rank's part of the normed axis: whole groups, or a part of one group that neighbouring ranks share.
+        """
         assert self.gate_first and self.activation == "silu"
         size = self.weight.shape[0]
         share, num_groups = Ranks.from_group(group).share(ModelSize(size)), size // self.group_size
@@ -162,7 +164,7 @@ class GatedNorm(Module):
 
 
 class SharedSquares:
-    """Sums of squares over a group of columns that several neighbouring ranks hold together."""
+    """Computes the sum of squares over a group of columns that several neighbouring ranks hold together."""
 
     def __init__(self, group: RankGroup, num_sharing: int) -> None:
         self._group, first = group, group.rank // num_sharing * num_sharing
@@ -173,8 +175,8 @@ class SharedSquares:
         self._linear = ops.linear.variant(exact)
 
     def sum(self, x: Tensor) -> Tensor:
-        """x [tokens, columns of this rank] -> [tokens, 1], added in the order of ranks. A product sums the squares of a
-        row, because products have an exact variant."""
+        """Sum the squares of x [tokens, columns of this rank] over the group: [tokens, 1], added in the order of ranks.
+        The squares of a row are summed by a matrix product, because products have an exact variant."""
         own = self._linear(x.square(), x.new_ones(1, x.shape[1]), None)
         every = self._group.gather(own)
         first, *others = (every[:, rank, None] for rank in self._sharing)

@@ -35,7 +35,7 @@ class RopeParams:
 
     @property
     def reach(self) -> int:
-        """The number of positions that the scaling was made for."""
+        """The number of positions (context length) that the rope's scaling was made for."""
         return int(self.original_len * self.factor) if self.kind == "yarn" else 0
 
 
@@ -43,18 +43,19 @@ TABLE_BLOCK = 256  # positions of a rope's table that are computed together
 
 
 class Angles:
-    """The rotation of one step's token rows. Kernels read positions and table; `rotate` reads the gathered values."""
+    """The rotary embedding of one step's token rows. Kernels read positions and table; `rotate` reads the gathered
+    values."""
 
     def __init__(self, positions: torch.Tensor, rotary: Rotary) -> None:
         self.positions, self.table, self._rotary = positions, rotary.table, rotary
 
     def of_rows(self, token_rows: torch.Tensor) -> Angles:
-        """The rotation of some of the token rows."""
+        """Return the rotary embedding of some of the token rows."""
         return Angles(self.positions[token_rows], self._rotary)
 
     @property
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The table's columns of cos and of sin [positions, rotary_dim / 2]."""
+        """The cos columns and the sin columns of the table: [positions, rotary_dim / 2] each."""
         return self._rotary.halves
 
     @cached_property
@@ -86,12 +87,13 @@ class Rotary:
         self.table = rope_table(frequencies, max_len).mul_(magnitude).to(device)
 
     def at(self, positions: torch.Tensor) -> Angles:
-        """The rotation at these positions [tokens] int64. A step calls this once, and the layers share the result."""
+        """Return the rotary embedding at these positions [tokens] int64. A step calls this once, and the layers share
+        the result."""
         return Angles(positions, self)
 
     @cached_property
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Angles.halves`."""
+        """The cos columns and the sin columns of the table: see `Angles.halves` for the shapes."""
         cos, sin = self.table.chunk(2, dim=1)
         return cos, sin
 
@@ -120,9 +122,9 @@ class Unrotated(Rotary):
 
 
 def rope_table(frequencies: torch.Tensor, max_len: int) -> torch.Tensor:
-    """The table [max_len, cos | sin], in one tensor so that a step gathers once. It is computed in blocks of one size,
-    because a library may compute the last elements of a tensor with other code. So the values at a position do not
-    depend on max_len."""
+    """Compute the table [max_len, cos | sin], in one tensor so that a step gathers once. It is computed in blocks of
+    one size, because a library may compute the last elements of a tensor with other code. So the values at a position
+    do not depend on max_len."""
     if not frequencies.numel():  # nothing rotates: no positions to compute
         return torch.empty(max_len, 0, dtype=frequencies.dtype)
     blocks = torch.arange(-(-max_len // TABLE_BLOCK) * TABLE_BLOCK, dtype=frequencies.dtype).split(TABLE_BLOCK)
@@ -164,8 +166,8 @@ def _linear(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float
 
 
 def _llama3(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """Llama 3's scaling: frequencies of long waves are divided by `factor`, those of short waves are kept, and those in
-    between are blended."""
+    """Llama 3's scaling: low frequencies are divided by `factor`, high frequencies are kept, and those in between are
+    blended."""
     frequencies = _unscaled(params, dtype)
     turns = params.original_len * frequencies / (2 * math.pi)  # full turns within the original length
     between = params.high_freq_factor - params.low_freq_factor
@@ -197,7 +199,7 @@ def _longrope(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, flo
 
 
 def _yarn_dim(params: RopeParams, turns: float) -> float:
-    """The index (not an integer) of the dimension whose wave makes `turns` full turns within the original length."""
+    """Return the index (not an integer) of the dimension that makes `turns` full turns within the original length."""
     return (
         params.rotary_dim * math.log(params.original_len / (turns * 2 * math.pi)) / (2 * math.log(params.theta))
     )

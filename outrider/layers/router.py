@@ -1,7 +1,7 @@
-"""The router of a mixture of experts: one product makes scores, and a rule chooses experts by them. Scores are float32
-(float64 in a float64 model).
+"""The router of a mixture of experts: one product makes scores, and a rule chooses experts by these scores. Scores are
+float32 (float64 in a float64 model).
 
-A norm or a scale of the router's input belongs to the model's family.
+A model family that norms or scales the router's input does so in its own code.
 """
 
 from __future__ import annotations
@@ -81,8 +81,9 @@ class Router(Module):
 
 
 class ExpertTally:
-    """An observer that counts the distinct experts of each layer, summed over decode steps, that is steps of at most
-    `most_tokens` token rows. Steps are counted on the host; the sums are read at the end."""
+    """An observer that counts the distinct experts that each layer reads in decode steps (steps of at most
+    `most_tokens` token rows), and sums the counts over steps. Steps are counted on the host; the sums are read at the
+    end."""
 
     def __init__(self, routers: Sequence[Router], most_tokens: int, *, device: torch.device) -> None:
         self._num_experts = {router.index: router.rule.num_experts for router in routers}
@@ -102,11 +103,11 @@ class ExpertTally:
 
 
 class SpreadRouting:
-    """A routing override that draws experts by a hash, about as evenly as a trained router spreads a batch. The hash
-    reads the layer, the token row and the step's number, which is on the device so that every replay of a CUDA graph
-    draws other experts.
+    """A routing override that draws experts by a hash, about as evenly as a trained router does for a batch. The hash
+    reads the layer, the token row and the step's number. The number is on the device, so that every replay of a CUDA
+    graph draws other experts.
 
-    The first router's call begins a step and draws for all layers at once, because small kernels for every layer would
+    The router that is called first in a step draws for all layers at once, because small kernels for every layer would
     slow the step.
     """
 

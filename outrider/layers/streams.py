@@ -1,8 +1,9 @@
-"""Several residual streams with gates: how a half of a layer reads from the streams, and how it adds to them.
+"""Several residual streams per token, with gates. A gate says how a token mixer or a feed-forward reads the streams,
+and how its result is added to them.
 
 The streams of a token lie side by side, [tokens, num_streams x hidden]. `StreamGate` norms every stream separately and
-mixes them by gates of low rank into one hidden state. It also makes the weight with which each stream gets the half's
-result. The next gate does this addition together with its norm.
+mixes them by low-rank gates into one hidden state. It also makes the weight with which each stream gets the result. The
+next gate does this addition together with its norm.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from outrider.mixers import WantedRows
 
 
 class Injection(NamedTuple):
-    """A pending addition to the streams: x times a weight for each stream. The next gate carries it out."""
+    """A pending addition to the streams: x times a weight for each stream. The next gate makes the addition."""
 
     x: torch.Tensor  # [tokens, hidden]
     weights: torch.Tensor  # [tokens, num_streams]
 
     def for_rows(self, token_rows: torch.Tensor) -> Injection:
-        """The addition for some of the token rows."""
+        """Return the addition for some of the token rows."""
         return Injection(self.x[token_rows], self.weights[token_rows])
 
     def added_to(self, streams: torch.Tensor) -> torch.Tensor:
-        """The streams with this added, as a new tensor."""
+        """Return the streams with this addition made, as a new tensor."""
         return streams + (self.x[:, None, :] * self.weights[:, :, None]).flatten(1)
 
 
@@ -53,18 +54,18 @@ class StreamNorm(Module):
         self.scale = 1 + widened(self.weight)
 
     def __call__(self, streams: torch.Tensor, added: Injection | None = None) -> torch.Tensor:
-        """The normed streams. `added` is added to the streams first, in place."""
+        """Return the normed streams. `added` is first added to the streams in place."""
         x, weights = (None, None) if added is None else added
         return ops.join_streams(x, weights, streams, self.scale, self.eps, self.num_streams)
 
 
 class StreamGate(Module):
-    """The gate that reads the streams: their norm, gates of low rank, and the mean of the gated streams."""
+    """The gate that reads the streams. It norms them, multiplies them by low-rank gates, and returns their mean."""
 
     def __init__(self, hidden_size: int, num_streams: int, rank: int, eps: float, *, writes: bool, dtype: torch.dtype,
                  device: torch.device) -> None:
-        """writes: the part that reads the mixed state also adds to the streams, so the gate makes weights for the
-        addition."""
+        """writes: whether the part behind this gate adds its result to the streams, so that the gate must make weights
+        for the addition."""
         width = num_streams * hidden_size
         self.num_streams, self.writes = num_streams, writes
         self.norm = StreamNorm(hidden_size, num_streams, eps, dtype=dtype, device=device)
@@ -142,7 +143,7 @@ class StreamAdder(Module):
 
 
 class StreamEnd(StreamGate):
-    """The gate after the last layer, which takes the place of a final norm."""
+    """The gate after the last layer. It takes the place of a model's final norm."""
 
     def __init__(self, hidden_size: int, num_streams: int, rank: int, eps: float, *, dtype: torch.dtype,
                  device: torch.device) -> None:

@@ -17,7 +17,7 @@ from outrider.layers.rotary import Angles, Rotary
 
 
 class TemperedRotary(Rotary):
-    """A rope that also has the factors of queries at positions 0 to max_len - 1."""
+    """A rope that also has the scale factors of queries at positions 0 to max_len - 1."""
 
     def __init__(self, rope: Rotary, *, interval: int, strength: float, counts_itself: bool, max_len: int) -> None:
         """counts_itself: the run of position p is (p + 1) // interval, otherwise p // interval."""
@@ -37,7 +37,7 @@ class TemperedRotary(Rotary):
 
 
 class TemperedAngles(Angles):
-    """The rotation of token rows, and the factors of their queries."""
+    """The rotary embedding of token rows, and the scale factors of their queries."""
 
     def __init__(self, positions: torch.Tensor, rotary: TemperedRotary) -> None:
         super().__init__(rotary.rope.at(positions).positions, rotary.rope)

@@ -113,7 +113,7 @@ class Worker:
 
     @cached_property
     def residence(self) -> residences.Residence:
-        """Return the Residence, which knows which parts of the worker's memory are on the device. It is made when
+        """The worker's Residence, which keeps track of which parts of its memory are on the device. It is made when
         memory first sleeps or weights first change."""
         return self._make_residence()
 
