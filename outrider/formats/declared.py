@@ -1,7 +1,8 @@
-"""Declarations of weights: sizes, names, dtype and the part that a rank holds, before any memory is taken.
+"""Declarations of weights: sizes, names, dtype and the shard that a rank holds, before any memory is taken.
 
-A layer declares its weight; a format is built from the declaration, allocates what it stores and nothing else, and gets
-the slots of its tensors from here. Sizes of the checkpoint (`ModelSize`) and of one rank (`RankSize`) are two types.
+A layer declares its weight. A format is built from the declaration, allocates exactly the tensors that it stores, and
+asks the declaration for the slots through which the loader fills them. Sizes in the checkpoint (`ModelSize`) and on one
+rank (`RankSize`) are two types, so that they cannot be confused.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ MAX_BYTES = 2**63 - 1
 @dataclass(frozen=True)
 class StoredFormat:
     """How a source stores a weight. `kind` is the name of the encoding. Subclasses add facts that a format needs, such
-    as the size of a group."""
+    as the group size."""
 
     kind: str  # name under which `register_format` finds the format that keeps it
 
@@ -112,7 +113,7 @@ class VocabularyShard(OutputShard):
 
 @dataclass(frozen=True)
 class InputShard:
-    """A weight sharded by inputs: every rank holds some input features. The layer's product is the sum of the ranks'
+    """A weight sharded by inputs: every rank holds some input features. The layer's result is the sum of all ranks'
     products."""
 
     ranks: Ranks
@@ -132,8 +133,8 @@ class UnsummedShard(InputShard):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a format, for all segments of a weight: [outputs / outputs_per_row, inputs / inputs_per_column, ..].
-    Sizes that do not divide are rounded up, as in a matrix of scales for blocks."""
+    """A tensor of a format, with the rows of all segments of a weight: [outputs / outputs_per_row, inputs /
+    inputs_per_column, ..]. Sizes that do not divide are rounded up, as in a matrix of scales for blocks."""
 
     name: str  # last component of its names in the checkpoint
     tensor: torch.Tensor
@@ -231,8 +232,9 @@ class LinearDeclaration:
 
 @dataclass(frozen=True)
 class ExpertsDeclaration:
-    """Equal MLPs without biases: gate and up, or up alone, [expert size, hidden] each, and down [hidden, expert size].
-    With several ranks each holds a part of every expert, and `reduce` sums their results."""
+    """The declaration of experts, which are MLPs of equal size without biases. Each has gate and up, or up alone,
+    [expert size, hidden] each, and down [hidden, expert size]. With several ranks each rank holds a part of every
+    expert, and `reduce` sums the results."""
 
     num_experts: int
     hidden_size: ModelSize
@@ -251,8 +253,8 @@ class ExpertsDeclaration:
 
     @cached_property
     def projections(self) -> tuple[LinearDeclaration, LinearDeclaration]:
-        """Declarations of the two projections: the first (gate and up, or only up) and down. They are for one expert,
-        or for all experts if the checkpoint has joint tensors."""
+        """Return the declarations of the two projections: the first (gate and up, or only up) and down. They are for
+        one expert, or for all experts if the checkpoint has joint tensors."""
         gate, up, down_name = self.names
         names = (gate, up) if self.is_gated else (up,)
         stored, packed = dict.fromkeys(names, self.expert_size), {}

@@ -20,7 +20,8 @@ from outrider.kernels.cpu.products import CpuProduct
 
 
 class ProductOps(NamedTuple):
-    """The operations of `kernels.ops` with which a layer computes its products, in their ordinary or exact variants."""
+    """The operations of `kernels.ops` with which a layer computes its products, each in its ordinary or its exact
+    variant."""
 
     prepare: ops.Operation[..., CpuProduct | None]
     linear: ops.Operation[..., torch.Tensor]

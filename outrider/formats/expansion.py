@@ -1,7 +1,8 @@
-"""Formats of the latent expansion, the matrix [heads x (key + value), latent] of latent attention.
+"""Formats of the latent expansion, the weight [heads x (key + value), latent] that expands a latent to keys and values
+(MLA's `kv_b_proj`).
 
-The matrix is used from both sides: queries are multiplied with its key rows, which brings them into the latent space,
-and latents with its value rows.
+Attention works in the latent space, so the matrix is used from both sides. Its key rows bring queries into the latent
+space, and its value rows expand the attention's result to values.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from outrider.kernels.buffers import empty_weight
 
 @dataclass(frozen=True, kw_only=True)
 class ExpansionDeclaration(LinearDeclaration):
-    """The declaration of a latent expansion. Its rows are stored head by head: first the head's key rows, then its
-    value rows."""
+    """The declaration of a latent expansion. The rows are stored head by head: first a head's key rows, then its value
+    rows."""
 
     key_dim: int
     value_dim: int
 
     @property
     def num_heads(self) -> int:
-        """Heads that this rank holds."""
+        """The number of heads that this rank holds."""
         return self.num_outputs // (self.key_dim + self.value_dim)
 
 
@@ -39,14 +40,14 @@ class ExpansionFormat(MatrixFormat):
     @property
     def plain_parts(self) -> tuple[torch.Tensor, torch.Tensor] | None:
         """The key and value parts as plain tensors, ([heads, latent, key], [heads, value, latent]) in the model's
-        dtype, for kernels that fuse more than these products. None if the format has no such tensors, or must be
+        dtype, for kernels that fuse these products with others. None if the format has no such tensors, or must be
         exact."""
         return None
 
     @abstractmethod
     def to_latent(self, queries: torch.Tensor, out: torch.Tensor) -> None:
-        """Bring queries [tokens, heads, key] into the latent space, into out [tokens, heads, latent]. The product of
-        the result with a latent equals the product of the query with the latent's key."""
+        """Bring queries [tokens, heads, key] into the latent space, into out [tokens, heads, latent]. The dot product
+        of the result with a latent equals that of the query with the latent's key."""
 
     @abstractmethod
     def to_values(self, latents: torch.Tensor, out: torch.Tensor) -> None:

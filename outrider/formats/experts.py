@@ -27,7 +27,8 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
 
     @abstractmethod
     def tensors(self) -> tuple[Sequence[StoredTensor], Sequence[StoredTensor]]:
-        """The tensors of the first and of the second projections: see `ExpertsDeclaration.slots`."""
+        """The tensors of the first and of the second projections, in the layout that `ExpertsDeclaration.slots`
+        describes."""
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
         return {join_names(prefix, name): slot for name, slot in self.declared.slots(*self.tensors()).items()}
@@ -38,11 +39,13 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
 
     @property
     def rounding(self) -> int:
-        """The rounding of the first projection's input: see `LinearFormat.rounding`."""
+        """The number of columns that share an fp8 scale when the first projection's input is rounded to fp8; 0 if it is
+        not. See `LinearFormat.rounding`."""
         return 0
 
     def prepare(self, allow_copy: bool) -> int:
-        """See `LinearFormat.prepare`."""
+        """Choose the kernels for the device, and return the bytes held besides the slots' tensors: see
+        `LinearFormat.prepare`."""
         return 0
 
     def use_activation_bits(self, bits: int) -> float | None:
@@ -55,7 +58,7 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None,
         biases: moe.ExpertBiases | None = None,
     ) -> torch.Tensor:
-        """The weighted sum of each token row's experts, plus `added`: [tokens, hidden]."""
+        """Return the weighted sum of each token row's experts, plus `added`: [tokens, hidden]."""
 
     @property
     def plain_parts(self) -> tuple[torch.Tensor, torch.Tensor] | None:

@@ -31,7 +31,7 @@ from outrider.kernels.quantized import (
 
 @dataclass(frozen=True)
 class TransposedHeads(StoredFormat):
-    """Blocks whose input features are heads, in the file's order [heads of a group, groups, size]. The model has the
+    """GGUF blocks whose input features are heads in the file's order [heads of a group, groups, size]. The model orders
     heads group by group, so products reorder their input."""
 
     groups: int
@@ -41,7 +41,7 @@ class TransposedHeads(StoredFormat):
 
 @dataclass(frozen=True)
 class PackedSlot(WeightSlot):
-    """A slot for a file's GGUF blocks: the blocks are packed into its target."""
+    """A slot for GGUF blocks of a file, which are packed in another order when they are copied to the target."""
 
     rows: native.PackedRows | None = None
     stored_shape: tuple[int, ...] = ()
@@ -65,7 +65,7 @@ class PackedSlot(WeightSlot):
 
 
 def packed_slot(declared: LinearDeclaration, segment: Segment, kind: str, rows: native.PackedRows) -> PackedSlot:
-    """The slot that the file's blocks of one segment fill."""
+    """Return the slot that the file's blocks of one segment fill."""
     block = KINDS[kind].block
     shape = declared.num_outputs, declared.num_inputs // block, KINDS[kind].block_bytes
     blocks = StoredTensor("weight", torch.empty(shape, dtype=torch.uint8, device="meta"), kind, inputs_per_column=block)
@@ -75,7 +75,7 @@ def packed_slot(declared: LinearDeclaration, segment: Segment, kind: str, rows: 
 
 
 def keeps_blocks(declared: LinearDeclaration, stored: Sequence[StoredFormat], device: torch.device) -> bool:
-    """Whether native products with packed blocks serve a weight. The input features that this rank holds must be whole
+    """Whether native products serve a weight that stays in GGUF blocks. This rank's input features must be whole
     blocks."""
     inputs = declared.inputs
     are_whole = all(edge % KINDS[held.kind].block == 0 for held in stored for edge in (inputs.start, inputs.stop))

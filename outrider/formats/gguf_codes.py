@@ -17,7 +17,8 @@ from outrider.kernels.quantized import QuantizedRows
 
 @dataclass(frozen=True)
 class Recoding:
-    """Converts a file's blocks to codes. A slot holds it; `kind` is the kind of the file's blocks."""
+    """Converts a file's GGUF blocks to codes with scales while they are read. A slot holds it; `kind` is the kind of
+    the blocks."""
 
     kind: str
 
@@ -27,8 +28,9 @@ class Recoding:
 
 
 def as_codes(stored: StoredFormat, device: torch.device) -> StoredFormat:
-    """Return how a model on this device keeps a stored weight: GGUF kinds as codes on a GPU, others unchanged. Weights
-    whose input features are in another order than the model's are unchanged too."""
+    """Return the stored format in which a model on this device keeps a weight. On a GPU, GGUF kinds become codes with
+    scales; other formats are unchanged, and so are weights whose input features are in another order than the model's.
+    """
     if device.type != "cuda" or type(stored) is not StoredFormat or stored.kind not in FORMS:
         return stored
     form = FORMS[stored.kind]

@@ -50,7 +50,7 @@ class GgufExperts(ExpertsFormat):
                           for expert in range(self.declared.num_experts)]
 
     def _rows(self, expert: int) -> list[list[native.PackedRows]]:
-        """The rows of one expert's weights: the rows in the first projection, and the rows in down."""
+        """Return views of one expert's weights: its rows of the first projection, and its rows of down."""
         return [[rows for made, _, _, rows in self._held[expert] if made is projection]
                 for projection in self.declared.projections]
 

@@ -18,14 +18,15 @@ from outrider.kernels import ops
 
 
 class NativeProduct(NamedTuple):
-    """A weight in the form that native code reads, for layers that are one native call."""
+    """A weight in the layout that native code reads, for layers that are one native call."""
 
     matrix: native.Matrix
     max_rows: int  # for more token rows another product is faster
 
 
 class LinearFormat(MatrixFormat):
-    """The weight [outputs, inputs] of a linear layer, perhaps with a bias [outputs]."""
+    """How the weight [outputs, inputs] of a linear layer is stored, perhaps with a bias [outputs], and the products
+    with it."""
 
     use, may_be_coded = LINEAR, True
 
@@ -52,17 +53,17 @@ class LinearFormat(MatrixFormat):
     @property
     def rounding(self) -> int:
         """The number of columns of a token row that share an fp8 scale, if products round token rows to fp8. The kernel
-        that makes the rows may do the rounding. 0 if products do not round, or round in another way."""
+        that makes the rows may then round them itself. 0 if products do not round to fp8."""
         return 0
 
     def round_activated_for(self, reader: LinearFormat) -> None:
-        """Let `activated` round its result as `reader` needs it. Only the reader's product uses this result."""
+        """Let `activated` round its result for the product of `reader`, which must be the result's only use."""
 
     # Questions about the weight
 
     def dense(self) -> torch.Tensor | None:
-        """The weight without quantisation. A format that stores codes dequantises them at each call, or returns None if
-        it cannot."""
+        """Return the weight without quantisation. A format that stores codes dequantises them at each call, or returns
+        None if it cannot."""
         return None
 
     # Products
@@ -72,25 +73,25 @@ class LinearFormat(MatrixFormat):
         """Multiply x [tokens, inputs] with the weight and add the bias: [tokens, outputs]."""
 
     def part(self, x: torch.Tensor, first: int, stop: int) -> torch.Tensor:
-        """The output features [first, stop) of the product."""
+        """Return the output features [first, stop) of the product."""
         return self.product(x)[:, first:stop]
 
     def wide(self, x: torch.Tensor) -> torch.Tensor:
-        """The product in float32, or in float64 in a float64 model. Logits use it, because many logits would be equal
-        after rounding to 16 bits."""
+        """Return the product in float32, or in float64 in a float64 model. Logits use it, because many logits would be
+        equal after rounding to 16 bits."""
         out = self.product(x)
         return out if out.dtype == torch.float64 else out.float()
 
     def adapted(self, x: torch.Tensor, add: Callable[[torch.Tensor], None], is_wide: bool = False) -> torch.Tensor:
-        """The product, or the wide product, changed in place by `add`. Where ranks hold parts of the weight, `add` gets
-        this rank's part, before parts are summed or gathered."""
+        """Return the product, or the wide product, after `add` has changed it in place. With a sharded weight, `add`
+        gets this rank's part, before parts are summed or gathered."""
         out = self.wide(x) if is_wide else self.product(x)
         add(out)
         return out
 
     def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
-        """The activation of the product. "relu2" squares the positive part; the others gate: act(gate) * up, with the
-        gate's output features before those of up."""
+        """Return the product with an activation applied. "relu2" squares the positive part. All other activations gate,
+        act(gate) * up, where the gate's output features come before those of up."""
         return activate(self.product(x), activation)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> None:
@@ -103,24 +104,24 @@ class LinearFormat(MatrixFormat):
         return False
 
     def native_product(self) -> NativeProduct | None:
-        """The weight for native code. None if native code cannot multiply with this format."""
+        """Return the weight for native code. None if native code cannot multiply with this format."""
         return None
 
 
 def activate(out: torch.Tensor, activation: str, rounding: int = 0) -> torch.Tensor:
-    """Apply the activation of a product: see `LinearFormat.activated`. rounding: the rounding of the product that reads
-    the result."""
+    """Apply an activation to a product, as `LinearFormat.activated` describes. rounding: the rounding that the product
+    reading the result needs."""
     return ops.relu2(out) if activation == "relu2" else ops.gated(out, activation, rounding)
 
 
 class EmbeddingFormat(LinearFormat):
-    """A format that also serves embeddings, and therefore a head that is tied to an embedding."""
+    """The base class of formats that also serve embeddings, and heads that are tied to an embedding."""
 
     may_be_coded = False
 
     @abstractmethod
     def look_up(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The embeddings of tokens: [tokens, inputs] in the model's dtype."""
+        """Return the embeddings of tokens: [tokens, inputs] in the model's dtype."""
 
     @property
     def table(self) -> torch.Tensor | None:

@@ -1,7 +1,7 @@
-"""RankGroup: the ranks that hold one model together, as layers and formats see them.
+"""RankGroup: the ranks that hold one model together (tensor parallelism), as layers and formats see them.
 
-A rank holds its part of every sharded weight. In a forward, ranks exchange sums and gathers only; both give the same
-bits on every rank. `runner/ranks.py` implements the group over processes.
+A rank holds its part of every sharded weight. During a forward pass, ranks only sum tensors or gather them; both give
+the same bits on every rank. `runner/ranks.py` implements the group over processes.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ class RankGroup(Protocol):
     def count(self) -> int: ...
 
     def sum(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of the parts of all ranks, added in the order of ranks: the same bits on every rank."""
+        """Return the sum of all ranks' parts, added in rank order, so that every rank gets the same bits."""
 
     def gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """The parts of all ranks side by side along `dim`, in the order of ranks."""
+        """Return the parts of all ranks side by side along `dim`, in rank order."""
 
 
 def integers_of_rank_0(group: RankGroup, own: torch.Tensor) -> torch.Tensor:

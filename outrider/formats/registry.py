@@ -1,7 +1,8 @@
-"""The table from kinds of stored weights to the formats that keep them. `register_format` adds one from outside.
+"""The table of formats by the kind of stored weight that they keep. `register_format` adds a format from outside the
+package.
 
-A layer gets the format that is registered for the kind of all its matrices, if it serves the layer's declaration.
-Otherwise the layer is dense, and its stored weights are dequantised while they are loaded.
+A layer gets the format that is registered for the kind of all its matrices, if the format serves the layer's
+declaration. Otherwise the layer is dense, and its stored weights are dequantised while they are loaded.
 """
 
 from __future__ import annotations
@@ -93,8 +94,8 @@ class FormatChoice:
         return partial(chosen, stored=stored)
 
     def _made(self, base: type[Any], declared: Any) -> StoredFormat | None:
-        """The format to which the setting `quantization` converts an unquantised layer while it is read. None if the
-        layer is not converted."""
+        """Return the format to which the setting `quantization` converts an unquantised layer while it is read. None if
+        the layer is not converted."""
         if self.quantization is None or not base.may_be_coded:
             return None
         return scaled.choose_made(self.quantization, *(declared.projections if base.use == EXPERTS else (declared,)))

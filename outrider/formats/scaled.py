@@ -1,7 +1,7 @@
 """ScaledLinear and ScaledExperts: weights kept as codes of 8 or 4 bits with scales (fp8, int8, int4, fp4).
 
-Sources convert the many forms of files to one, `kernels.scaled.Scaled`, which defines the meaning of codes and scales.
-Only codes and scales are allocated. Where a file asks for it, products on a GPU round each token row to fp8.
+Sources convert the many encodings of files to one, `kernels.scaled.Scaled`, which defines the meaning of codes and
+scales. Only codes and scales are allocated. Where a file asks for it, products on a GPU round each token row to fp8.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class ScaledFormat(StoredFormat):
     recode: Recode | None = None  # the files have other bits, of which codes are made when they are read
 
     def width(self, inputs: int) -> int:
-        """The number of inputs that share a scale in a matrix with this many inputs."""
+        """Return the number of inputs that share a scale, for a matrix with this many inputs."""
         return self.group or inputs
 
     def rounding(self, declared: LinearDeclaration) -> int:
@@ -105,8 +105,8 @@ class ScaledFormat(StoredFormat):
         return held
 
     def fits(self, declared: LinearDeclaration) -> bool:
-        """Whether this rank's part of the matrix consists of whole groups. With offsets an output must have several
-        groups."""
+        """Whether this rank's part of the matrix consists of whole groups. If the codes have offsets, an output must
+        have several groups."""
         inputs, width = declared.inputs, self.width(declared.in_features)
         if self.has_offsets and width >= declared.num_inputs:
             return False
@@ -138,7 +138,7 @@ class ScaledWeight:
         return {name: tensor for name, tensor in parts.items() if tensor is not None}
 
     def __getitem__(self, index: int | slice) -> ScaledWeight:
-        """One expert of a joint weight, or some outputs."""
+        """Return one expert of a joint weight, or some outputs of a matrix."""
         return ScaledWeight(self.weight[index])
 
     def is_finite(self) -> bool:
@@ -315,7 +315,7 @@ class ScaledExperts(ExpertsFormat):
 
 
 def _joint(tensors: list[StoredTensor]) -> list[StoredTensor]:
-    """The tensors named as suffixes of a joint matrix's name, that is without the leading `weight`."""
+    """Return the tensors under the suffixes of a joint matrix's name, without the leading `weight`."""
     return [held._replace(name=held.name.removeprefix("weight")) for held in tensors]
 
 

@@ -25,18 +25,18 @@ def join_names(*names: str) -> str:
 
 
 class StoredWeight(Protocol):
-    """A weight [outputs, inputs] that is still quantised as in its file. Sources yield it instead of a tensor, under
-    the name that an unquantised tensor would have."""
+    """Interface of a weight [outputs, inputs] that is still quantised as in its file. Sources yield it instead of a
+    tensor, under the name that an unquantised tensor would have."""
 
     @property
     def kind(self) -> str:
-        """The kind of its `StoredFormat`."""
+        """The kind of encoding: see `StoredFormat`."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     def parts(self) -> Mapping[str, torch.Tensor]:
-        """The tensors that a format keeps, by the last component of their names in the checkpoint."""
+        """Return the tensors that a format keeps, by the last component of their names in the checkpoint."""
 
     def is_finite(self) -> bool: ...
 
@@ -45,7 +45,7 @@ class StoredWeight(Protocol):
 
 
 class Recode(Protocol):
-    """Converts a quantised weight of the kind `kind` to the form that a format stores, on a device."""
+    """Interface that converts quantised weights of one `kind` to the encoding that a format stores, on a device."""
 
     @property
     def kind(self) -> str: ...
@@ -56,14 +56,14 @@ class Recode(Protocol):
 @dataclass(frozen=True)
 class HeadLayout:
     """The order of output features in a checkpoint's tensor that stores several parts (such as q and gate) head by
-    head. A layer has the whole first part, then the whole second part."""
+    head. A layer instead stores the first part of all heads, then the second part of all heads."""
 
     num_heads: int
     sizes: tuple[int, ...]  # output features of each part in one head, in the checkpoint's order
     is_reversed: bool = False  # the layer has the last part first
 
     def share(self, pieces: int) -> HeadLayout:
-        """The layout of one of several equal parts of the heads."""
+        """Return the layout of one of several equal parts of the heads."""
         if self.num_heads % pieces:
             raise ValueError(f"{self.num_heads} attention heads cannot be split evenly over {pieces} ranks: choose a "
                              f"tensor_parallel_size that divides {self.num_heads}")
@@ -83,8 +83,8 @@ class HeadLayout:
 @dataclass(frozen=True)
 class PairedHeads(HeadLayout):
     """The order of output features in heads whose rope rotates pairs of neighbouring features. A layer's rope rotates
-    halves: the first features of all pairs, then the second ones. sizes: how many features of a head the rope rotates,
-    and how many it does not."""
+    halves instead, so the layer stores the first features of all pairs, then the second ones. sizes: how many features
+    of a head the rope rotates, and how many it does not."""
 
     def sort(self, tensor: torch.Tensor) -> torch.Tensor:
         turned, kept = tensor.unflatten(0, (self.num_heads, -1)).split(self.sizes, dim=1)
@@ -95,7 +95,7 @@ class PairedHeads(HeadLayout):
 @dataclass(frozen=True)
 class TensorShard:
     """The part of a checkpoint's tensor that one rank holds: ranges along one axis, which are concatenated in the
-    rank's tensor. A packed tensor (gate and up) has a range for each segment."""
+    rank's tensor. A tensor that packs several matrices (gate and up) has a range for each segment."""
 
     shape: tuple[int, ...]  # shape of the checkpoint's tensor
     axis: int
@@ -159,12 +159,12 @@ class WeightSlot:
                 for target in self.target.unbind()]
 
     def own_part(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The part of the checkpoint's tensor that this rank holds, in the layer's order."""
+        """Return this rank's part of the checkpoint's tensor, in the layer's order of features."""
         part = tensor if self.shard is None else self.shard.part(tensor)
         return part if self.layout is None else self.layout.sort(part)
 
     def in_file_order(self) -> torch.Tensor:
-        """The target in the checkpoint's order."""
+        """Return the target's content in the checkpoint's order of features."""
         assert self.shard is None
         return self.target if self.layout is None else self.layout.unsort(self.target)
 

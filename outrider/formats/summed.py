@@ -1,4 +1,4 @@
-"""Formats that wrap a rank's format and add the exchange with other ranks before or after its product.
+"""Formats that wrap the format of one rank's shard, and exchange data with other ranks before or after its product.
 
 Products of sharded input features are summed; the bias is added once, after the sum, and every rank holds all of it.
 Embeddings of a sharded vocabulary are summed, and logits are gathered.
@@ -25,7 +25,8 @@ from outrider.kernels import moe
 
 
 class AroundLinear(LinearFormat):
-    """The base class of wrappers that delegate weight and product to the format of this rank's part."""
+    """The base class of wrappers around the format of this rank's shard, which holds the weight and computes products.
+    """
 
     def __init__(self, declared: LinearDeclaration, inner: LinearFormat) -> None:
         super().__init__(declared)
@@ -148,5 +149,6 @@ class SummedExperts(ExpertsFormat):
         self, x: torch.Tensor, routed: moe.Routed, activation: str, added: torch.Tensor | None = None,
         biases: moe.ExpertBiases | None = None,
     ) -> torch.Tensor:
-        """`added` and `biases` are this rank's parts, so that the sum over ranks adds each of them once."""
+        """Return the weighted sum of each token row's experts, summed over ranks. `added` and `biases` are this rank's
+        parts, so that the sum over ranks adds each of them once."""
         return self._reduce(self._inner.mix(x, routed, activation, added, biases))

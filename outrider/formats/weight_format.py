@@ -34,7 +34,7 @@ class WeightFormat(ABC, Generic[Declaration]):
 
     @abstractmethod
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
-        """The slot of every tensor that the checkpoint must contain, by the tensor's name."""
+        """Return the slot of every tensor that the checkpoint must contain, by the tensor's name."""
 
     @property
     @abstractmethod
@@ -46,8 +46,8 @@ class WeightFormat(ABC, Generic[Declaration]):
         are reloaded."""
 
     def restore_order(self) -> None:
-        """Bring the slots' tensors back into the order of the files, before some of them are overwritten. `finalize`
-        and `prepare` follow."""
+        """Bring the slots' tensors back into the files' order of elements, before some of them are overwritten.
+        `finalize` and `prepare` must be called afterwards."""
 
     def set_exact(self, exact: bool) -> None:
         """Choose exact or ordinary products. Called before a model is prepared. In exact mode a token row's result has
@@ -58,7 +58,8 @@ class WeightFormat(ABC, Generic[Declaration]):
 
 
 class MatrixFormat(WeightFormat[LinearDeclaration]):
-    """A matrix [outputs, inputs] made of segments, perhaps with a bias [outputs] in the model's dtype."""
+    """Base class of formats for a matrix [outputs, inputs] made of segments, perhaps with a bias [outputs] in the
+    model's dtype."""
 
     def __init__(self, declared: LinearDeclaration, stored: Sequence[StoredFormat] = ()) -> None:
         super().__init__(declared, stored)
