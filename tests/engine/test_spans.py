@@ -170,7 +170,7 @@ def test_a_cut_lies_outside_of_the_ranges_of_all_parts() -> None:
 @pytest.mark.parametrize(
     ("spans", "message"),
     [("ab", "list of"), ([3], "pairs"), ([[1, 2, 3]], "pairs"), ([[1, 2.0]], "integers"), ([[5, 5]], "start < end"),
-     ([[-1, 4]], "0 <= start"), ([[50, 61]], "60 tokens"), ([[0, 10], [9, 12]], "overlap"), ([[0, 50]], "at most")],
+     ([[-1, 4]], "0 <= start"), ([[50, 61]], "end <= 60"), ([[0, 10], [9, 12]], "overlap"), ([[0, 50]], "at most")],
 )
 def test_bad_spans_are_refused(spans: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

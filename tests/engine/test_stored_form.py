@@ -34,7 +34,7 @@ def source(form: str | None) -> FolderSource:
 @pytest.mark.parametrize("name", FILE_FORMS)
 def test_files_must_be_of_the_form_that_is_named(name: str) -> None:
     for form in {*FILE_FORMS.values(), None} - {"gguf", FILE_FORMS[name]}:
-        with pytest.raises(ValueError, match=f"^quantization='{name}': the files of m are .*: leave it out"):
+        with pytest.raises(ValueError, match=f"^quantization='{name}': the files of m are .*: leave quantization out"):
             check_form(name, source(form))
     if FILE_FORMS[name] != "gguf":
         check_form(name, source(FILE_FORMS[name]))

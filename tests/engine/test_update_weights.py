@@ -145,7 +145,7 @@ def bad(tensors: dict[str, torch.Tensor]) -> dict[str, tuple[Any, str]]:
         "a shape": ([(NAME, tensor[1:])], r"has shape \[31, 64\], and the model needs \[32, 64\]"),
         "a number": ([("model.norm.weight", tensors["model.norm.weight"] + 1), (NAME, broken)], "holds NaN or Inf"),
         "integers": ([(NAME, tensor.int())], "needs a float type"),
-        "twice": ([(NAME, tensor), (NAME, tensor)], "came twice"),
+        "twice": ([(NAME, tensor), (NAME, tensor)], "down_proj.weight twice"),
         "a type": ([(NAME, np.zeros(tuple(tensor.shape), dtype="S4"))], "which torch cannot hold"),
         "nothing": ([], "no tensor that the model uses"),
         "no tensor": ([(NAME, [1.0])], "must be a tensor of torch or an array of numpy"),

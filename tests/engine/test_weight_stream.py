@@ -94,7 +94,7 @@ def test_buffers_that_trainers_do_not_have_are_kept(tmp_path: Path) -> None:
         with pytest.raises(WeightsIncomplete):
             llm.load_weights([("model.extra", torch.ones(1))])
         llm.load_weights(parameters)
-        with pytest.raises(WeightsIncomplete, match="it lacks " + buffer):
+        with pytest.raises(WeightsIncomplete, match="the update lacks " + buffer):
             generated(llm)  # the failed update has replaced one
         llm.load_weights(tensors)
         assert generated(llm) == ours
@@ -185,9 +185,9 @@ def test_a_later_one_that_does_not_fit_serves_nothing_until_a_whole_update(folde
                 llm.generate([list(PROMPTS[0])], greedy(4))
         assert llm.engine.has_requests and not llm.engine._submit(), "the one that ran waits"
         llm.load_weights({NAME: tensors[NAME]})
-        with pytest.raises(WeightsIncomplete, match="it lacks lm_head.weight, model.embed_tokens.weight"):
+        with pytest.raises(WeightsIncomplete, match="the update lacks lm_head.weight, model.embed_tokens.weight"):
             llm.reset_prefix_cache()
-        with pytest.raises(WeightsIncomplete, match="it lacks"):
+        with pytest.raises(WeightsIncomplete, match="the update lacks"):
             generated(llm)
         llm.load_weights(tensors)
         assert "reset_prefix_cache() ends it" in llm.engine.pause.reason
@@ -216,9 +216,9 @@ def test_an_update_with_a_start_needs_all_weights_and_its_end(folders: tuple[Pat
         llm.start_weight_update()
         llm.load_weights({NAME: tensors[NAME]})
         llm.reset_prefix_cache()  # which ends no update that was started by name
-        with pytest.raises(WeightsIncomplete, match="it lacks lm_head.weight"):
+        with pytest.raises(WeightsIncomplete, match="the update lacks lm_head.weight"):
             llm.finish_weight_update()
-        with pytest.raises(WeightsIncomplete, match="it lacks lm_head.weight"):
+        with pytest.raises(WeightsIncomplete, match="the update lacks lm_head.weight"):
             generated(llm)
         llm.start_weight_update()
         llm.load_weights(tensors)
@@ -296,10 +296,10 @@ def test_a_whole_update_at_once_mends_one_that_was_cut_off(folders: tuple[Path, 
         llm.sleep(level=2)
         llm.wake_up(tags=["weights"])
         llm.load_weights({NAME: tensors[NAME]})
-        with pytest.raises(WeightsIncomplete, match="it lacks"):
+        with pytest.raises(WeightsIncomplete, match="the update lacks"):
             llm.wake_up(tags=["kv_cache"])
         llm.wake_up(tags=["kv_cache"])
-        with pytest.raises(WeightsIncomplete, match="it lacks"):
+        with pytest.raises(WeightsIncomplete, match="the update lacks"):
             generated(llm)  # the files are not read: they are older than what the trainer has
         with pytest.raises(WeightError, match="this update lacks"):
             llm.update_weights({NAME: tensors[NAME]})
@@ -483,7 +483,7 @@ def test_a_call_that_goes_on_is_ended_by_nobody_else(folders: tuple[Path, Path])
 
         with pytest.raises(OSError, match="the trainer is gone"):
             llm.load_weights(cut_off())
-        with pytest.raises(WeightsIncomplete, match="it lacks lm_head.weight"):
+        with pytest.raises(WeightsIncomplete, match="the update lacks lm_head.weight"):
             generated(llm)
         llm.load_weights(tensors)
         assert generated(llm) == theirs

@@ -380,7 +380,7 @@ def test_sleep_pauses_the_trainer_and_new_weights_make_it_forget() -> None:
 @pytest.mark.parametrize(("settings", "word"), [
     ({"speculative_config": None}, "none"),
     ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "'ngram'"),
-    ({"tensor_parallel_size": 2}, "tensor_parallel_size=2"),
+    ({"tensor_parallel_size": 2}, "tensor_parallel_size=2: use tensor_parallel_size=1"),
 ])
 def test_what_cannot_learn_is_refused_by_the_config(settings: dict[str, Any], word: str) -> None:
     with pytest.raises(ValueError, match=f"adapt_drafter: .*{word}"):

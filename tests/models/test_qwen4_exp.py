@@ -98,7 +98,7 @@ def test_other_hashes_than_those_of_the_config_are_refused(folder_of: Folders, p
     ({"indexer_budget": None}, "indexer_budget is missing"),
     ({"indexer_head_dim": 8}, "indexer_head_dim=8"),
     ({"indexer_kv_heads": 2}, "indexer_kv_heads=2"),
-    ({"ple_layer_ids": [4]}, "ple_layer_ids=.*4 is none"),
+    ({"ple_layer_ids": [4]}, "ple_layer_ids=.*4 is not one"),
     ({"ple_embed_dim": 30}, "ple_embed_dim=30"),
     ({"eos_token_id": None}, "eos_token_id=None"),
     ({"attention_bias": True}, "attention_bias=True"),

@@ -150,8 +150,8 @@ def test_weights_come_over_http_in_chunks_of_files_and_shared_memory(served: Ser
     assert served.post("/v1/completions", **body).json()["choices"] == ours
     served.post("/start_weight_update")
     update(200, path="chunks/1.safetensors")
-    assert "it lacks lm_head.weight" in served.error("/finish_weight_update", 503)["message"]
-    assert "it lacks lm_head.weight" in served.error("/v1/completions", 503, **body)["message"]
+    assert "the update lacks lm_head.weight" in served.error("/finish_weight_update", 503)["message"]
+    assert "the update lacks lm_head.weight" in served.error("/v1/completions", 503, **body)["message"]
     assert update(200, path="other")["weights_version"] == 3
 
 

@@ -18,8 +18,8 @@ def check_form(asked: str, source: ModelSource) -> None:
     if asked in FILE_FORMS and form != FILE_FORMS[asked]:
         found = "numbers that are not quantised" if form is None else f"of the form {form!r}"
         advice = " or choose one of " + ", ".join(map(repr, QUANTIZATIONS)) if form is None else ""
-        raise ValueError(f"quantization={asked!r}: the files of {source.name} are {found}, which their config says: "
-                         f"leave quantization out{advice}")
+        raise ValueError(f"quantization={asked!r}: the files of {source.name} are {found}, and the "
+                         f"engine reads this from the files: leave quantization out{advice}")
     if asked in QUANTIZATIONS and form not in (None, "gguf", *HOLDS[asked]):
         raise ValueError(f"quantization={asked!r}: the files of {source.name} are quantised already, in the form "
                          f"{form!r}, which the engine keeps: leave quantization out")
