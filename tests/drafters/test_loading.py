@@ -103,7 +103,7 @@ def test_default_hidden_layers_need_a_target_that_has_them(tmp_path: Path) -> No
 @pytest.mark.parametrize("kind,asked", [("eagle", "eagle3"), ("eagle3_speculators", "eagle")])
 def test_a_head_of_the_other_kind(kind: str, asked: str, tmp_path: Path) -> None:
     drafter = make_drafter(kind, "llama", tmp_path)
-    with pytest.raises(ValueError, match=f"EAGLE-. head and the method is '{asked}': use '{drafter.method}'"):
+    with pytest.raises(ValueError, match=f"EAGLE-. head and the method is '{asked}': use method '{drafter.method}'"):
         load(Drafter(asked, drafter.folder, drafter.config, drafter.tensors))
 
 

@@ -74,7 +74,7 @@ def test_one_of_four_makes_every_step_fail(rig: Rig, monkeypatch: pytest.MonkeyP
 
 
 def test_a_step_that_is_too_large_is_cut(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory for three requests, and four want to run: nobody is to blame, and all are served."""
+    """Memory for three requests, and four want to run: all are served, in smaller steps."""
     asks = [Ask(prompt, greedy(24)) for prompt in PROMPTS]
     expected = tokens_of(rig.run(asks))
     poison = rig.runner._before_step
@@ -87,7 +87,7 @@ def test_a_step_that_is_too_large_is_cut(rig: Rig, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(rig.runner, "_before_step", too_large)
     assert tokens_of(rig.run(asks)) == expected
-    assert rig.scheduler.generation > 1
+    assert rig.scheduler.generation > 0
 
 
 def test_a_batch_that_never_reaches_the_worker(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:

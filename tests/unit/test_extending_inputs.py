@@ -169,7 +169,7 @@ def test_a_key_may_stand_for_a_prompt_and_take_long_to_check(monkeypatch: pytest
             rig.engine.checks.check({"gallery": []}, greedy(1))
         with pytest.raises(ValueError, match=r"beam_search: a prompt's 'pictures' is not supported"):
             LLM.around(rig.engine).beam_search(prompt, BeamSearchParams(beam_width=2, max_tokens=1))
-    assert _take_long([prompt]) and not _take_long([TEXTS[0]])
+    assert _take_long([prompt], greedy(1)) and not _take_long([TEXTS[0]], greedy(1))
 
 
 def test_a_prompt_names_a_key_that_some_feature_reads() -> None:
