@@ -156,7 +156,7 @@ def test_an_unknown_type_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize("backend", ["native", "triton", "flex"])
 def test_backends_with_kernels_refuse_a_type_that_they_cannot_read(backend: str) -> None:
     cache_type = Int8Heads.cache_type
-    with pytest.raises(ValueError, match=f"with kv_cache_dtype='{TYPE}' .{backend}: it cannot read keys and values of this"):
+    with pytest.raises(ValueError, match=f"with kv_cache_dtype='{TYPE}' .{backend}: it cannot read keys and values"):
         make_backend(backend, CPU, torch.float32, cache_type=cache_type)
     assert make_backend("auto", CPU, torch.float32, cache_type=cache_type).name == "torch"
 
