@@ -14,10 +14,10 @@ TESTS = [
 def apply() -> None:
     recover = Scheduler.recover
 
-    def recover_publishing(self: Scheduler, error: str) -> None:
+    def recover_publishing(self: Scheduler, error: str, *, lacked_memory: bool = False) -> None:
         for request in self._running:
             reached = min(request.bound.at_most, len(request.token_ids))
             self.cache.settle(request.id, Settled(reached), request.token_ids)
-        recover(self, error)
+        recover(self, error, lacked_memory=lacked_memory)
 
     Scheduler.recover = recover_publishing  # type: ignore[method-assign]
