@@ -1,0 +1,1 @@
+"""Images in prompts: preprocessing, encoding and the places where their embeddings stand."""

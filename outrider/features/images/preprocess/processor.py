@@ -1,0 +1,120 @@
+"""ImageProcessor: turns decoded pixels into the patches of a vision tower, and says how many tokens they make."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from outrider.models.config_reader import ConfigReader
+from outrider.models.vision.grid import ImageGrid as ImageGrid
+
+Pixels = npt.NDArray[np.uint8]  # [height, width, 3], RGB
+
+DETAILS = ("low", "auto", "high")
+_HERE = "outrider.features.images.preprocess"
+# By a config's `model_type`.
+_FAMILIES = {
+    "gemma4": f"{_HERE}.gemma4:Gemma4Images",
+    "gemma4_unified": f"{_HERE}.gemma4:Gemma4UnifiedImages",
+    "qwen3_5": f"{_HERE}.qwen:Qwen3_5Images",
+    "qwen3_5_moe": f"{_HERE}.qwen:Qwen3_5Images",
+    "qwen3_vl": f"{_HERE}.qwen:Qwen3VLImages",
+    "qwen3_vl_moe": f"{_HERE}.qwen:Qwen3VLImages",
+}
+
+
+@dataclass(frozen=True)
+class PreparedImage:
+    grid: ImageGrid
+    patches: Pixels  # [patches, bytes of a patch]: what the tower takes
+    digest: bytes  # 32 bytes: the decoded pixels and every setting of the processor
+
+
+class ImageProcessor(ABC):
+    """What one model needs to know about images before its tower sees them. Its methods may run in several threads."""
+
+    placeholder: int  # the id of one image in a prompt that is not expanded yet
+
+    @staticmethod
+    def from_config(model_config: dict[str, Any], processor_config: dict[str, Any] | None) -> ImageProcessor:
+        """The processor of a model. processor_config: the content of preprocessor_config.json or processor_config.json;
+        None for the family's defaults. ValueError names the key that is not served."""
+        model = ConfigReader(model_config)
+        kind = model.get("model_type", str, "")
+        if kind not in _FAMILIES:
+            raise model.refusal("model_type", f"images are served for {', '.join(_FAMILIES)}", "Send text alone.")
+        if not model.has("vision_config"):
+            raise model.refusal("vision_config", "this checkpoint holds the language model alone", "Send text alone.")
+        module, _, name = _FAMILIES[kind].partition(":")
+        made: ImageProcessor = getattr(import_module(module), name)(model, processor_config)
+        return made
+
+    @abstractmethod
+    def size_of(self, height: int, width: int, *, detail: str | None = None) -> ImageGrid:
+        """The grid of an image with this height and width in pixels. ValueError if the model takes no such image.
+
+        detail: "low", "auto", "high", or None, which is "auto". The docstring of the family's class says what each one
+        means."""
+
+    @abstractmethod
+    def most_tokens(self) -> int:
+        """The most tokens that an image makes, at any size and detail."""
+
+    @abstractmethod
+    def placeholder_ids(self, grid: ImageGrid) -> list[int]:
+        """The token ids that take the place of one `placeholder` in a prompt."""
+
+    def prepare(self, rgb: Pixels, *, detail: str | None = None) -> PreparedImage:
+        """Resize an image and cut it into patches. rgb: [height, width, 3] uint8. detail: see `size_of`."""
+        if rgb.dtype != np.uint8 or rgb.ndim != 3 or rgb.shape[2] != 3:
+            raise ValueError(f"an image must be uint8 of shape [height, width, 3], got {rgb.dtype} of shape "
+                             f"{list(rgb.shape)}: convert it to RGB")
+        grid = self.size_of(rgb.shape[0], rgb.shape[1], detail=detail)
+        rgb = np.ascontiguousarray(rgb)
+        return PreparedImage(grid, self._patches(resize(rgb, grid)), self._digest(rgb, detail))
+
+    def _digest(self, rgb: Pixels, detail: str | None) -> bytes:
+        settings = {"class": type(self).__name__, "size": list(rgb.shape), **self._settings(detail)}
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode() + b"\n")
+        digest.update(rgb.data)
+        return digest.digest()
+
+    @abstractmethod
+    def _settings(self, detail: str | None) -> Mapping[str, int]:
+        """Every setting on which patches depend, for an image of this detail."""
+
+    @abstractmethod
+    def _patches(self, rgb: Pixels) -> Pixels:
+        """The patches of a resized image."""
+
+
+def resize(rgb: Pixels, grid: ImageGrid) -> Pixels:
+    """The image in the grid's size, by Pillow's bicubic filter, which averages where it makes an image smaller."""
+    if rgb.shape[:2] == (grid.height, grid.width):
+        return rgb
+    try:
+        from PIL import Image
+    except ImportError:
+        raise ImportError("images need Pillow: pip install 'outrider[images]'") from None
+    resized = Image.fromarray(rgb).resize((grid.width, grid.height), Image.Resampling.BICUBIC)
+    return np.asarray(resized, dtype=np.uint8)
+
+
+def check_size(height: int, width: int) -> None:
+    if height < 1 or width < 1:
+        raise ValueError(f"an image must have at least one pixel, got height {height} and width {width}")
+
+
+def check_detail(detail: str | None) -> str:
+    """The detail, with None as "auto"."""
+    if detail is not None and detail not in DETAILS:
+        raise ValueError(f"detail must be one of {', '.join(DETAILS)}, got {detail!r}")
+    return detail or "auto"
