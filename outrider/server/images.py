@@ -82,6 +82,11 @@ class RequestImages:
         self._config = config
         self._readers = TenantBudget(READERS)
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no request holds an image."""
+        return self._readers.total_held == self._budget.total_held == 0
+
     def check(self, messages: Sequence[ChatMessage], model: ServedModel, *, takes_images: bool, is_cut: bool) -> None:
         """Refuse images that this model, or this route, does not take. is_cut: the prompt may lose tokens."""
         if not has_images(messages):

@@ -118,8 +118,8 @@ async def fetch(url: str, sources: MediaSources, resolve: Resolve | None = None,
 def is_global(address: str) -> bool:
     """Whether an address belongs to the public internet, so that nothing of the server's own network answers there."""
     found = ipaddress.ip_address(address)
-    if isinstance(found, ipaddress.IPv6Address) and (
-            found.ipv4_mapped or found.scope_id or found.is_site_local or any(found in network for network in CARRIERS)):
+    if isinstance(found, ipaddress.IPv6Address) and (found.ipv4_mapped or found.scope_id or found.is_site_local
+                                                     or any(found in network for network in CARRIERS)):
         return False
     return found.is_global and not (found.is_multicast or found.is_reserved or found.is_private or found.is_loopback
                                     or found.is_link_local or found.is_unspecified)
