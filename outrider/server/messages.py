@@ -66,7 +66,8 @@ class ImageBlock(Body):
     def to_chat(self) -> ImagePart:
         if isinstance(self.source, UrlSource):
             return ImagePart.from_url(self.source.url)
-        return ImagePart.from_url(f"data:{self.source.media_type};base64,{self.source.data}")
+        data, self.source.data = self.source.data, ""  # the message has it from now on
+        return ImagePart.from_url(f"data:{self.source.media_type};base64,{data}")
 
 
 class ThinkingBlock(Body):
