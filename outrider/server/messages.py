@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.server.bodies import beside_loop
-from outrider.server.chat_prompts import Conversation
+from outrider.server.chat_prompts import ChatInput
 from outrider.server.errors import ApiError
 from outrider.server.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from outrider.server.protocol import (
@@ -191,7 +191,7 @@ async def count_tokens(service: Service, body: MessagesPrompt, tenant: str | Non
     service.check_model(body.model)
     tools = None if body.tool_choice is not None and body.tool_choice.type == "none" else _tools(body)
     messages = await beside_loop(lambda: chat_messages(body))
-    chat = Conversation(messages, tools, continue_final_message=continues_last(messages),
+    chat = ChatInput(messages, tools, continue_final_message=continues_last(messages),
                         reasoning_effort=body.reasoning_effort)
     return len(await service.count_chat(chat, tenant))
 

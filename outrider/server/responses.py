@@ -16,7 +16,7 @@ from outrider.core.fields import shown
 from outrider.server.bodies import IS_LARGE, LARGE, MAX_VALUES, BodyRoute, beside_loop
 from outrider.server.body_errors import check_query
 from outrider.server.body_json import parse_large
-from outrider.server.chat_prompts import Conversation
+from outrider.server.chat_prompts import ChatInput
 from outrider.server.errors import ApiError
 from outrider.server.guard import TENANT
 from outrider.server.protocol import ChatRequest, ResponseFormat
@@ -134,7 +134,7 @@ async def count_tokens(service: Service, body: ResponsesPrompt, tenant: str | No
     earlier = _earlier_items(service, body, tenant)
     messages = await beside_loop(lambda: _messages(body, earlier))
     tools = None if body.tool_choice == "none" else body.chat_tools or None
-    chat = Conversation(messages, tools, body.chat_template_kwargs, reasoning_effort=body.reasoning_effort)
+    chat = ChatInput(messages, tools, body.chat_template_kwargs, reasoning_effort=body.reasoning_effort)
     return len(await service.count_chat(chat, tenant))
 
 

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import logging
+import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,7 @@ from outrider.server.stored_images import StoredImages
 from tests.images.made_images import data_url, hostile, picture, png, png_of_zeros, written
 from tests.server.image_rig import IMAGE_TOKENS, ImageEngine, serving_images
 from tests.server.rig import Served
+from tests.server.test_other_clients import environment
 
 URL = data_url(png(5, 7))
 OTHER = data_url(png(4, 3, seed=1))
@@ -429,3 +431,14 @@ def test_a_request_forgets_its_images_when_the_engine_has_them(served: Served, m
     assert served.post("/v1/chat/completions", **asking(image())).status_code == 200
     (part,) = bodies[0].messages[0].content  # type: ignore[misc, union-attr]
     assert part.image_url.url == ""
+
+
+@pytest.mark.long
+def test_real_clients_send_images(served: Served, tmp_path: Path) -> None:
+    packages = ("openai", "anthropic", "langchain-openai", "langchain-anthropic")
+    python = environment(tmp_path, *packages) / "python"
+    script = Path(__file__).parent / "clients" / "image_parts.py"
+    data = base64.b64encode(png()).decode()
+    done = subprocess.run([python, script, served.url, data], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
