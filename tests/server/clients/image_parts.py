@@ -24,8 +24,8 @@ given = [{"role": "user", "content": [{"type": "input_text", "text": "What?"},
                                       {"type": "input_image", "image_url": DATA_URL, "detail": "auto"}]}]
 response = client.responses.create(model="tiny", max_output_tokens=2, input=given)
 assert response.usage.input_tokens == counts[0]
-with client.responses.stream(model="tiny", max_output_tokens=2, input=given) as stream:
-    assert stream.get_final_response().usage.input_tokens == counts[0]
+*_, last = client.responses.create(model="tiny", max_output_tokens=2, input=given, stream=True)
+assert last.response.usage.input_tokens == counts[0]
 again = client.responses.create(model="tiny", max_output_tokens=2, input="And?", previous_response_id=response.id)
 assert again.usage.input_tokens > counts[0]
 for wrong in ("data:image/png;base64,AAAA", "https://example.org/a.png"):
