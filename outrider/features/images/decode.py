@@ -74,7 +74,8 @@ def _one_to_rgb(value: Any, limits: ImageLimits) -> Rgb:
 
 
 def _array_to_rgb(value: NDArray[Any]) -> Rgb:
-    if value.dtype != np.uint8 or not value.size or not (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (3, 4))):
+    is_image = value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (3, 4))
+    if value.dtype != np.uint8 or not value.size or not is_image:
         raise ValueError("an image as an array must be of uint8, [height, width, 3], [height, width, 4] or [height, "
                          f"width], got {value.dtype} of shape {list(value.shape)}")
     if value.ndim == 3 and value.shape[2] == 3:
