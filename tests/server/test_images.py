@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from outrider.features.images import fetch as fetching
 from outrider.server.app import build_app
 from outrider.server.batch_file import answer_lines
 from outrider.server.chat import _Chat
@@ -26,6 +27,7 @@ from outrider.server.response_store import ResponseStore, StoredItem, StoredResp
 from outrider.server.settings import ServerConfig
 from outrider.server.stored_images import StoredImages
 from tests.images.made_images import data_url, hostile, picture, png, png_of_zeros, written
+from tests.images.test_fetch import Network, answer
 from tests.server.image_rig import IMAGE_TOKENS, ImageEngine, serving_images
 from tests.server.rig import Served
 from tests.server.test_other_clients import environment
@@ -442,3 +444,26 @@ def test_real_clients_send_images(served: Served, tmp_path: Path) -> None:
     done = subprocess.run([python, script, served.url, data], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
+
+
+def test_an_allowed_host_is_fetched_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Network([["127.0.0.1"], ["93.184.215.14"]], [answer(png())])
+    monkeypatch.setattr(fetching, "resolve_name", network.resolve)
+    monkeypatch.setattr(fetching, "connect_to", network.connect)
+    with serving_images(allowed_media_domains=("pics.example",)) as (served, engine):
+        body = asking(image("https://pics.example/a.png"))
+        assert served.error("/v1/chat/completions", **body)["message"] == fetching.NOT_FETCHED and not network.dialled
+        assert served.post("/v1/chat/completions", **body).status_code == 200
+        assert np.array_equal(engine.images[0], picture(5, 7))
+        assert network.dialled == [("93.184.215.14", 443, "pics.example")]
+        block = {"type": "image", "source": {"type": "url", "url": "http://pics.example/"}}
+        messages = [{"role": "user", "content": [block]}]
+        assert served.post("/v1/messages", max_tokens=1, messages=messages).status_code == 200
+        assert served.error("/v1/chat/completions", **asking(image("http://other.example/")))
+
+
+def test_a_part_may_have_a_name_of_its_own(served: Served, engine: ImageEngine) -> None:
+    """It changes nothing: what an image is, its pixels say."""
+    answered = served.post("/v1/chat/completions", **asking(image() | {"uuid": "a"}))
+    assert answered.status_code == 200 and "uuid" in answered.headers["x-outrider-ignored"]
+    assert engine.prompts[-1].get("multi_modal_uuids") is None
