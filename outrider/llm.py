@@ -245,7 +245,7 @@ class LLM(Front):
                              "[{'role': 'user', 'content': 'Hello'}], or give plain text to LLM.generate")
         several = not messages or not isinstance(messages[0], dict)
         conversations: Sequence[Any] = messages if several else [messages]
-        prompts: list[Prompt] = [self.encode_chat(c, **options) for c in conversations]
+        prompts = [self.chat_prompt(c, **options) for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
