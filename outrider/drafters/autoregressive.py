@@ -24,7 +24,7 @@ from outrider.cache.groups import LayerCache
 from outrider.cache.kinds import Part
 from outrider.core import Admission, Axis, Limits
 from outrider.drafters.base import Drafter, Drafts, Step, ViewOf
-from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows, first_given_rows
+from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows
 from outrider.drafters.draw import draw_drafts
 from outrider.drafters.native_chain import NativeChain
 from outrider.kernels import ops
@@ -205,7 +205,7 @@ class AutoregressiveDrafter(NetworkDrafter):
                                        num_chained=self._num_chained, is_filled=not is_cold)
         if not is_cold:
             hidden = self._tails[planned.tail_page] if self._is_head else None
-            given_rows = self._fitting(first_given_rows(admitted, self._device))
+            given_rows = self._fitting(view_of.given_rows(admitted))
             self._run_first_slot(self._batches.first_slots(view, planned), hidden, given_rows)
 
     def _fitting(self, given_rows: GivenRows | None) -> GivenRows | None:

@@ -95,6 +95,10 @@ class Model(LayeredModule, ABC):
     lm_head: Linear
     recurrent_layers: Mapping[int, RecurrentMixer] = MappingProxyType({})  # by layer index
     cache_scales: Mapping[int, ScaleNumbers] = MappingProxyType({})  # of a cache in fp8, by layer index
+    file_values: Mapping[str, Any] = MappingProxyType({})  # the values of the config file, if it was built from one
+    file_name: str = ""  # of that file
+    has_component_ropes: bool = False  # positions of three components rotate some layers (`StepContext`)
+    sees: bool = False  # whether vectors of the checkpoint's vision tower may stand among its tokens
     reads_history: bool = False  # layers read the ids before a token's own: contexts must have a history
     classes: ClassHead | None = None  # a head that scores classes; the model generates no text then
     reads_device: bool = False  # whether its forward waits for values of tensors, so that no step can be captured
@@ -232,7 +236,7 @@ class Decoder(Model):
     ) -> Hidden:
         assert rows is None or self.num_layers not in aux_layers, "an auxiliary state has all token rows"
         assert all(0 <= each <= self.num_layers for each in aux_layers), f"{aux_layers} of {self.num_layers} layers"
-        angles = [rotary.at(context.rope_positions) for rotary in self.rotaries]
+        angles = [rotary.of_step(context.rope_positions, context.rope_components) for rotary in self.rotaries]
         residual, own = self.embed_tokens(tokens, context), context  # `own`: of the rows that `residual` has
         own_inputs = self.layer_inputs(tokens, residual, context)
         residual = self.begin(residual)

@@ -43,6 +43,7 @@ from outrider.models.config import FULL, LEAST_SOFTCAP, SLIDING, ConfigReader, S
 from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes
 
 ROPES = (FULL, SLIDING)  # the order of a model's rotaries
+PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")  # keys of tokens that stand for other inputs
 DEFAULT_ROPES: dict[str, dict[str, object]] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -272,6 +273,9 @@ class Gemma4(Decoder):
     ) -> None:
         text = config.text_section()
         self.prefix = "model" if text is config else "model.language_model"
+        self.sees = config.raw("vision_config") is not None
+        self.pad_id = text.get("pad_token_id", int, 0)  # its per-layer inputs are those of placeholders
+        self.placeholders = [config.raw(key) for key in PLACEHOLDERS if config.has(key)]
         if config.has("tie_word_embeddings"):  # the whole model's key wins
             text = text.with_values({"tie_word_embeddings": config.get("tie_word_embeddings", bool, True)})
         self.names = DecoderNames.below(self.prefix)
@@ -328,6 +332,9 @@ class Gemma4(Decoder):
                      context: StepContext) -> Sequence[tuple[torch.Tensor, ...]]:
         if self.per_layer is None:
             return super().layer_inputs(tokens, embedded, context)
+        if context.given_rows is not None:
+            for placeholder in self.placeholders:
+                tokens = torch.where(tokens == placeholder, self.pad_id, tokens)
         return [(own,) for own in self.per_layer(tokens, embedded, context).unbind(1)]
 
     def limited(self, logits: torch.Tensor) -> torch.Tensor:
