@@ -30,7 +30,7 @@ NAMED = {
     "spans": (r"\bspans?\b", 2),
     "learning": (r"adapt_drafter|adaptation|\blearner", 3),
     "grammars": (r"grammar|structured", 2),
-    "pooling": (r"pooling(?!_kernel)", 1),
+    "pooling": (r"pooling(?!_kernel_size)", 1),  # a key of vision configs
     "processors": (r"processors?\b", 3),
     "receipts": (r"receipt", 1),
 }

@@ -10,6 +10,7 @@
 | `gemma4_unified.py` | Gemma 4 12B, which has no tower: its tiles are embedded by one product |
 | `gemma4.py` | the tower of Gemma 4 E2B, E4B, 26B-A4B and 31B |
 | `qwen.py` | the towers of Qwen3-VL and of Qwen3.5 |
+| `mmproj.py` | GGUF files with the vision part of a model |
 
 A tower encodes one image at a time, so an image's features never depend on other images.
 """

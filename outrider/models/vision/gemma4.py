@@ -167,11 +167,13 @@ class Gemma4Tower(VisionTower):
         ]
 
     def arrivals(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
-        """A bound that is infinite limits nothing, and becomes the largest number: the loader refuses infinite ones."""
+        """Bounds as single numbers, which some files store in a list of one. A bound that is infinite limits nothing
+        and becomes the largest number, because the loader refuses infinite ones."""
         for name, tensor in super().arrivals(tensors):
             if name.endswith(BOUNDS) and isinstance(tensor, torch.Tensor):
                 largest = torch.finfo(self.dtype).max
                 tensor = tensor.to(self.dtype).clamp(-largest, largest)
+                tensor = tensor.reshape(()) if tensor.numel() == 1 else tensor
             yield name, tensor
             del tensor  # before the next one is read
 

@@ -46,6 +46,15 @@ class Gemma4TileEmbedder(VisionTower):
             ("model.embed_vision.embedding_projection", self.projection),
         )
 
+    def slot_name(self, name: str) -> str:
+        """Some files have transformers' own names, which hold all parts in one module."""
+        own = "model.embed_vision."
+        if name.startswith(f"{own}multimodal_embedder."):
+            return own + name.removeprefix(f"{own}multimodal_embedder.")
+        if name.startswith((f"{own}patch_", f"{own}pos_")):
+            return "model.vision_embedder." + name.removeprefix(own)
+        return name
+
     def encode(self, patches: torch.Tensor, grid: ImageGrid) -> ImageFeatures:
         """patches: the tiles, row by row, each in the order (row, column, colour)."""
         x = embed_patches(patches, self.levels, self._embed)

@@ -21,7 +21,7 @@ ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 
 def product(linear: Linear, x: torch.Tensor) -> torch.Tensor:
-    """The product of a tower's layer. It has no step and no adapters, so no context either."""
+    """The product of a tower's layer. It belongs to no step, so there is no context."""
     return linear.format.product(x)
 
 

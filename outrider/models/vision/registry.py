@@ -20,6 +20,10 @@ from outrider.models.vision.base import VisionTower
 _TOWERS: dict[str, type[VisionTower] | str] = {
     "gemma4": "gemma4:Gemma4Tower",
     "gemma4_unified": "gemma4_unified:Gemma4TileEmbedder",
+    "qwen3_5": "qwen:QwenTower",
+    "qwen3_5_moe": "qwen:QwenTower",
+    "qwen3_vl": "qwen:Qwen3VLTower",
+    "qwen3_vl_moe": "qwen:Qwen3VLTower",
 }
 # Keys of vision configs that change nothing in what a tower computes.
 _PASSED_OVER = (
