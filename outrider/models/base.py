@@ -246,7 +246,8 @@ class Decoder(Model):
         cut = None if rows is None else self._cut(rows, aux_layers)
         is_usual = type(self).aux_state is Decoder.aux_state  # then layers that are one call record between them
         context.aux_record = record if is_usual else None
-        stops = {*(() if is_usual else aux_layers), self.num_layers if cut is None else cut, self.num_layers}
+        added = 0 if context.given_rows is None else len(context.given_rows.added)  # layers behind which vectors are
+        stops = {*range(1, added + 1), *(() if is_usual else aux_layers), self.num_layers if cut is None else cut, self.num_layers}
         index = 0
         while index < self.num_layers:
             layer = self.layers[index]
@@ -264,6 +265,8 @@ class Decoder(Model):
                 angles, own = [every.of_rows(rows.token_rows) for every in angles], context.of_rows(rows)
                 own_inputs = [tuple(each[rows.token_rows] for each in inputs) for inputs in own_inputs]
             index += done
+            if index <= added and context.given_rows is not None:
+                context.given_rows.add_after(index - 1, residual)
         final, before_norm = self.end(delta, residual, own)
         if self.num_layers in aux_layers:
             seen[self.num_layers] = self.aux_state(None, before_norm)

@@ -1,7 +1,7 @@
 """Gemma 4, the language part: sliding and full layers with different heads, keys that serve as values, layers that read
 another layer's cache, per-layer embeddings, experts beside the MLP.
 
-It serves text-only checkpoints and the language model of multimodal ones, without images or sound.
+It serves text-only checkpoints and the language model of multimodal ones, whose images are served (`features/images`).
 """
 
 from __future__ import annotations
