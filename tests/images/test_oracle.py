@@ -119,6 +119,8 @@ def test_logits_and_text_equal_transformers(folder_of: Folders, theirs: Callable
     assert again.metrics.num_cached_tokens > 0 or name != "three"
     assert output.prompt_logprobs is not None and output.outputs[0].logprobs is not None
     for position, entry in enumerate([*output.prompt_logprobs, *output.outputs[0].logprobs]):
-        if position and entry is not None:
+        is_soft = position < prompt_len and known[position] == SOFT
+        assert (entry is None) == (is_soft or position == 0)
+        if entry is not None:
             found = torch.tensor([entry[token].logprob for token in range(320)])
             torch.testing.assert_close(found, scores[position - 1], rtol=0, atol=1e-4)

@@ -18,7 +18,7 @@ from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.core.input_part import InputPart
 from outrider.drafters.base import Drafter
-from outrider.features.images.limits import ImageLimits, most_images, read_processor_config
+from outrider.features.images.model_limits import ImageLimits, most_images, read_processor_config
 from outrider.features.images.part import GridImages, ImageInputs, PlacedImage, TwoWayImages
 from outrider.layers.given_rows import PlacedVectors
 from outrider.mixers.paged.masks import RangeReach

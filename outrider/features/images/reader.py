@@ -14,7 +14,7 @@ from outrider.core.fields import did_you_mean, shown
 from outrider.core.hidden_params import RequestParams
 from outrider.engine.input_reader import InputReader
 from outrider.engine.served_model import ServedModel
-from outrider.features.images.limits import ImageLimits, parsed
+from outrider.features.images.model_limits import ImageLimits, parsed
 from outrider.features.images.part import ImageInputs, PlacedImage, TwoWayImages
 from outrider.features.images.preprocess.processor import ImageProcessor, Pixels, PreparedImage
 
