@@ -182,6 +182,8 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
     parser.add_argument("--prompts-file", metavar="FILE",
                         help="one prompt a line, or .json (a list), or .jsonl (objects with a prompt)")
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message")
+    parser.add_argument("--image", action="append", metavar="PATH",
+                        help="an image before each prompt (with --chat; repeat for several)")
     parser.add_argument("--system", metavar="TEXT", help="the system message (with --chat)")
     _add_chat_template(parser, " (with --chat)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
@@ -221,7 +223,8 @@ def _add_serve(commands: argparse._SubParsersAction[Parser]) -> None:
 
 
 # Settings of the server that change the answers to a batch, or bound them.
-BATCH_SETTINGS = ("served_model_name", "chat_template", "max_body_bytes", "max_prompts", "request_timeout", "pooling",
+BATCH_SETTINGS = ("served_model_name", "chat_template", "max_body_bytes", "image_max_pixels", "image_max_bytes",
+                  "allowed_media_domains", "allowed_local_media_path", "max_prompts", "request_timeout", "pooling",
                   "tool_call_parser", "reasoning_parser", "lora_modules")
 
 

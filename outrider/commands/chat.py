@@ -9,14 +9,16 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 from outrider.commands.conversation import Conversation
 from outrider.commands.flag_names import with_flags
+from outrider.commands.image_files import image_url
 from outrider.commands.line_input import LineInput
 from outrider.commands.loading import fitted, load_or_find
 from outrider.commands.parser import engine_config, named_adapter, sampling_params
 from outrider.commands.remote_chat import connect
-from outrider.commands.run_prompts import Interrupted, interruptible, raise_failed
+from outrider.commands.run_prompts import Interrupted, interruptible, num_known_tokens, raise_failed
 from outrider.commands.serve_files import chat_template, check_template_name
 from outrider.commands.word_wrap import WordWrap, wrapped
 from outrider.core import RequestOutput, SamplingParams
@@ -27,9 +29,11 @@ from outrider.llm import LLM
 from outrider.lora_request import LoRARequest
 from outrider.models.sources import DEFAULT_MODEL
 
-COMMANDS = ("/exit", "/help", "/quit", "/reset")
+COMMANDS = ("/exit", "/help", "/image", "/quit", "/reset")
 COMMAND = re.compile(r"(/[a-z?]*)\s*")
-HELP = "/reset forgets the conversation, /help lists the commands, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+IMAGE = re.compile(r"/image\s+(\S.*)")
+HELP = ("/image PATH shows the model an image with the next question, /reset forgets the conversation, /help lists the "
+        "commands, /exit or Ctrl-D ends, Ctrl-C stops an answer")
 
 
 class PromptProgress:
@@ -65,12 +69,12 @@ class LocalConversation(Conversation):
         super().__init__(system)
         self._llm, self._params, self._template, self._adapter = llm, params, template, adapter
 
-    def _ask(self, messages: list[dict[str, str]], show: Callable[[str], None], priority: int) -> RequestOutput:
+    def _ask(self, messages: list[dict[str, Any]], show: Callable[[str], None], priority: int) -> RequestOutput:
         output = RequestOutput("0", None, [], [])  # if it is interrupted before the first token
         said = ""
         with interruptible() as interrupt, suppress(Interrupted):
-            prompt = self._llm.encode_chat(messages, chat_template=self._template)
-            with PromptProgress(self._llm.engine.stats, len(prompt)) as progress:
+            prompt = self._llm.chat_prompt(messages, chat_template=self._template)
+            with PromptProgress(self._llm.engine.stats, num_known_tokens(prompt)) as progress:
 
                 def before_step() -> None:
                     interrupt.check()
@@ -120,8 +124,10 @@ def _talk(conversation: Conversation, args: argparse.Namespace) -> int:
                 print()
             return 0
         was_interrupted = False
-        command = COMMAND.fullmatch(text)
-        if command is None:
+        command, image = COMMAND.fullmatch(text), IMAGE.fullmatch(text.strip())
+        if image is not None:
+            _add_image(conversation, image[1])
+        elif command is None:
             _turn(conversation, text.strip(), args)
         elif _obey(command[1], conversation):
             return 0
@@ -137,10 +143,21 @@ def _obey(command: str, conversation: Conversation) -> bool:
             print("(forgotten)")
         case "/help" | "/?":
             _say(HELP)
+        case "/image":
+            _say("/image needs the path of an image, as /image photo.jpg")
         case _:
             _say(f"there is no command {command}{did_you_mean(command, COMMANDS)} (/help lists them; a text that "
                  "begins with a space is sent as it is)")
     return False
+
+
+def _add_image(conversation: Conversation, path: str) -> None:
+    try:
+        conversation.add_image(image_url(path))
+    except ValueError as error:
+        _say(str(error))
+        return
+    _say(f"(the model sees {path} with your next question)")
 
 
 def _turn(conversation: Conversation, text: str, args: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
@@ -13,14 +14,17 @@ from typing import Any
 
 from tqdm import tqdm
 
+from outrider.commands.conversation import user_message
+from outrider.commands.image_files import image_url
 from outrider.commands.loading import fitted, load_or_find
 from outrider.commands.parser import UsageError, engine_config, named_adapter, sampling_params
 from outrider.commands.run_prompts import Ask, PromptResults, chat_ids, raise_failed, run_prompts
 from outrider.commands.serve_files import chat_template, check_template_name
 from outrider.commands.word_wrap import WordWrap, wrapped
-from outrider.core import RequestOutput
+from outrider.core import RequestOutput, SamplingParams
 from outrider.core.fields import shown
 from outrider.core.status_line import is_terminal, say
+from outrider.llm import LLM
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,10 +36,12 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = loaded.need_tokenizer()
     check_template_name(template, tokenizer)
     encode = partial(chat_ids, tokenizer, system=args.system, template=template) if args.chat else tokenizer.encode
-    asks = [Ask(encode(text), params, text) for text in prompts]
-    streams = is_terminal(sys.stdout) and len(asks) == 1 and params.n == 1 and not args.json
-    show = _Stream() if streams else _InOrder(args.json, len(asks) > 1)
+    images = [image_url(path) for path in args.image or ()]
+    streams = is_terminal(sys.stdout) and len(prompts) == 1 and params.n == 1 and not args.json
+    show = _Stream() if streams else _InOrder(args.json, len(prompts) > 1)
     with loaded.llm(config) as llm, closing(show):
+        asks = [_ask_about(llm, text, images, params, args.system, template) if images else
+                Ask(encode(text), params, text) for text in prompts]
         ran = run_prompts(llm, asks, on_output=show, priority=args.priority, adapter=adapter,
                           label=None if streams else f"{len(asks)} prompts", may_fail=True)
     if args.stats:
@@ -44,11 +50,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _ask_about(llm: LLM, text: str, images: Sequence[str], params: SamplingParams, system: str | None,
+               template: str | None) -> Ask:
+    """A user's message with images."""
+    messages = [{"role": "system", "content": system}] if system else []
+    prompt = llm.chat_prompt([*messages, user_message(text, images)], chat_template=template)
+    assert isinstance(prompt, dict)
+    return Ask(prompt["prompt_token_ids"], params, text, inputs=prompt)
+
+
 def read_prompts(args: argparse.Namespace) -> list[str]:
     given = args.prompt or []
     if given and args.prompts_file:
         raise UsageError("--prompt and --prompts-file cannot be given together: leave one out")
-    for flag, value in (("--system", args.system), ("--chat-template", args.chat_template)):
+    for flag, value in (("--system", args.system), ("--chat-template", args.chat_template), ("--image", args.image)):
         if value and not args.chat:
             raise UsageError(f"{flag} needs --chat: add --chat, or leave {flag} out")
     if args.prompts_file:

@@ -30,7 +30,7 @@ class RemoteConversation(Conversation):
         self._address, self._key = address, key
         self._body = body | {"model": model, "stream": True, "stream_options": {"include_usage": True}}
 
-    def _ask(self, messages: list[dict[str, str]], show: Callable[[str], None], priority: int) -> RequestOutput:
+    def _ask(self, messages: list[dict[str, Any]], show: Callable[[str], None], priority: int) -> RequestOutput:
         body = self._body | {"messages": messages} | ({"priority": priority} if priority else {})
         output = RequestOutput("0", None, [], [CompletionOutput(0)])
         with interruptible() as interrupt:

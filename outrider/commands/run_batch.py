@@ -73,7 +73,7 @@ async def _run(service: Service, ready: asyncio.Event, source: IO[bytes], target
     await ready.wait()
     num_errors = num_lines = 0
     max_at_once = LINES_PER_REQUEST * service.host.llm.engine.limits.max_requests
-    lines = read_lines(source, service.config.max_body_bytes)
+    lines = read_lines(source, service.config.max_body_bytes + service.config.image_body_bytes * service.takes_images)
     try:
         with bar(desc="lines", unit="line") as progress:
             async with aclosing(answer_lines(build_app(service), lines, max_at_once)) as answers:

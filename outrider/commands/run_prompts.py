@@ -8,9 +8,9 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -27,10 +27,11 @@ from outrider.lora_request import LoRARequest
 class Ask:
     """One request that a command makes, before it is checked."""
 
-    token_ids: list[int]
+    token_ids: list[int]  # with a placeholder for each image
     params: SamplingParams
     text: str | None = None
     cache_salt: str | None = None  # requests of different salts share no pages
+    inputs: Mapping[str, Any] = field(default_factory=dict)  # of the prompt, beside its tokens: images
 
 
 @dataclass
@@ -99,8 +100,8 @@ def run_prompts(llm: LLM, asks: Sequence[Ask], *, on_output: Callable[[RequestOu
     params = [ask.params for ask in asks]
     if on_output is None:
         params = [replace(own, output_kind=RequestOutputKind.FINAL_ONLY) for own in params]
-    prompts: list[Prompt] = [{"prompt": ask.text, "prompt_token_ids": ask.token_ids, "cache_salt": ask.cache_salt}
-                             for ask in asks]
+    prompts: list[Prompt] = [{"prompt": ask.text, "cache_salt": ask.cache_salt, **ask.inputs,
+                              "prompt_token_ids": ask.token_ids} for ask in asks]
     start = time.perf_counter()
     with interruptible() as interrupt, _bar(len(asks), label) as progress:
         outputs = llm.follow(prompts, params, priority=priority, before_step=interrupt.check,
@@ -128,6 +129,11 @@ def raise_failed(outputs: Sequence[RequestOutput]) -> None:
     errors = [sample.error for output in outputs for sample in output.outputs if sample.finish_reason == "error"]
     if errors:
         raise RuntimeError(f"{len(errors)} of {len(outputs)} requests failed: {errors[0]}")
+
+
+def num_known_tokens(prompt: Prompt) -> int:
+    """The number of a prompt's token ids, in which an image counts as one."""
+    return len(prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt)
 
 
 def chat_ids(tokenizer: Tokenizer, text: str, system: str | None = None, template: str | None = None) -> list[int]:

@@ -39,6 +39,7 @@ class LimitsPart:
     """Sizes of a feature's buffers."""
 
     __slots__ = ()
+    takes_images: ClassVar[bool] = False  # whether prompts may have images, which the feature then reads
 
 
 class Figure(NamedTuple):

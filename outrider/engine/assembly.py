@@ -56,7 +56,8 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
                               features=of_settings)
 
     model = ServedModel(config.model, info.limits, info.eos_ids, tokenizer, info.classes, info.takes_extra_keys,
-                        info.device_name, config)
+                        info.device_name, config,
+                        takes_images=any(part.takes_images for part in info.limits.parts))
     line = WorkerLine(worker)
     features = EngineFeatures(config, of_settings, EngineTools(info, model, line.order, worker.begin))
     requests = LiveRequests(model, features.keepers, config.seed)

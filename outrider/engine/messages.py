@@ -16,13 +16,14 @@ class ChatTemplateError(ValueError):
     """There is no chat template, or the template is not valid, refused the messages or exceeded a limit."""
 
 
-def with_plain_content(message: Message) -> Message:
-    """Return the message with plain text as its content. Parts of text, as in OpenAI's API, are joined by newlines."""
+def with_plain_content(message: Message, keeps_parts: bool = False) -> Message:
+    """Return the message with plain text as its content. Parts of text, as in OpenAI's API, are joined by newlines,
+    unless the template reads the parts themselves."""
     if not isinstance(message.get("role"), str):
         raise ChatTemplateError("a message needs a 'role' that is a text, such as 'user', got "
                                 f"{shown(message.get('role'))} among {', '.join(map(str, message)) or 'nothing'}")
     content = message.get("content")
-    if not isinstance(content, list):
+    if not isinstance(content, list) or keeps_parts:
         return message
     texts = []
     for part in content:

@@ -23,6 +23,7 @@ class ServedModel:
     device_name: str = "CPU"
     config: EngineConfig | None = None  # the settings it was started with; None: they are not known
     loaded_at: float = field(default_factory=time.time)
+    takes_images: bool = False  # prompts may have images
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

@@ -217,10 +217,10 @@ class Tokenizer:
                                     "begins a new one: only one of them can be true")
         for name in {"messages", "add_generation_prompt"} & (chat_template_kwargs or {}).keys():
             raise ChatTemplateError(f"chat_template_kwargs must not set {name}: give {name} as an argument beside it")
-        if chat_template_content_format not in ("auto", "string"):
+        if chat_template_content_format not in ("auto", "string", "openai"):
             raise ChatTemplateError(f"chat_template_content_format={shown(chat_template_content_format)} is not "
-                                    "supported: templates get the content of a message as text")
-        messages = [with_plain_content(message) for message in messages]
+                                    "supported: it must be string, auto (the same) or openai (parts stay parts)")
+        messages = [with_plain_content(message, chat_template_content_format == "openai") for message in messages]
         template = compiled_template(self._template_text(chat_template, bool(tools)))
         asked = {"tools": tools, **variables, **(chat_template_kwargs or {})}
         given = [name for name, value in asked.items() if value is not None and value != []]

@@ -20,6 +20,7 @@ from outrider.server import admin
 from outrider.server.bodies import READERS, BodyRoute, beside_loop
 from outrider.server.body_errors import bad_body
 from outrider.server.chat import chat_completions
+from outrider.server.chat_prompts import Conversation
 from outrider.server.completions import completions
 from outrider.server.engine_host import Serving
 from outrider.server.errors import INTERNAL, ApiError
@@ -84,7 +85,8 @@ def build_app(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_surprise)
     app.add_middleware(IgnoredFieldsHeader, is_strict=config.strict)
-    app.add_middleware(Guard, **guard_options(config), on_refused=service.metrics.count_refused)
+    app.add_middleware(Guard, **guard_options(config), takes_images=lambda: service.takes_images,
+                       on_refused=service.metrics.count_refused)
     if config.allowed_origins:  # outside the guard: a browser asks for permission without a key
         app.add_middleware(CORSMiddleware, allow_origins=list(config.allowed_origins), allow_methods=["*"],
                            allow_headers=["*"], expose_headers=EXPOSED_HEADERS)
@@ -117,8 +119,8 @@ def _openai_routes(service: Service) -> APIRouter:
         return await create_message(service, body, request.scope[TENANT])
 
     @routes.post("/v1/messages/count_tokens")
-    async def count_message_tokens(body: MessagesPrompt) -> dict[str, int]:
-        return {"input_tokens": await count_tokens(service, body)}
+    async def count_message_tokens(body: MessagesPrompt, request: Request) -> dict[str, int]:
+        return {"input_tokens": await count_tokens(service, body, request.scope[TENANT])}
 
     return routes
 
@@ -140,14 +142,14 @@ def _text_routes(service: Service) -> APIRouter:
     routes = APIRouter(route_class=BodyRoute)
 
     @routes.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages, not both", param="prompt")
         if body.messages is not None:
-            ids = await service.encode_chat(body.messages, body.tools, body.chat_template_kwargs,
-                                            body.add_generation_prompt, body.continue_final_message,
-                                            body.add_special_tokens)
+            chat = Conversation(body.messages, body.tools, body.chat_template_kwargs, body.add_generation_prompt,
+                                body.continue_final_message)
+            ids = await service.count_chat(chat, request.scope[TENANT], body.add_special_tokens)
         else:
             ids = await service.encode(body.prompt or "", "prompt", body.add_special_tokens is not False)
         names = service.tokenizer.id_to_token if body.return_token_strs else None

@@ -11,6 +11,7 @@ from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
 from outrider.server.answer_json import write_answer
 from outrider.server.bodies import beside_loop
+from outrider.server.chat_prompts import Conversation
 from outrider.server.choice import ParsedChoice, plain_message
 from outrider.server.completions import mixed_versions_to_json, prompt_logprobs_to_json
 from outrider.server.errors import ApiError
@@ -26,6 +27,7 @@ from outrider.server.generation import (
     named_by_id,
     top_token_ids,
 )
+from outrider.server.images import forget_images
 from outrider.server.parsers import output_parser
 from outrider.server.protocol import ChatRequest
 from outrider.server.service import Service, name_request
@@ -53,9 +55,10 @@ async def prepare_chat(service: Service, body: ChatRequest,
     forced = await beside_loop(lambda: forced_calls(body, service.config.tool_call_parser))
     service.check_load(tenant)
     tools = None if body.tool_choice == "none" else body.tools
-    prompt = await service.encode_chat(body.messages, tools, body.template_variables, body.add_generation_prompt,
-                                       body.continue_final_message, body.add_special_tokens,
-                                       service.truncation(body, "left", _max_tokens(body) or 1), body.reasoning_effort)
+    conversation = Conversation(body.messages, tools, body.template_variables, body.add_generation_prompt,
+                                body.continue_final_message, body.reasoning_effort)
+    prompt = await service.encode_chat(conversation, body.add_special_tokens,
+                                       service.truncation(body, "left", _max_tokens(body) or 1), takes_images=True)
     more: dict[str, Any] = {"max_tokens": _max_tokens(body)}
     more["logprobs"] = (body.top_logprobs or 0) if body.logprobs else None
     prompt_end = service.tokenizer.decode(prompt[-PROMPT_END:], skip_special_tokens=False)
@@ -65,9 +68,11 @@ async def prepare_chat(service: Service, body: ChatRequest,
     if choice is not None:
         more["skip_special_tokens"] = False  # markers often are special tokens
     try:
-        requests = await service.check_sampled(body, [prompt], tenant, **more)
+        async with service.images.decoded(body.messages, tenant) as images:
+            requests = await service.check_sampled(body, [images.in_prompt(prompt)], tenant, **more)
     except ApiError as error:
         raise error.renamed(_own_names(body)) from None
+    forget_images(body.messages)
     # Only now: until the engine agrees, `n` may be any number.
     others = await beside_loop(lambda: [_parsed_choice(service, body, forced, prompt_end)
                                         for _ in range(1, requests[0].num_samples)])

@@ -16,7 +16,7 @@ from outrider.server.embeds_file import read_embeds_file
 from outrider.server.errors import ApiError
 from outrider.server.generation import Change, ChangeReader, Usage, answer_values, extra_fields, finite, named
 from outrider.server.protocol import CompletionRequest
-from outrider.server.service import Service, TokensOrEmbeds, name_request
+from outrider.server.service import PromptInput, Service, name_request
 from outrider.server.token_log import TokenLog
 from outrider.server.work import EventStream, JsonWork, Work, compact, event, quoted
 
@@ -43,7 +43,7 @@ async def completions(service: Service, body: CompletionRequest, tenant: str | N
     return EventStream(run.frames(), timeout) if body.stream else JsonWork(run.answer(), timeout)
 
 
-async def _read_prompts(service: Service, body: CompletionRequest) -> Sequence[TokensOrEmbeds]:
+async def _read_prompts(service: Service, body: CompletionRequest) -> Sequence[PromptInput]:
     if (body.prompt is None) == (body.prompt_embeds is None):
         raise ApiError(400, "give either prompt or prompt_embeds, not both", param="prompt")
     if body.prompt_embeds is not None:
@@ -57,7 +57,7 @@ async def _read_prompts(service: Service, body: CompletionRequest) -> Sequence[T
     return await service.encode_prompts(body.prompt, "prompt", body.add_special_tokens is not False, truncation)
 
 
-async def _read_embeds(service: Service, given: str | list[str]) -> list[TokensOrEmbeds]:
+async def _read_embeds(service: Service, given: str | list[str]) -> list[PromptInput]:
     """Read the field prompt_embeds of a body: one file with embeddings, or a list of them."""
     files, most = [given] if isinstance(given, str) else given, service.config.max_prompts
     if not 1 <= len(files) <= most:
@@ -65,7 +65,7 @@ async def _read_embeds(service: Service, given: str | list[str]) -> list[TokensO
                             f"{most}", param="prompt_embeds")
     limits = service.host.llm.engine.limits
 
-    def work() -> list[TokensOrEmbeds]:
+    def work() -> list[PromptInput]:
         return [read_embeds_file(file, limits.max_len, limits.hidden_size) for file in files]
 
     return await asyncio.to_thread(work)

@@ -36,6 +36,9 @@ App = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 # Served without a key: what load balancers ask, and pages that hold no data: the one at / asks for a key itself.
 OPEN_PATHS = frozenset({"/health", "/ready", "/ping", "/", "/docs"})
+# Routes whose bodies may have images.
+IMAGE_PATHS = frozenset({"/v1/chat/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
+                         "/v1/messages/count_tokens", "/tokenize", "/invocations"})
 BODILESS_METHODS = ("GET", "HEAD", "OPTIONS", "DELETE")  # their bodies are not read: no route uses them
 BODY_SECONDS = 60.0  # for a client to send its body
 # What is read of a body that is refused: a client that is still sending when the connection closes gets no answer.
@@ -55,19 +58,23 @@ REQUEST_ID_FORM = re.compile(rb"[!-~]{1,128}")  # letters, digits and signs: not
 
 def guard_options(config: ServerConfig) -> dict[str, Any]:
     """The guard's arguments, which are the same for a server of one engine and for the front of several replicas."""
-    return {"keys": config.api_key, "max_body_bytes": config.max_body_bytes, "hosts": HostNames.from_config(config)}
+    return {"keys": config.api_key, "max_body_bytes": config.max_body_bytes, "hosts": HostNames.from_config(config),
+            "image_bytes": config.image_body_bytes}
 
 
 class Guard:
     def __init__(self, app: App, *, keys: Sequence[str], max_body_bytes: int, hosts: HostNames | None = None,
+                 image_bytes: int = 0, takes_images: Callable[[], bool] = lambda: True,
                  on_refused: Callable[[int], None] | None = None) -> None:
-        """hosts: the host names that are served; None serves all names. on_refused: called with the status of every
-        answer that refuses a request."""
+        """hosts: the host names that are served; None serves all names. image_bytes: how much larger bodies with images
+        may be, while the server `takes_images`. on_refused: called with the status of every answer that refuses a
+        request."""
         self._app, self._hosts, self._on_refused = app, hosts, on_refused
         self._secret = secrets.token_bytes(32)
         self._digests = [self._digest(key.encode()) for key in keys]
         self._max_body_bytes = max_body_bytes
-        self._bodies = HeldBodies(max_body_bytes)
+        self._image_bytes, self._takes_images = image_bytes, takes_images
+        self._bodies = HeldBodies(max_body_bytes, image_bytes)
         self._turns = BodyTurns()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -152,12 +159,12 @@ class Guard:
         because anyone could fill the memory there."""
         if scope["method"] in BODILESS_METHODS or scope["path"] in OPEN_PATHS:
             return receive
-        declared = _header(scope, b"content-length")
-        if declared.isdigit() and int(declared) > self._max_body_bytes:
-            raise self._too_large()
+        declared, most = _header(scope, b"content-length"), self._most_bytes(scope["path"])
+        if declared.isdigit() and int(declared) > most:
+            raise _too_large(most)
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                body = await self._read(receive, held, scope[TENANT])
+                body = await self._read(receive, held, scope[TENANT], most)
         except TimeoutError:
             scope[IS_READ] = True  # nothing more comes
             raise ApiError(408, f"the request's body did not arrive within {BODY_SECONDS:g} seconds: send it "
@@ -172,7 +179,7 @@ class Guard:
 
         return replay
 
-    async def _read(self, receive: Receive, held: HeldBody, tenant: str | None) -> bytes:
+    async def _read(self, receive: Receive, held: HeldBody, tenant: str | None, most: int) -> bytes:
         chunks, size = [], 0
         while True:
             message = await receive()
@@ -181,14 +188,19 @@ class Guard:
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
             held.add(tenant, len(chunks[-1]))
-            if size > self._max_body_bytes:
-                raise self._too_large()
+            if size > most:
+                raise _too_large(most)
             if not message.get("more_body", False):
                 # Joining the pieces of 16 MB takes 10 ms.
                 return b"".join(chunks) if size < JOINED_IN_LOOP else await asyncio.to_thread(b"".join, chunks)
 
-    def _too_large(self) -> ApiError:
-        return ApiError(413, f"the request's body exceeds {self._max_body_bytes} bytes")
+    def _most_bytes(self, path: str) -> int:
+        """The largest body of a route."""
+        return self._max_body_bytes + (self._image_bytes if path in IMAGE_PATHS and self._takes_images() else 0)
+
+
+def _too_large(most: int) -> ApiError:
+    return ApiError(413, f"the request's body exceeds {most} bytes")
 
 
 class RootPath:

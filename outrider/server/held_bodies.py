@@ -8,14 +8,15 @@ from collections import Counter
 from outrider.server.errors import ApiError
 
 BODIES = 64  # of the largest size that requests of one tenant may hold at once
+IMAGE_BODIES = 8  # the same, of the room that bodies with images have beside that
 
 
 class HeldBodies:
     """Counts the bytes of bodies that are in memory, by tenant, for one event loop."""
 
-    def __init__(self, max_body_bytes: int) -> None:
+    def __init__(self, max_body_bytes: int, image_bytes: int = 0) -> None:
         self.held: Counter[str | None] = Counter()  # bytes by tenant; none of them is 0
-        self.most = BODIES * max_body_bytes
+        self.most = BODIES * max_body_bytes + IMAGE_BODIES * image_bytes
 
 
 class HeldBody:

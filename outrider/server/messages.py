@@ -4,7 +4,7 @@ server's common form."""
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -12,6 +12,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.server.bodies import beside_loop
+from outrider.server.chat_prompts import Conversation
 from outrider.server.errors import ApiError
 from outrider.server.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from outrider.server.protocol import (
@@ -19,12 +20,15 @@ from outrider.server.protocol import (
     Body,
     ChatMessage,
     ChatRequest,
+    ContentPart,
     Function,
     FunctionCall,
+    ImagePart,
     JsonSchema,
     RequestBody,
     ResponseFormat,
     Said,
+    TextPart,
     Tool,
     ToolCall,
     ToolName,
@@ -42,6 +46,29 @@ class TextBlock(Body):
     text: str
 
 
+class Base64Source(Body):
+    type: Literal["base64"]
+    media_type: Annotated[str, Field(pattern=r"^image/[\w.+-]{1,64}$")]
+    data: str
+
+
+class UrlSource(Body):
+    type: Literal["url"]
+    url: str
+
+
+class ImageBlock(Body):
+    type: Literal["image"]
+    source: Annotated[
+        Annotated[Base64Source, Tag("<base64>")] | Annotated[UrlSource, Tag("<url>")],
+        Discriminator(type_tag, custom_error_type="type", custom_error_message="the type must be base64 or url")]
+
+    def to_chat(self) -> ImagePart:
+        if isinstance(self.source, UrlSource):
+            return ImagePart.from_url(self.source.url)
+        return ImagePart.from_url(f"data:{self.source.media_type};base64,{self.source.data}")
+
+
 class ThinkingBlock(Body):
     type: Literal["thinking"]
     thinking: str
@@ -55,18 +82,24 @@ class UseBlock(Body):
     input: Json
 
 
+ResultContent: TypeAlias = Annotated[
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")],
+    Discriminator(type_tag, custom_error_type="type", custom_error_message="the type must be text or image")]
+
+
 class ResultBlock(Body):
     type: Literal["tool_result"]
     tool_use_id: str
-    content: str | Annotated[list[TextBlock], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ResultContent], Field(fail_fast=True)] | None = None
     is_error: bool | None = None
 
 
 Block: TypeAlias = Annotated[
-    Annotated[TextBlock, Tag("<text>")] | Annotated[ThinkingBlock, Tag("<thinking>")]
+    Annotated[TextBlock, Tag("<text>")] | Annotated[ImageBlock, Tag("<image>")]
+    | Annotated[ThinkingBlock, Tag("<thinking>")]
     | Annotated[UseBlock, Tag("<tool_use>")] | Annotated[ResultBlock, Tag("<tool_result>")],
     Discriminator(type_tag, custom_error_type="type",
-                  custom_error_message="the type must be text, thinking, tool_use or tool_result")]
+                  custom_error_message="the type must be text, image, thinking, tool_use or tool_result")]
 
 
 class Message(Said):
@@ -152,13 +185,14 @@ class MessagesRequest(MessagesPrompt):
     stop_sequences: list[str] | None = None
 
 
-async def count_tokens(service: Service, body: MessagesPrompt) -> int:
+async def count_tokens(service: Service, body: MessagesPrompt, tenant: str | None) -> int:
     """Count the tokens of the prompt that is made from the messages."""
     service.check_model(body.model)
     tools = None if body.tool_choice is not None and body.tool_choice.type == "none" else _tools(body)
     messages = await beside_loop(lambda: chat_messages(body))
-    return len(await service.encode_chat(messages, tools, None, None, continues_last(messages),
-                                         reasoning_effort=body.reasoning_effort))
+    chat = Conversation(messages, tools, continue_final_message=continues_last(messages),
+                        reasoning_effort=body.reasoning_effort)
+    return len(await service.count_chat(chat, tenant))
 
 
 def _tools(body: MessagesPrompt) -> list[Tool]:
@@ -207,15 +241,25 @@ def continues_last(messages: list[ChatMessage]) -> bool:
 def _messages(role: Literal["user", "assistant"], blocks: list[Block]) -> list[ChatMessage]:
     """Convert the content blocks of one message to chat messages. Results of tools become separate messages before the
     user's text."""
-    results = [ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=_text(block.content))
+    results = [ChatMessage(role="tool", tool_call_id=block.tool_use_id, content=_content(block.content or []))
                for block in blocks if isinstance(block, ResultBlock)]
-    text = "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+    content = _content(blocks)
     thoughts = "".join(block.thinking for block in blocks if isinstance(block, ThinkingBlock))
     calls = [ToolCall(id=block.id, function=FunctionCall(name=block.name, arguments=json.dumps(block.input)))
              for block in blocks if isinstance(block, UseBlock)]
-    if results and not (text or calls):
+    if results and not (content or calls):
         return results
-    return [*results, ChatMessage(role=role, content=text, reasoning=thoughts or None, tool_calls=calls or None)]
+    return [*results, ChatMessage(role=role, content=content, reasoning=thoughts or None, tool_calls=calls or None)]
+
+
+def _content(blocks: str | Sequence[Block]) -> str | list[ContentPart]:
+    """The texts and images of blocks; one text if there are no images."""
+    if isinstance(blocks, str):
+        return blocks
+    if not any(isinstance(block, ImageBlock) for block in blocks):
+        return "\n".join(block.text for block in blocks if isinstance(block, TextBlock))
+    return [block.to_chat() if isinstance(block, ImageBlock) else TextPart(type="text", text=block.text)
+            for block in blocks if isinstance(block, ImageBlock | TextBlock)]
 
 
 def _text(content: str | list[TextBlock] | None) -> str:

@@ -13,7 +13,9 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from pydantic import (
     BaseModel,
     ConfigDict,
+    Discriminator,
     Field,
+    Tag,
     ValidatorFunctionWrapHandler,
     WrapValidator,
     field_validator,
@@ -313,7 +315,32 @@ class TextPart(Body):
     text: str
 
 
-OTHER_MEDIA = ("image", "audio", "video", "file", "document")  # in the types of parts
+Detail: TypeAlias = Literal["auto", "low", "high"]
+
+
+class ImageUrl(Body):
+    url: str = Field(description="a data URL with base64, or a URL that the server was allowed to read")
+    detail: Detail | None = Field(default=None, description="how finely the model looks at the image")
+
+
+class ImagePart(Body):
+    type: Literal["image_url"]
+    image_url: ImageUrl
+
+    @field_validator("image_url", mode="before")
+    @classmethod
+    def read_text(cls, value: Any) -> Any:
+        return {"url": value} if isinstance(value, str) else value
+
+    @classmethod
+    def from_url(cls, url: str, detail: Detail | None = None) -> ImagePart:
+        return cls(type="image_url", image_url=ImageUrl(url=url, detail=detail))
+
+
+ContentPart: TypeAlias = Annotated[
+    Annotated[TextPart, Tag("<text>")] | Annotated[ImagePart, Tag("<image_url>")],
+    Discriminator(type_tag, custom_error_type="type", custom_error_message="the type must be text or image_url")]
+OTHER_MEDIA = ("audio", "video", "file", "document")  # in the types of parts
 
 
 class Said(Body):
@@ -326,8 +353,8 @@ class Said(Body):
         for part in parts if isinstance(parts, list) else []:
             kind = part.get("type") if isinstance(part, dict) else None
             if isinstance(kind, str) and any(medium in kind for medium in OTHER_MEDIA):
-                raise PydanticCustomError("refused", "content of the type {value} is not supported: text is the only "
-                                          "medium", {"param": "content", "value": shown(kind)})
+                raise PydanticCustomError("refused", "content of the type {value} is not supported: texts and images "
+                                          "are the only media", {"param": "content", "value": shown(kind)})
         return data
 
 
@@ -349,7 +376,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 class ChatMessage(Said):
     role: Annotated[str, Field(pattern=r"^[\w-]{1,64}$")] = Field(
         description="system, developer, user, assistant, tool, or another one that the chat template writes")
-    content: str | Annotated[list[TextPart], Field(fail_fast=True)] | None = None
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None

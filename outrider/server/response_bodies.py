@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
 
 from outrider.server.errors import ApiError
 from outrider.server.protocol import (
@@ -12,9 +13,12 @@ from outrider.server.protocol import (
     MAX_TOOLS,
     Body,
     ChatMessage,
+    ContentPart,
+    Detail,
     Function,
     FunctionCall,
     Generated,
+    ImagePart,
     Plain,
     RequestBody,
     Said,
@@ -34,6 +38,28 @@ class InputText(Body):
     logprobs: list[Any] | None = None
 
 
+class InputImage(Body):
+    type: Literal["input_image"]
+    image_url: str = Field(description="a data URL with base64, or a URL that the server was allowed to read")
+    detail: Detail | None = Field(default=None, description="how finely the model looks at the image")
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_files(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("file_id") is not None:
+            raise PydanticCustomError("refused", "file_id is not supported: this server stores no files; give a data "
+                                      "URL as image_url", {"param": "input"})
+        return data
+
+
+InputContent: TypeAlias = Annotated[list[Annotated[
+    Annotated[InputText, Tag("<input_text>")] | Annotated[InputText, Tag("<output_text>")]
+    | Annotated[InputText, Tag("<text>")] | Annotated[InputImage, Tag("<input_image>")],
+    Discriminator(type_tag, custom_error_type="type",
+                  custom_error_message="the type must be input_text, output_text, text or input_image")]],
+    Field(fail_fast=True)]
+
+
 class InputItem(Body):
     """An item of the input. Some of its fields only repeat those of an earlier answer, and have no effect."""
 
@@ -44,7 +70,7 @@ class InputItem(Body):
 class InputMessage(Said, InputItem):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[InputText], Field(fail_fast=True)]
+    content: str | InputContent
 
 
 class InputCall(FunctionCall, InputItem):
@@ -55,7 +81,7 @@ class InputCall(FunctionCall, InputItem):
 class InputCallOutput(InputItem):
     type: Literal["function_call_output"]
     call_id: str
-    output: str
+    output: str | InputContent
 
 
 class ReasoningText(Body):
@@ -172,14 +198,19 @@ class ResponsesRequest(ResponsesPrompt, Generated):
         return LOGPROBS in (self.include or [])
 
 
+def _content(given: str | list[InputText | InputImage]) -> str | list[ContentPart]:
+    return given if isinstance(given, str) else [
+        TextPart(type="text", text=part.text) if isinstance(part, InputText)
+        else ImagePart.from_url(part.image_url, part.detail) for part in given]
+
+
 def chat_messages(instructions: str | None, items: list[Item]) -> list[ChatMessage]:
     """Convert items to messages. Calls and reasoning become part of the assistant's message."""
     messages = [ChatMessage(role="system", content=instructions)] if instructions else []
     for item in items:
         match item:
             case InputMessage():
-                content = item.content if isinstance(item.content, str) else [
-                    TextPart(type="text", text=part.text) for part in item.content]
+                content = _content(item.content)
                 last = messages[-1] if messages else None
                 if item.role == "assistant" and last and last.role == "assistant" and last.content is None:
                     last.content = content
@@ -196,7 +227,7 @@ def chat_messages(instructions: str | None, items: list[Item]) -> list[ChatMessa
                 messages[-1].tool_calls.append(
                     ToolCall(id=item.call_id, function=FunctionCall(name=item.name, arguments=item.arguments)))
             case InputCallOutput():
-                messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=item.output))
+                messages.append(ChatMessage(role="tool", tool_call_id=item.call_id, content=_content(item.output)))
     if not messages:
         raise ApiError(400, "input is missing or empty: give a text, or a list with at least one item", param="input")
     return messages

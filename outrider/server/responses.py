@@ -16,6 +16,7 @@ from outrider.core.fields import shown
 from outrider.server.bodies import IS_LARGE, LARGE, MAX_VALUES, BodyRoute, beside_loop
 from outrider.server.body_errors import check_query
 from outrider.server.body_json import parse_large
+from outrider.server.chat_prompts import Conversation
 from outrider.server.errors import ApiError
 from outrider.server.guard import TENANT
 from outrider.server.protocol import ChatRequest, ResponseFormat
@@ -125,8 +126,8 @@ async def count_tokens(service: Service, body: ResponsesPrompt, tenant: str | No
     earlier = _earlier_items(service, body, tenant)
     messages = await beside_loop(lambda: _messages(body, earlier))
     tools = None if body.tool_choice == "none" else body.chat_tools or None
-    return len(await service.encode_chat(messages, tools, body.chat_template_kwargs, None,
-                                         reasoning_effort=body.reasoning_effort))
+    chat = Conversation(messages, tools, body.chat_template_kwargs, reasoning_effort=body.reasoning_effort)
+    return len(await service.count_chat(chat, tenant))
 
 
 def _earlier_items(service: Service, body: ResponsesPrompt, tenant: str | None) -> tuple[StoredItem, ...]:

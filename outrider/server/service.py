@@ -15,20 +15,21 @@ from outrider.async_llm import LONG_TEXT
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.hidden_params import RequestParams
 from outrider.core.outputs import RequestOutput
-from outrider.core.prompts import Prompt
+from outrider.core.params import SamplingParams
 from outrider.engine.text import Tokenizer
 from outrider.server.admission import QueueBound
 from outrider.server.beams import beam_outputs, beam_sampling
 from outrider.server.bodies import beside_loop
+from outrider.server.chat_prompts import Conversation, Encode
 from outrider.server.engine_host import EngineHost, Serving
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.generation import Increments, Usage, checked, generate, whole_outputs
+from outrider.server.images import ImagePrompt, RequestImages, has_images
 from outrider.server.metrics import ServerMetrics
-from outrider.server.protocol import ROLES, ChatMessage, Prompted, SamplingFields, Scheduled, StreamOptions, Tool
+from outrider.server.protocol import Prompted, SamplingFields, Scheduled, StreamOptions
 from outrider.server.response_store import ResponseStore
 from outrider.server.served_adapters import ServedAdapters
-from outrider.server.settings import RESERVED, ServerConfig
-from outrider.server.templating import plain_text, template_messages, template_tools
+from outrider.server.settings import ServerConfig
 from outrider.server.tracing import Tracing
 from outrider.server.truncation import Side, Truncation
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-TokensOrEmbeds: TypeAlias = "list[int] | NDArray[np.floating]"
+PromptInput: TypeAlias = "list[int] | ImagePrompt | NDArray[np.floating]"
 Sampled = TypeVar("Sampled", bound=SamplingFields)
 
 
@@ -51,6 +52,7 @@ class Service:
         self.admission = QueueBound(config.max_num_queued_reqs)
         self.metrics = ServerMetrics(self.model_names[0], tracing)
         self.responses = ResponseStore(config.max_stored_responses)
+        self.images = RequestImages(config)
         self._chat_template = chat_template
         self._created = int(time.time())
         self.adapters = ServedAdapters(config.lora_modules, config.lora_root, self.model_names)
@@ -62,12 +64,20 @@ class Service:
         max_len = state.llm.engine.limits.max_len if isinstance(state, Serving) else None
         card = {"id": name, "object": "model", "created": self._created, "owned_by": "outrider",
                 "root": self.model_names[0], "parent": None, "max_model_len": max_len}
+        card |= {"modalities": ["text", "image"] if self.takes_images else ["text"],
+                 "capabilities": {"vision": self.takes_images}}
         return card | self.adapters.card(name)
 
     @property
     def all_names(self) -> list[str]:
         """The names that a request may give as its model: the model's own names, then the adapters'."""
         return [*self.model_names, *self.adapters.names]
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model that is loaded sees images."""
+        state = self.host.state
+        return isinstance(state, Serving) and state.llm.engine.model.takes_images
 
     def check_model(self, name: str | None) -> str:
         """Refuse a name that is not served. Return the name for the answer: the client's, or the first."""
@@ -109,36 +119,29 @@ class Service:
         num_characters = sum(len(each) for each in prompts if isinstance(each, str))
         return await asyncio.to_thread(work) if num_characters > LONG_TEXT else work()
 
-    async def encode_chat(self, messages: Sequence[ChatMessage], tools: Sequence[Tool] | None,
-                          variables: dict[str, Any] | None, add_generation_prompt: bool | None,
-                          continue_final_message: bool | None = None, add_special_tokens: bool | None = None,
-                          truncation: Truncation | None = None, reasoning_effort: str | None = None) -> list[int]:
-        """Render messages through the chat template and tokenize them. add_special_tokens: also add the tokens that the
-        tokenizer puts around a text. reasoning_effort: how much the model should reason, or "none", for templates
-        that read a variable for it."""
-        variables = variables or {}
-        for name in variables.keys() & set(RESERVED):
-            raise ApiError(400, f"chat_template_kwargs must not set {name}: set it as a field of the request",
-                           param="chat_template_kwargs")
-        tokenizer = self.tokenizer
-        hints = (self.config.default_chat_template_kwargs or {}) | _reasoning_hints(reasoning_effort)
+    async def encode_chat(self, chat: Conversation, add_special_tokens: bool | None = None,
+                          truncation: Truncation | None = None, *, takes_images: bool = False) -> list[int]:
+        """Render a conversation through the chat template and tokenize it. The ids have one placeholder for each image.
+        add_special_tokens: also add the tokens that the tokenizer puts around a text. takes_images: the caller puts the
+        conversation's images into the prompt."""
+        _, model = self.tokenizer, self.host.llm.engine.model  # without a tokenizer, an error
+        self.images.check(chat.messages, model, takes_images=takes_images, is_cut=truncation is not None)
 
         def work() -> list[int]:
-            try:
-                text = tokenizer.render_chat(template_messages(messages), tools=template_tools(tools),
-                                             add_generation_prompt=add_generation_prompt,
-                                             continue_final_message=continue_final_message is True,
-                                             chat_template=self._chat_template, chat_template_kwargs=variables,
-                                             hints=hints)
-                _check_roles(messages, text)
-            except ValueError as error:
-                refused = bad_value(error, ("messages", "tools", "documents", "continue_final_message"))
-                is_variable = str(error).startswith(tuple(f"{name} " for name in variables))
-                refused.param = refused.param or ("chat_template_kwargs" if is_variable else "messages")
-                raise refused from None
-            return self._encoded(text, "messages", add_special_tokens is True, truncation)
+            rendered = chat.render(model, self._chat_template, self.config.default_chat_template_kwargs)
+            return self._encoded(rendered.text, "messages", add_special_tokens is True, truncation, rendered.encode)
 
         return await asyncio.to_thread(work)  # a template may take seconds
+
+    async def count_chat(self, chat: Conversation, tenant: str | None,
+                         add_special_tokens: bool | None = None) -> list[int]:
+        """Like `encode_chat`, but with all the tokens of the images."""
+        ids = await self.encode_chat(chat, add_special_tokens, takes_images=True)
+        if not has_images(chat.messages):
+            return ids
+        async with self.images.decoded(chat.messages, tenant) as images:
+            (request,) = await self.check(Scheduled(), [images.in_prompt(ids)], SamplingParams(max_tokens=1), tenant)
+        return list(request.token_ids)
 
     def with_defaults(self, body: Sampled) -> Sampled:
         """Copy the body, with the server's settings in fields that the body leaves empty."""
@@ -152,7 +155,7 @@ class Service:
     def truncation(self, body: Prompted, side: Side = "right", num_new: int = 0) -> Truncation | None:
         return Truncation.from_body(body, self.host.llm.engine.limits.max_len, side, num_new)
 
-    async def check_sampled(self, body: SamplingFields, prompts: Sequence[TokensOrEmbeds], tenant: str | None,
+    async def check_sampled(self, body: SamplingFields, prompts: Sequence[PromptInput], tenant: str | None,
                             **more: Any) -> list[CheckedRequest]:
         """Make one checked request for each prompt. `more`: sampling parameters whose fields have other names in the
         body."""
@@ -179,13 +182,12 @@ class Service:
                 raise ApiError(400, f"{name} has {num_ids} ids, more than the vocabulary's {vocab_size}: give each id "
                                     "once", param=name)
 
-    async def check(self, body: Scheduled, prompts: Sequence[TokensOrEmbeds], params: RequestParams,
+    async def check(self, body: Scheduled, prompts: Sequence[PromptInput], params: RequestParams,
                     tenant: str | None, names: Sequence[tuple[str, str]] = ()) -> list[CheckedRequest]:
         """Make one checked request for each prompt, or raise ApiError. `names`: pairs of a parameter's name in the
         engine's error messages and the body field that it came from."""
         salt = body.cache_salt if tenant is None else f"{tenant}:{body.cache_salt or ''}"
-        given: list[Prompt] = [{"prompt_token_ids" if isinstance(prompt, list) else "prompt_embeds": prompt,
-                                "cache_salt": salt} for prompt in prompts]
+        given = [_as_dict(prompt) | {"cache_salt": salt} for prompt in prompts]
         try:
             return await checked(self.host.llm, given, params, body.priority or 0,
                                  self.adapters.find(body.model_name), tenant)
@@ -224,9 +226,10 @@ class Service:
         with self.admission.admit(1, self.host.llm.engine.limits.max_requests, tenant):
             pass
 
-    def _encoded(self, text: str, param: str, add_special_tokens: bool, truncation: Truncation | None) -> list[int]:
+    def _encoded(self, text: str, param: str, add_special_tokens: bool, truncation: Truncation | None,
+                 encode: Encode | None = None) -> list[int]:
         """Tokenize a text. If it has so many characters that it cannot fit, it is refused or shortened first: a token
-        has a known maximum of characters."""
+        has a known maximum of characters. encode: replaces the tokenizer's method."""
         max_len = self.host.llm.engine.limits.max_len
         if len(text) > max_len and len(text) > max_len * self._longest_token:
             if truncation is None:
@@ -234,6 +237,9 @@ class Service:
                                     "(max_model_len) can have: shorten it", param=param)
             text = truncation.shorten(text, max_len * self._longest_token)
         try:
+            if encode is not None:
+                ids = encode(text, add_special_tokens)
+                return ids if truncation is None else truncation.cut(ids)
             if truncation is not None:
                 return truncation.encode(self.tokenizer, text, add_special_tokens)
             return self.tokenizer.encode(text, add_special_tokens)
@@ -245,25 +251,11 @@ class Service:
         return max(map(len, self.tokenizer.backend.get_vocab()), default=1)
 
 
-def _check_roles(messages: Sequence[ChatMessage], text: str) -> None:
-    """Refuse messages with unusual roles that the chat template left out. The search for each message begins after the
-    previous one: searching the whole text for each of many thousands would take minutes."""
-    end = 0
-    for message in messages:
-        if message.role not in ROLES:
-            content = plain_text(message.content).strip()
-            place = text.find(content, end)
-            if place < 0:
-                raise ValueError(f"messages: the model's chat template leaves out messages of the role {message.role}"
-                                 "; use a role that it shows, such as user")
-            end = place + len(content)
-
-
-def _reasoning_hints(effort: str | None) -> dict[str, Any]:
-    """The variables that tell chat templates how much to reason. Few templates read more than one of them."""
-    does_reason = effort != "none"
-    return {} if effort is None else {
-        "reasoning_effort": effort, "enable_thinking": does_reason, "thinking": does_reason}
+def _as_dict(prompt: PromptInput) -> dict[str, Any]:
+    """Convert a prompt to the form that the engine reads."""
+    if isinstance(prompt, ImagePrompt):
+        return prompt.as_dict()
+    return {"prompt_token_ids" if isinstance(prompt, list) else "prompt_embeds": prompt}
 
 
 class RequestName(NamedTuple):

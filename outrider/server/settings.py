@@ -40,6 +40,10 @@ class ServerConfig:
     max_num_queued_reqs: Annotated[int, Range(0, INT32)] = 1024  # samples that may wait beside those that run
     max_body_bytes: Annotated[int, Range(1, INT64)] = 16 << 20
     max_prompts: Count = 256  # in one request to /v1/completions
+    image_max_pixels: Annotated[int, Range(1, 1 << 28)] = 1 << 26  # of one image; a request may have twice as many
+    image_max_bytes: Annotated[int, Range(1, INT32)] = 20 << 20  # of one image's file; a request may have twice as many
+    allowed_media_domains: tuple[Text, ...] = ()  # hosts that images may be fetched from; none: nothing is fetched
+    allowed_local_media_path: Text | None = None  # the folder of images that file URLs may name; None: none
     max_stored_responses: Annotated[int, Range(0, INT32)] = 1000  # of /v1/responses, for each key; 0: none is stored
     request_timeout: Annotated[float, Range(0.001, 1e9)] | None = None  # seconds a request may take
     shutdown_timeout: Annotated[float, Range(0, 1e9)] = 30.0  # seconds running requests get after SIGTERM
@@ -88,9 +92,21 @@ class ServerConfig:
         if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
             raise ValueError("root_path must begin with a slash and not end with one, as /llm does, got "
                              f"{shown(self.root_path)}")
+        for name in self.allowed_media_domains:
+            if not re.fullmatch(r"(\*\.)?[\w-]+(\.[\w-]+)+", name, re.ASCII):
+                raise ValueError("allowed_media_domains must be host names as images.example.org or *.example.org, "
+                                 f"without a scheme and a port, got {shown(name)}")
+        folder = self.allowed_local_media_path
+        if folder is not None and not Path(folder).is_dir():
+            raise ValueError(f"allowed_local_media_path must be a folder, got {shown(folder)}")
         for name in ("ssl_keyfile", "ssl_ca_certs"):
             if self.ssl_certfile is None and getattr(self, name) is not None:
                 raise ValueError(f"{name} needs ssl_certfile, which is missing: add it, or leave {name} out")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not re.fullmatch(r"https?://\S+", endpoint):
             raise ValueError(f"otlp_traces_endpoint must be as http://127.0.0.1:4318/v1/traces, got {shown(endpoint)}")
+
+    @property
+    def image_body_bytes(self) -> int:
+        """How much larger than others the body of a request with images may be: two files of full size in base64."""
+        return 2 * -(-self.image_max_bytes // 3) * 4

@@ -184,13 +184,14 @@ def test_errors_use_the_names_of_their_own_api(served: Served) -> None:
 
 
 @pytest.mark.parametrize(("path", "param", "body"), [
-    ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}),
-    ("/v1/responses", "input", {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}),
-    ("/v1/messages", "messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+    ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": [{"type": "video_url"}]}]}),
+    ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}),
+    ("/v1/responses", "input", {"input": [{"role": "user", "content": [{"type": "input_file", "file_id": "x"}]}]}),
+    ("/v1/messages", "messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "document"}]}]}),
 ])
-def test_pictures_are_refused_by_name(served: Served, path: str, param: str, body: dict[str, Any]) -> None:
+def test_other_media_are_refused_by_name(served: Served, path: str, param: str, body: dict[str, Any]) -> None:
     error = served.error(path, **body)
-    assert error["param"] == param and "text is the only medium" in error["message"]
+    assert error["param"] == param and "texts and images are the only media" in error["message"]
 
 
 def test_thousands_of_choices(served: Served) -> None:

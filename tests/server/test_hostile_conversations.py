@@ -14,10 +14,10 @@ from outrider.async_llm import AsyncLLM
 from outrider.beam_search import BeamSearchParams, beam_rounds
 from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
 from outrider.features.grammars.structural import MAX_PAIRS, structural_grammar
+from outrider.server.chat_prompts import _check_roles
 from outrider.server.forms import with_allowed_tools
 from outrider.server.protocol import ChatMessage, ChatRequest
 from outrider.server.response_bodies import InputCall, chat_messages
-from outrider.server.service import _check_roles
 from tests.server.rig import Served, served_fixture, tiny_engine
 
 MANY = 500

@@ -95,9 +95,9 @@ def test_a_field_of_too_many_values_is_refused_by_name(served: Served, path: str
 
 @pytest.mark.parametrize("num", [1, 2000])
 def test_what_is_wrong_with_a_large_body_is_said_as_with_a_small_one(served: Served, num: int) -> None:
-    messages = [{"role": "user", "content": "x"}] * num + [{"role": "user", "content": [{"type": "image"}]}]
+    messages = [{"role": "user", "content": "x"}] * num + [{"role": "user", "content": [{"type": "video"}]}]
     error = served.error("/v1/chat/completions", messages=messages)
-    assert error["param"] == "messages" and "text is the only medium" in error["message"]
+    assert error["param"] == "messages" and "texts and images are the only media" in error["message"]
     assert served.error("/v1/chat/completions", messages=messages[:num], no_field="x" * LARGE)["param"] == "no_field"
     broken = b'{"prompt": "' + b"x" * LARGE
     answer = served.http.post("/v1/completions", content=broken, headers={"Content-Type": "application/json"})

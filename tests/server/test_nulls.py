@@ -239,7 +239,7 @@ def test_options_of_the_other_apis(served: Served) -> None:
     ("/v1/messages", {"max_tokens": 1, "messages": [
         {"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}, "no field 'messages.0.content.0.x'"),
     ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [{"text": "a"}]}]},
-     "messages.0.content.0: the type must be text, thinking"),
+     "messages.0.content.0: the type must be text, image, thinking"),
     ("/v1/completions", {"prompt": [[1, "a"]]}, "prompt.0.1: Input should be a valid integer"),
     ("/v1/completions", {"prompt": None}, "give either prompt or prompt_embeds"),
 ])

@@ -1,4 +1,4 @@
-"""ImageLimits: what the engine must know of a model that sees, to prepare the images of prompts. No torch."""
+"""SeeingLimits: what the engine must know of a model that sees, to prepare the images of prompts. No torch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ KINDS: dict[str, type[ImageInputs]] = {kind.__name__: kind for kind in (ImageInp
 
 
 @dataclass(frozen=True)
-class ImageLimits(LimitsPart):
+class SeeingLimits(LimitsPart):
+    takes_images = True
+
     kind: str  # the type of the parts that stand for images
     most: int  # images of one prompt
     model_config: str = field(repr=False)  # JSON: the values of config.json, and those of the processor's file

@@ -18,7 +18,7 @@ from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.core.input_part import InputPart
 from outrider.drafters.base import Drafter
-from outrider.features.images.model_limits import ImageLimits, most_images, read_processor_config
+from outrider.features.images.model_limits import SeeingLimits, most_images, read_processor_config
 from outrider.features.images.part import GridImages, ImageInputs, PlacedImage, TwoWayImages
 from outrider.layers.given_rows import PlacedVectors
 from outrider.mixers.paged.masks import RangeReach
@@ -43,7 +43,7 @@ class ImagesOnDevice(WorkerFeature):
 
     def limit(self, limits: Limits, model: Model, drafter: Drafter | None) -> Limits:
         processor = read_processor_config(Path(model.file_name).parent)
-        own = ImageLimits(part_type_of(model).__name__, most_images(self._config), json.dumps(dict(model.file_values)),
+        own = SeeingLimits(part_type_of(model).__name__, most_images(self._config), json.dumps(dict(model.file_values)),
                           json.dumps(processor))
         return replace(limits, parts=(*limits.parts, own))
 

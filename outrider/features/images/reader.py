@@ -5,16 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from importlib import import_module
 from typing import Any
-
-import numpy as np
 
 from outrider.core.fields import did_you_mean, shown
 from outrider.core.hidden_params import RequestParams
 from outrider.engine.input_reader import InputReader
 from outrider.engine.served_model import ServedModel
-from outrider.features.images.model_limits import ImageLimits, parsed
+from outrider.features.images.model_limits import SeeingLimits, parsed
 from outrider.features.images.part import ImageInputs, PlacedImage, TwoWayImages
 from outrider.features.images.preprocess.processor import ImageProcessor, Pixels, PreparedImage
 
@@ -51,8 +48,8 @@ class ImagesReader(InputReader):
             place = placed[-1].end
         return [self._kind(tuple(placed))]
 
-    def _prepare(self, image: Any, detail: str | None) -> PreparedImage:
-        prepared = self._processor.prepare(pixels_of(image), detail=detail)
+    def _prepare(self, image: Pixels, detail: str | None) -> PreparedImage:
+        prepared = self._processor.prepare(image, detail=detail)
         tokens = prepared.grid.num_tokens
         if tokens > self._model.limits.max_len:
             raise ValueError(f"an image makes {tokens} tokens, and max_model_len is {self._model.limits.max_len}: make "
@@ -64,8 +61,8 @@ class ImagesReader(InputReader):
         return prepared
 
 
-def images_of(data: Mapping[str, Any] | None) -> list[Any]:
-    """The images of `multi_modal_data`: one, or a list of them."""
+def images_of(data: Mapping[str, Any] | None) -> list[Pixels]:
+    """The pixels of the images of `multi_modal_data`: one, or a list of them."""
     for name, given in (data or {}).items():
         if name != MODALITY and given is not None and not (isinstance(given, (list, tuple)) and not given):
             hint = did_you_mean(str(name), [MODALITY]) or ":"
@@ -74,24 +71,19 @@ def images_of(data: Mapping[str, Any] | None) -> list[Any]:
     given = (data or {}).get(MODALITY)
     if given is None:
         return []
-    images = list(given) if isinstance(given, (list, tuple)) else [given]
-    if any(image is None for image in images):
+    if isinstance(given, (list, tuple)) and any(image is None for image in given):
         raise ValueError("multi_modal_data: an image is None: give its pixels with every request, which find what was "
                          "computed of the same image before")
-    return images
+    try:
+        from outrider.features.images.decode import to_rgb
+    except ModuleNotFoundError:
+        raise ValueError("images need Pillow: pip install 'outrider[images]'") from None
+    return to_rgb(given)
 
 
-def pixels_of(image: Any) -> Pixels:
-    """The RGB pixels [height, width, 3] of an image in any form that users may give."""
-    if isinstance(image, np.ndarray) and image.dtype == np.uint8 and image.ndim == 3 and image.shape[2] == 3:
-        return image
-    to_rgb: Callable[[Any], Pixels] = import_module("outrider.features.images.decode").to_rgb
-    return to_rgb(image)
-
-
-def check_served(model: ServedModel, count: int) -> ImageLimits:
+def check_served(model: ServedModel, count: int) -> SeeingLimits:
     """Return the model's limits of images. Raises ValueError if it takes no images, or not so many."""
-    limits = model.limits.part(ImageLimits)
+    limits = model.limits.part(SeeingLimits)
     if limits is None:
         raise ValueError(f"{model.name} is served without images: use a model that sees (docs/models.md), started "
                          "without limit_mm_per_prompt={'image': 0}")
@@ -104,7 +96,7 @@ def check_served(model: ServedModel, count: int) -> ImageLimits:
     return limits
 
 
-def make_processor(limits: ImageLimits, given: Mapping[str, Any] | None,
+def make_processor(limits: SeeingLimits, given: Mapping[str, Any] | None,
                    count: int) -> tuple[ImageProcessor, list[str | None]]:
     """Return the processor of images with a prompt's own settings, and the detail of each image."""
     options = dict(given or {})
@@ -118,7 +110,7 @@ def make_processor(limits: ImageLimits, given: Mapping[str, Any] | None,
 
 
 @lru_cache(64)
-def _processor(limits: ImageLimits, options: tuple[tuple[str, Any], ...]) -> ImageProcessor:
+def _processor(limits: SeeingLimits, options: tuple[tuple[str, Any], ...]) -> ImageProcessor:
     settings = parsed(limits.processor_config)
     if options:
         settings = with_options(settings or {}, dict(options))
