@@ -98,6 +98,10 @@ class ViewOf(Protocol):
     def given_rows(self, admissions: Sequence[Admission], /) -> GivenRows | None:
         """Return the vectors in place of these tokens' embeddings; None if all embed their ids."""
 
+    def components_before(self, admissions: Sequence[Admission], /) -> torch.Tensor | None:
+        """Return the components [3, rows] of the positions before these tokens; None if they are equal, and equal to
+        the positions."""
+
 
 @dataclass(frozen=True)
 class Drafts:

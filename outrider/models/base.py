@@ -246,8 +246,9 @@ class Decoder(Model):
         cut = None if rows is None else self._cut(rows, aux_layers)
         is_usual = type(self).aux_state is Decoder.aux_state  # then layers that are one call record between them
         context.aux_record = record if is_usual else None
-        added = 0 if context.given_rows is None else len(context.given_rows.added)  # layers behind which vectors are
-        stops = {*range(1, added + 1), *(() if is_usual else aux_layers), self.num_layers if cut is None else cut, self.num_layers}
+        added = 0 if context.given_rows is None else len(context.given_rows.added)  # layers with something to add after
+        usual_stops = () if is_usual else aux_layers
+        stops = {*range(1, added + 1), *usual_stops, self.num_layers if cut is None else cut, self.num_layers}
         index = 0
         while index < self.num_layers:
             layer = self.layers[index]

@@ -1,8 +1,8 @@
 """Language models inside checkpoints that also see images: Gemma 3, Mistral Small 3.1 and later, Qwen2-VL to Qwen3-VL,
 LFM2-VL, SmolVLM, Llava and InternVL.
 
-Of Qwen3-VL images are served too (`features/images`); of the others only the text part is, and tensors of other parts are
-not read. In a text the components of a rope for images are equal, which makes it an ordinary rope.
+Of Qwen3-VL images are served too (`features/images`). Of the others only the text part is, and tensors of other parts
+are not read. In a text the components of a rope for images are equal, which makes it an ordinary rope.
 """
 
 from __future__ import annotations

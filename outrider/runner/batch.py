@@ -278,6 +278,11 @@ class FirstTokenRows:
             return None
         return inputs.first_given_rows(admissions, self._state)
 
+    def components_before(self, admissions: Sequence[Admission]) -> torch.Tensor | None:
+        if not any(own.request.input_parts for own in admissions):
+            return None
+        return inputs.components_before(admissions, self(admissions).num_requests, self._state.device)
+
 
 def dead_view(view: BatchView) -> BatchView:
     """Copy the view with no token live, so that it changes nothing."""

@@ -44,6 +44,19 @@ def first_given_rows(admissions: Sequence[Admission], state: RowState) -> GivenR
     return GivenRows.try_build(found, state.device)
 
 
+def components_before(admissions: Sequence[Admission], num_rows: int, device: torch.device) -> torch.Tensor:
+    """Find the components [3, rows] of the position before the first token that each admitted row computes. num_rows:
+    with rows that pad the batch."""
+    found = np.zeros((3, num_rows), dtype=np.int64)
+    for row, own in enumerate(admissions):
+        before = own.computed - 1
+        found[:, row] = max(0, before + sum(part.rope_shift for part in own.request.input_parts))
+        for part in own.request.input_parts:
+            if (given := part.rope_positions(before, own.computed)) is not None:
+                found[:, row] = given[:, 0]
+    return torch.from_numpy(found).to(device)
+
+
 def find_extra_keys(chunks: Sequence[PromptChunk], query_lens: Sequence[int], num_tokens: int,
                     device: torch.device) -> ExtraKeys | NoExtraKeys:
     """Find the ranges of keys that tokens of a step may attend to beyond causal attention. query_lens: the number of

@@ -99,7 +99,8 @@ _QWEN_TEXT: dict[str, Any] = {
 }
 _QWEN_VISION = {"depth": 2, "hidden_size": 48, "intermediate_size": 64, "num_heads": 3, "patch_size": 4,
                 "out_hidden_size": 64, "num_position_embeddings": 36}
-_QWEN_IDS = {"image_token_id": SOFT, "video_token_id": VIDEO, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
+_QWEN_IDS = {"image_token_id": SOFT, "video_token_id": VIDEO, "vision_start_token_id": BEGIN,
+             "vision_end_token_id": END}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 
 

@@ -102,7 +102,8 @@ def test_logits_and_text_equal_transformers(folder_of: Folders, theirs: Callable
     prompt_len = len(known)
 
     def logits() -> torch.Tensor:
-        return recipe.logits(model, known, ready).index_fill(1, torch.tensor(suppressed_of(kind), dtype=torch.int64), -torch.inf)
+        forbidden = torch.tensor(suppressed_of(kind), dtype=torch.int64)
+        return recipe.logits(model, known, ready).index_fill(1, forbidden, -torch.inf)
 
     for _ in range(6):
         known.append(int(logits()[-1].argmax()))
