@@ -41,6 +41,11 @@ class LimitsPart:
     __slots__ = ()
     takes_images: ClassVar[bool] = False  # whether prompts may have images, which the feature then reads
 
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Tokens that stand for other inputs in prompts, and that no text has."""
+        return ()
+
 
 class Figure(NamedTuple):
     """One number of a report, as metrics show it."""

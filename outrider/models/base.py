@@ -98,6 +98,7 @@ class Model(LayeredModule, ABC):
     file_values: Mapping[str, Any] = MappingProxyType({})  # the values of the config file, if it was built from one
     file_name: str = ""  # of that file
     has_component_ropes: bool = False  # positions of three components rotate some layers (`StepContext`)
+    placeholders: tuple[int, ...] = ()  # tokens that stand for images or sound in prompts; no lookup drafts them
     sees: bool = False  # whether vectors of the checkpoint's vision tower may stand among its tokens
     reads_history: bool = False  # layers read the ids before a token's own: contexts must have a history
     classes: ClassHead | None = None  # a head that scores classes; the model generates no text then
@@ -120,6 +121,12 @@ class Model(LayeredModule, ABC):
     def class_scores(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The scores [n, classes] of a model with classes. hidden: see `logits`."""
         raise NotImplementedError
+
+
+def read_placeholders(config: ConfigReader) -> tuple[int, ...]:
+    """Read the tokens that stand for images or sound, from the whole model's config."""
+    keys = ("image_token_id", "video_token_id", "audio_token_id")
+    return tuple(config.required(key, int) for key in keys if config.has(key))
 
 
 class DecoderNames(NamedTuple):

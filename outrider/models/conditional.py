@@ -14,7 +14,7 @@ import torch
 
 from outrider.kernels.moe import RouteRule
 from outrider.layers import RopeParams, Rotary
-from outrider.models.base import Decoder, DecoderNames
+from outrider.models.base import Decoder, DecoderNames, read_placeholders
 from outrider.models.component_rope import make_component_rotary, read_sections
 from outrider.models.config import ConfigReader
 from outrider.models.gemma3 import Gemma3
@@ -134,6 +134,7 @@ class SeeingPart(InnerPart):
 
     def read_whole(self, config: ConfigReader) -> None:
         self.sees = self.has_component_ropes = config.raw("vision_config") is not None
+        self.placeholders = read_placeholders(config)
         text = config.text_section()
         key = "rope_scaling" if text.raw("rope_scaling") else "rope_parameters"
         self._sections = read_sections(text.section_or_empty(key), (24, 20, 20))

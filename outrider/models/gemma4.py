@@ -38,12 +38,11 @@ from outrider.layers import (
     rotate,
 )
 from outrider.mixers import HeadNorms, PagedLayer, WantedRows
-from outrider.models.base import Decoder, DecoderNames
+from outrider.models.base import Decoder, DecoderNames, read_placeholders
 from outrider.models.config import FULL, LEAST_SOFTCAP, SLIDING, ConfigReader, Sizes, rope_params
 from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes
 
 ROPES = (FULL, SLIDING)  # the order of a model's rotaries
-PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")  # keys of tokens that stand for other inputs
 DEFAULT_ROPES: dict[str, dict[str, object]] = {
     FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
     SLIDING: {"rope_type": "default", "rope_theta": 10_000.0},
@@ -275,7 +274,7 @@ class Gemma4(Decoder):
         self.prefix = "model" if text is config else "model.language_model"
         self.sees = config.raw("vision_config") is not None
         self.pad_id = text.get("pad_token_id", int, 0)  # its per-layer inputs are those of placeholders
-        self.placeholders = [config.raw(key) for key in PLACEHOLDERS if config.has(key)]
+        self.placeholders = read_placeholders(config)
         if config.has("tie_word_embeddings"):  # the whole model's key wins
             text = text.with_values({"tie_word_embeddings": config.get("tie_word_embeddings", bool, True)})
         self.names = DecoderNames.below(self.prefix)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from outrider.layers import RopeParams, Rotary
-from outrider.models.base import DecoderNames
+from outrider.models.base import DecoderNames, read_placeholders
 from outrider.models.component_rope import make_component_rotary, read_sections
 from outrider.models.config import ConfigReader
 from outrider.models.hybrid import pass_over_components
@@ -28,6 +28,7 @@ class Qwen3_5(Qwen3Next):
         if config.has("text_config"):
             self.names = DecoderNames.below("model.language_model")
             self.sees = self.has_component_ropes = config.raw("vision_config") is not None
+            self.placeholders = read_placeholders(config)
             text = config.section("text_config")
             tied = config.get("tie_word_embeddings", bool, text.get("tie_word_embeddings", bool, False))
             config = text.with_values({"tie_word_embeddings": tied})

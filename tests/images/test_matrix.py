@@ -1,8 +1,8 @@
 """The exactness matrix of prompts with images, in float64: any difference is a bug.
 
 Families whose images are seen both ways, and causal ones with positions of one and of three components; without drafts,
-with lookups, scripts and a prediction module; over chunks, hits, preemptions and batch mates. Free pages hold NaN in all
-of it. Every cell asserts from counters that its condition occurred.
+with lookups, scripts and a prediction module; over chunks, hits, preemptions and batch mates. Free pages hold NaN in
+all of it. Every cell asserts from counters that its condition occurred.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
 from outrider.core.outputs import RequestOutput
 from outrider.drafters.base import Drafter, Drafts, Step
 from outrider.drafters.ngram import NgramDrafter
+from outrider.drafters.suffix import SuffixDrafter
 from tests.covering import grid
 from tests.drafters.hybrid_rig import mtp_of
 from tests.drafters.scripted_drafter import ScriptedDrafter
 from tests.engine.harness import greedy
-from tests.images.recipes import RECIPES, allow_small_budget
+from tests.images.recipes import BEGIN, RECIPES, SOFT, allow_small_budget
 from tests.images.rig import ImageRig, Scene, model_of
 
 K, LENGTH = 3, 12
@@ -211,3 +213,27 @@ def watch(rig: ImageRig, drafter: Drafter, seen: dict[Any, tuple[int, ...]]) -> 
         return drafts
 
     drafter.propose = recorded  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_lookups_never_draft_a_placeholder(ends: bool) -> None:
+    family, never = "gemma4_unified", torch.tensor(model_of("gemma4_unified").placeholders)
+    drafter = NgramDrafter(K, min_n=1, max_n=2, never=never if ends else None)
+    one, ids = RECIPES[family].shapes[0], [5, 6, 7, 8, SOFT, 9, 5, 6, 7]
+    seen: dict[Any, tuple[int, ...]] = {}
+    with ImageRig(family, drafter=drafter) as rig:
+        rig.current = 0  # type: ignore[attr-defined]
+        watch(rig, drafter, seen)
+        request = rig.engine.checks.check({"prompt_token_ids": ids, "multi_modal_data": {
+            "image": RECIPES[family].image(1, one)}}, greedy(6, logit_bias={8: 100.0, 301: 90.0}))
+        rig.engine.add({"0": request})
+        while rig.engine.has_work:
+            rig.engine.step()
+    assert any(SOFT in drafts for drafts in seen.values()) != ends
+    assert any(BEGIN in drafts for drafts in seen.values())
+
+
+def test_suffixes_never_draft_a_placeholder() -> None:
+    text = [1, 2, 3, 4, SOFT, SOFT, 5, 1, 2, 3]
+    assert SuffixDrafter().propose(0, text, 4, "") == [4, SOFT, SOFT, 5]
+    assert SuffixDrafter(never={SOFT}).propose(0, text, 4, "") == [4]

@@ -24,8 +24,13 @@ class SeeingLimits(LimitsPart):
 
     kind: str  # the type of the parts that stand for images
     most: int  # images of one prompt
+    own_placeholders: tuple[int, ...]  # of the model: tokens that stand for images, and for what is not served
     model_config: str = field(repr=False)  # JSON: the values of config.json, and those of the processor's file
     processor_config: str = field(repr=False)
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        return self.own_placeholders
 
     @property
     def part_type(self) -> type[ImageInputs]:

@@ -43,8 +43,8 @@ class ImagesOnDevice(WorkerFeature):
 
     def limit(self, limits: Limits, model: Model, drafter: Drafter | None) -> Limits:
         processor = read_processor_config(Path(model.file_name).parent)
-        own = SeeingLimits(part_type_of(model).__name__, most_images(self._config), json.dumps(dict(model.file_values)),
-                          json.dumps(processor))
+        own = SeeingLimits(part_type_of(model).__name__, most_images(self._config), model.placeholders,
+                            json.dumps(dict(model.file_values)), json.dumps(processor))
         return replace(limits, parts=(*limits.parts, own))
 
     def num_bytes(self, limits: Limits, model: Model) -> FeatureBytes:
