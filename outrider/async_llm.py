@@ -201,8 +201,8 @@ class AsyncLLM(Front):
         """Yield the growing answer to one conversation, which the model's chat template turns into a prompt."""
         for name, value in options.items():
             refuse_sampling_field(self.chat, name, value)
-        token_ids = await asyncio.to_thread(self.get_tokenizer().encode_chat, messages, **options)
-        async with aclosing(self.generate(token_ids, sampling_params, request_id=request_id, priority=priority,
+        prompt = await asyncio.to_thread(self.chat_prompt, messages, **options)
+        async with aclosing(self.generate(prompt, sampling_params, request_id=request_id, priority=priority,
                                           lora_request=lora_request)) as outputs:
             async for output in outputs:
                 yield output

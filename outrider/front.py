@@ -5,15 +5,17 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from outrider import compat
 from outrider.compat.engine_args import config_for
 from outrider.config import EngineConfig
 from outrider.core.lazy_exports import LateModule
+from outrider.core.prompts import Prompt
 from outrider.engine.engine import Engine
 from outrider.engine.start import start_engine
 from outrider.engine.text import Tokenizer
+from outrider.feature_list import feature_object
 
 if TYPE_CHECKING:
     from outrider.compat import vllm_config as vllm_configs
@@ -84,6 +86,13 @@ class Front:
         if folder is None:
             raise ValueError("profiles need a folder: start the engine with profiler_dir='profiles'")
         return folder
+
+    def chat_prompt(self, messages: Any, **options: Any) -> Prompt:
+        """The prompt of a conversation. Messages may have images, if the model sees images."""
+        if self.engine.model.takes_images:
+            make = feature_object("images", "outrider.features.images.chat:chat_prompt")
+            return cast(Prompt, make(self.get_tokenizer(), messages, options))
+        return self.get_tokenizer().encode_chat(messages, **options)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises an error if it has none."""

@@ -19,7 +19,6 @@ from outrider.core.prompts import Prompt
 from outrider.engine.engine import Engine
 from outrider.engine.progress import RequestBar
 from outrider.engine.request_loop import Caller, RequestLoop
-from outrider.feature_list import feature_object
 from outrider.front import Front
 from outrider.runner.commands import SleepReport, UpdateReport, WakeReport
 
@@ -248,13 +247,6 @@ class LLM(Front):
         conversations: Sequence[Any] = messages if several else [messages]
         prompts = [self.chat_prompt(c, **options) for c in conversations]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, lora_request=lora_request, priority=priority)
-
-    def chat_prompt(self, messages: Sequence[dict[str, Any]], **options: Any) -> Prompt:
-        """The prompt of a conversation. Messages may have images, if the model sees images."""
-        if self.engine.model.takes_images:
-            make = feature_object("images", "outrider.features.images.chat:chat_prompt")
-            return cast(Prompt, make(self.get_tokenizer(), messages, options))
-        return self.encode_chat(messages, **options)
 
     def encode_chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> list[int]:
         return self.get_tokenizer().encode_chat(messages, **options)

@@ -198,13 +198,14 @@ class Tokenizer:
         chat_template_kwargs: Mapping[str, Any] | None = None,
         chat_template_content_format: str = "auto",
         hints: Mapping[str, Any] | None = None,
+        keeps_parts: bool = False,
         **variables: Any,
     ) -> str:
         """Render the prompt of a chat. The prompt ends where an answer begins (`add_generation_prompt`, the default),
         or within the last message (`continue_final_message`). `chat_template`: a template, or the name of one of the
         model's. The template must use every further variable in `variables`. Variables in `chat_template_kwargs`, which
         scripts send to every model, may be unused, and the log names each of these once; unused `hints` are not logged.
-        This may take seconds (see engine.templates), so an event loop calls it in a thread."""
+        `keeps_parts`: the template reads lists of parts. May take seconds, so an event loop calls it in a thread."""
         from outrider.engine.templates import compiled_template  # with Jinja, whose import a plain prompt must not pay
 
         messages = list(messages) if isinstance(messages, Iterable) else messages
@@ -217,10 +218,10 @@ class Tokenizer:
                                     "begins a new one: only one of them can be true")
         for name in {"messages", "add_generation_prompt"} & (chat_template_kwargs or {}).keys():
             raise ChatTemplateError(f"chat_template_kwargs must not set {name}: give {name} as an argument beside it")
-        if chat_template_content_format not in ("auto", "string", "openai"):
+        if chat_template_content_format not in ("auto", "string"):
             raise ChatTemplateError(f"chat_template_content_format={shown(chat_template_content_format)} is not "
-                                    "supported: it must be string, auto (the same) or openai (parts stay parts)")
-        messages = [with_plain_content(message, chat_template_content_format == "openai") for message in messages]
+                                    "supported: templates get the content of a message as text")
+        messages = [with_plain_content(message, keeps_parts) for message in messages]
         template = compiled_template(self._template_text(chat_template, bool(tools)))
         asked = {"tools": tools, **variables, **(chat_template_kwargs or {})}
         given = [name for name, value in asked.items() if value is not None and value != []]

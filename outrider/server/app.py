@@ -20,7 +20,7 @@ from outrider.server import admin
 from outrider.server.bodies import READERS, BodyRoute, beside_loop
 from outrider.server.body_errors import bad_body
 from outrider.server.chat import chat_completions
-from outrider.server.chat_prompts import Conversation
+from outrider.server.chat_prompts import ChatInput
 from outrider.server.completions import completions
 from outrider.server.engine_host import Serving
 from outrider.server.errors import INTERNAL, ApiError
@@ -147,7 +147,7 @@ def _text_routes(service: Service) -> APIRouter:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages, not both", param="prompt")
         if body.messages is not None:
-            chat = Conversation(body.messages, body.tools, body.chat_template_kwargs, body.add_generation_prompt,
+            chat = ChatInput(body.messages, body.tools, body.chat_template_kwargs, body.add_generation_prompt,
                                 body.continue_final_message)
             ids = await service.count_chat(chat, request.scope[TENANT], body.add_special_tokens)
         else:

@@ -11,7 +11,7 @@ from outrider.core.checked_request import CheckedRequest
 from outrider.core.outputs import CompletionOutput, Logprob, RequestOutput
 from outrider.server.answer_json import write_answer
 from outrider.server.bodies import beside_loop
-from outrider.server.chat_prompts import Conversation
+from outrider.server.chat_prompts import ChatInput
 from outrider.server.choice import ParsedChoice, plain_message
 from outrider.server.completions import mixed_versions_to_json, prompt_logprobs_to_json
 from outrider.server.errors import ApiError
@@ -55,7 +55,7 @@ async def prepare_chat(service: Service, body: ChatRequest,
     forced = await beside_loop(lambda: forced_calls(body, service.config.tool_call_parser))
     service.check_load(tenant)
     tools = None if body.tool_choice == "none" else body.tools
-    conversation = Conversation(body.messages, tools, body.template_variables, body.add_generation_prompt,
+    conversation = ChatInput(body.messages, tools, body.template_variables, body.add_generation_prompt,
                                 body.continue_final_message, body.reasoning_effort)
     prompt = await service.encode_chat(conversation, body.add_special_tokens,
                                        service.truncation(body, "left", _max_tokens(body) or 1), takes_images=True)

@@ -23,7 +23,7 @@ class RenderedChat:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class ChatInput:
     """The fields of a body that become the prompt."""
 
     messages: Sequence[ChatMessage]
@@ -59,7 +59,7 @@ class Conversation:
         text = tokenizer.render_chat(messages, tools=tools, add_generation_prompt=self.add_generation_prompt,
                                      continue_final_message=self.continue_final_message is True,
                                      chat_template=template, chat_template_kwargs=variables,
-                                     chat_template_content_format="openai",
+                                     keeps_parts=True,
                                      hints={**(defaults or {}), **_reasoning_hints(self.reasoning_effort)})
         plain = text if literal is None else literal.show(text)
         _check_roles(self.messages, plain)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from outrider.core.checked_request import CheckedRequest
-from outrider.server.chat_prompts import Conversation
+from outrider.server.chat_prompts import ChatInput
 from outrider.server.errors import ApiError
 from outrider.server.pooled import Encoding, PooledRequest, pooled_vectors, pooling_params, prompt_usage, write_vectors
 from outrider.server.protocol import ChatMessage, Prompts
@@ -84,7 +84,7 @@ async def _encoded(service: Service, body: EmbeddingRequest) -> list[list[int]]:
         return await service.encode_prompts(body.input, "input", body.add_special_tokens is not False, truncation)
     if body.messages is None or body.input is not None:
         raise ApiError(400, "give either input or messages, not both", param="input")
-    chat = Conversation(body.messages, None, body.chat_template_kwargs, body.add_generation_prompt is True,
+    chat = ChatInput(body.messages, None, body.chat_template_kwargs, body.add_generation_prompt is True,
                         body.continue_final_message)
     return [await service.encode_chat(chat, body.add_special_tokens, truncation)]
 

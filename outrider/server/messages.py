@@ -12,7 +12,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from outrider.server.bodies import beside_loop
-from outrider.server.chat_prompts import Conversation
+from outrider.server.chat_prompts import ChatInput
 from outrider.server.errors import ApiError
 from outrider.server.parsers import CallArguments, CallBegin, CallEnd, Content, Event, Reasoning
 from outrider.server.protocol import (
@@ -66,7 +66,8 @@ class ImageBlock(Body):
     def to_chat(self) -> ImagePart:
         if isinstance(self.source, UrlSource):
             return ImagePart.from_url(self.source.url)
-        return ImagePart.from_url(f"data:{self.source.media_type};base64,{self.source.data}")
+        data, self.source.data = self.source.data, ""  # the message has it from now on
+        return ImagePart.from_url(f"data:{self.source.media_type};base64,{data}")
 
 
 class ThinkingBlock(Body):
@@ -190,7 +191,7 @@ async def count_tokens(service: Service, body: MessagesPrompt, tenant: str | Non
     service.check_model(body.model)
     tools = None if body.tool_choice is not None and body.tool_choice.type == "none" else _tools(body)
     messages = await beside_loop(lambda: chat_messages(body))
-    chat = Conversation(messages, tools, continue_final_message=continues_last(messages),
+    chat = ChatInput(messages, tools, continue_final_message=continues_last(messages),
                         reasoning_effort=body.reasoning_effort)
     return len(await service.count_chat(chat, tenant))
 

@@ -198,6 +198,14 @@ class ResponsesRequest(ResponsesPrompt, Generated):
         return LOGPROBS in (self.include or [])
 
 
+def forget_item_images(item: Item) -> None:
+    """Drop the data of an item's images, once its message has it."""
+    content = item.output if isinstance(item, InputCallOutput) else getattr(item, "content", None)
+    for part in content if isinstance(content, list) else ():
+        if isinstance(part, InputImage):
+            part.image_url = ""
+
+
 def _content(given: str | list[InputText | InputImage]) -> str | list[ContentPart]:
     return given if isinstance(given, str) else [
         TextPart(type="text", text=part.text) if isinstance(part, InputText)

@@ -16,13 +16,20 @@ from outrider.core.fields import shown
 from outrider.server.bodies import IS_LARGE, LARGE, MAX_VALUES, BodyRoute, beside_loop
 from outrider.server.body_errors import check_query
 from outrider.server.body_json import parse_large
-from outrider.server.chat_prompts import Conversation
+from outrider.server.chat_prompts import ChatInput
 from outrider.server.errors import ApiError
 from outrider.server.guard import TENANT
 from outrider.server.protocol import ChatRequest, ResponseFormat
-from outrider.server.response_bodies import InputMessage, Item, ResponsesPrompt, ResponsesRequest, chat_messages
+from outrider.server.response_bodies import (
+    InputMessage,
+    Item,
+    ResponsesPrompt,
+    ResponsesRequest,
+    chat_messages,
+    forget_item_images,
+)
 from outrider.server.response_items import ResponseItems
-from outrider.server.response_store import StoredItem, StoredResponse
+from outrider.server.response_store import ResponseStore, StoredItem, StoredResponse
 from outrider.server.service import Service, new_id
 from outrider.server.translated_chat import TranslatedChat
 from outrider.server.work import EventStream, JsonWork, Work, compact
@@ -92,7 +99,7 @@ def _item_page(items: tuple[StoredItem, ...], limit: int, after: str | None) -> 
             "has_more": len(items) > limit}
     parts = [compact(head)[:-1].encode(), b',"data":[']
     for item in page:
-        parts += [b"," if len(parts) > 2 else b"", item.json]
+        parts += [b"," if len(parts) > 2 else b"", item.whole_json]
     return JsonWork(_ready([*parts, b"]}"]), None)
 
 
@@ -103,7 +110,7 @@ async def _ready(parts: list[bytes]) -> list[bytes]:
 
 
 def _joined(items: Iterable[StoredItem]) -> bytes:
-    return b"[" + b",".join(item.json for item in items) + b"]"
+    return b"[" + b",".join(item.whole_json for item in items) + b"]"
 
 
 def _written(answer: bytes) -> Response:
@@ -115,8 +122,9 @@ async def create_response(service: Service, body: ResponsesRequest, tenant: str 
     chat = await beside_loop(lambda: _chat(body, earlier))
     conversation = TranslatedChat(service, chat, {"max_tokens": "max_output_tokens", "messages": "input",
                                                 "response_format": "text"})
+    given = await beside_loop(lambda: _input_items(service.responses, body, tenant))
     await conversation.prepare(tenant)
-    run = _Response(service, conversation, body, tenant, earlier)
+    run = _Response(service, conversation, body, tenant, (*earlier, *given))
     timeout = service.deadline(body)
     return EventStream(run.frames(), timeout, end=b"") if body.stream else JsonWork(run.answer(), timeout)
 
@@ -126,7 +134,7 @@ async def count_tokens(service: Service, body: ResponsesPrompt, tenant: str | No
     earlier = _earlier_items(service, body, tenant)
     messages = await beside_loop(lambda: _messages(body, earlier))
     tools = None if body.tool_choice == "none" else body.chat_tools or None
-    chat = Conversation(messages, tools, body.chat_template_kwargs, reasoning_effort=body.reasoning_effort)
+    chat = ChatInput(messages, tools, body.chat_template_kwargs, reasoning_effort=body.reasoning_effort)
     return len(await service.count_chat(chat, tenant))
 
 
@@ -161,15 +169,27 @@ def _messages(body: ResponsesPrompt, earlier: tuple[StoredItem, ...]) -> list[An
     return chat_messages(body.instructions, [*items, *body.input_items])
 
 
+def _input_items(store: ResponseStore, body: ResponsesRequest, tenant: str | None) -> list[StoredItem]:
+    """The items of the body to keep with the response, if it is stored. The body forgets its images: the messages have
+    them until the engine does."""
+    items = []
+    if store.keeps(body.store):
+        store.images.check_room(tenant)
+        items = [StoredItem.from_json(*store.images.take_from(_input_item(item), tenant)) for item in body.input_items]
+    for item in body.input if isinstance(body.input, list) else ():
+        forget_item_images(item)
+    return items
+
+
 class _Response:
     """One request to /v1/responses: runs it and makes the answer from the parser's events, streamed or whole.
-    `earlier`: the items of the response that this one continues."""
+    `given`: the items to keep of this request and of the response that it continues."""
 
     def __init__(self, service: Service, conversation: TranslatedChat, body: ResponsesRequest, tenant: str | None,
-                 earlier: tuple[StoredItem, ...]) -> None:
-        self._store, self._tenant, self._earlier = service.responses, tenant, earlier
+                 given: tuple[StoredItem, ...]) -> None:
+        self._store, self._tenant, self._given = service.responses, tenant, given
         self._conversation, self._body = conversation, body
-        self._is_stored = self._store.is_on and body.store is not False
+        self._is_stored = self._store.keeps(body.store)
         self._id = new_id("resp")
         self._created = int(time.time())
         self._items = ResponseItems()
@@ -219,9 +239,7 @@ class _Response:
     def _finished(self) -> StoredResponse:
         """The whole response, and the items to keep if it is stored."""
         response = self._response(self._status)
-        given = [_input_item(item) for item in self._body.input_items] if self._is_stored else []
-        return StoredResponse(self._id, compact(response).encode(),
-                              (*self._earlier, *map(StoredItem.from_json, given)),
+        return StoredResponse(self._id, compact(response).encode(), self._given,
                               tuple(map(StoredItem.from_json, response["output"])))
 
     def _keep(self, response: StoredResponse) -> None:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar, cast
 from uuid import uuid4
 
 from outrider.async_llm import LONG_TEXT
+from outrider.core import SamplingParams
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.hidden_params import RequestParams
 from outrider.core.outputs import RequestOutput
-from outrider.core.params import SamplingParams
 from outrider.engine.text import Tokenizer
 from outrider.server.admission import QueueBound
 from outrider.server.beams import beam_outputs, beam_sampling
 from outrider.server.bodies import beside_loop
-from outrider.server.chat_prompts import Conversation, Encode
+from outrider.server.chat_prompts import ChatInput, Encode
 from outrider.server.engine_host import EngineHost, Serving
 from outrider.server.errors import ApiError, bad_value
 from outrider.server.generation import Increments, Usage, checked, generate, whole_outputs
@@ -119,7 +119,7 @@ class Service:
         num_characters = sum(len(each) for each in prompts if isinstance(each, str))
         return await asyncio.to_thread(work) if num_characters > LONG_TEXT else work()
 
-    async def encode_chat(self, chat: Conversation, add_special_tokens: bool | None = None,
+    async def encode_chat(self, chat: ChatInput, add_special_tokens: bool | None = None,
                           truncation: Truncation | None = None, *, takes_images: bool = False) -> list[int]:
         """Render a conversation through the chat template and tokenize it. The ids have one placeholder for each image.
         add_special_tokens: also add the tokens that the tokenizer puts around a text. takes_images: the caller puts the
@@ -133,7 +133,7 @@ class Service:
 
         return await asyncio.to_thread(work)  # a template may take seconds
 
-    async def count_chat(self, chat: Conversation, tenant: str | None,
+    async def count_chat(self, chat: ChatInput, tenant: str | None,
                          add_special_tokens: bool | None = None) -> list[int]:
         """Like `encode_chat`, but with all the tokens of the images."""
         ids = await self.encode_chat(chat, add_special_tokens, takes_images=True)

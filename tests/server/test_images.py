@@ -6,6 +6,7 @@ import asyncio
 import base64
 import json
 import logging
+import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +16,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from outrider.features.images import fetch as fetching
 from outrider.server.app import build_app
 from outrider.server.batch_file import answer_lines
+from outrider.server.chat import _Chat
+from outrider.server.errors import ApiError
 from outrider.server.images import RequestImages, TenantBudget
+from outrider.server.protocol import ChatRequest
+from outrider.server.response_store import ResponseStore, StoredItem, StoredResponse
 from outrider.server.settings import ServerConfig
+from outrider.server.stored_images import StoredImages
 from tests.images.made_images import data_url, hostile, picture, png, png_of_zeros, written
+from tests.images.test_fetch import Network, answer
 from tests.server.image_rig import IMAGE_TOKENS, ImageEngine, serving_images
 from tests.server.rig import Served
+from tests.server.test_other_clients import environment
 
 URL = data_url(png(5, 7))
 OTHER = data_url(png(4, 3, seed=1))
@@ -353,3 +362,108 @@ def test_warnings_about_damaged_files_are_not_kept() -> None:
 def test_domains_are_names(domain: str) -> None:
     with pytest.raises(ValueError, match="allowed_media_domains"):
         ServerConfig(allowed_media_domains=(domain,))
+
+
+def test_stored_responses_keep_an_image_once(served: Served, engine: ImageEngine) -> None:
+    url = data_url(written(Image.fromarray(picture(60, 60, 9))))
+    part = {"type": "input_image", "image_url": url}
+    given = [{"role": "user", "content": [part, part]}]
+    store, answers = served.service.responses, list[Any]()
+    for _ in range(3):
+        answers.append(served.post("/v1/responses", input=given, max_output_tokens=1).json())
+    kept = [store.find(None, answer["id"]) for answer in answers]
+    assert len({id(image) for one in kept for image in one.images}) == 1
+    assert all(one.num_bytes < 3000 < len(url) for one in kept)
+    listed = served.http.get(f"/v1/responses/{answers[0]['id']}/input_items").json()["data"]
+    assert [each["image_url"] for each in listed[0]["content"]] == [url, url]
+    assert served.post("/v1/responses", input="So?", previous_response_id=answers[1]["id"]).status_code == 200
+    assert len(engine.images) == 2 and np.array_equal(engine.images[1], picture(60, 60, 9))
+    gone = served.post("/v1/responses", input=given, max_output_tokens=1, store=False).json()["id"]
+    assert served.http.get(f"/v1/responses/{gone}").status_code == 404
+
+
+def test_images_count_once_against_the_space_of_a_key() -> None:
+    store, image = ResponseStore(100), {"type": "input_image", "image_url": "data:image/png;base64," + "a" * (30 << 20)}
+    for name in "abcdef":
+        item, images = store.images.take_from({"id": name, "content": [image]}, None)
+        store.add(None, StoredResponse(name, b"{}", (StoredItem.from_json(item, images),), ()))
+    assert store.find(None, "a") and store.find(None, "f")
+    for name in "ghi":
+        other = image | {"image_url": image["image_url"] + name}
+        item, images = store.images.take_from({"id": name, "content": [other]}, None)
+        store.add(None, StoredResponse(name, b"{}", (StoredItem.from_json(item, images),), ()))
+    with pytest.raises(ApiError):
+        store.find(None, "a")
+    assert store.find(None, "i").input[0].whole_json == json.dumps(
+        {"id": "i", "content": [other]}, separators=(",", ":")).encode()
+
+
+def test_images_of_running_responses_have_a_bound() -> None:
+    images = StoredImages()
+    url = "data:image/png;base64," + "a" * (50 << 20)
+    held = [images.take_from({"content": [{"image_url": f"{url}{i}"}]}, "one")[1] for i in range(2)]
+    images.check_room("one")
+    held.append(images.take_from({"content": [{"image_url": f"{url}2"}]}, "one")[1])
+    with pytest.raises(ApiError, match="try again later"):
+        images.check_room("one")
+    images.check_room("two")
+    held.clear()
+    images.check_room("one")
+
+
+def test_a_mark_that_a_client_writes_stays_a_text() -> None:
+    store = StoredImages()
+    url = data_url(png(40, 40))
+    item, images = store.take_from({"id": "a", "content": [{"image_url": url}]}, None)
+    mark = json.loads(StoredItem.from_json(item, images).json)["content"][0]["image_url"]
+    given = {"id": "b", "content": [{"image_url": url}, {"text": f'"image_url":"{mark}"'}]}
+    changed, images = store.take_from(given, None)
+    assert json.loads(StoredItem.from_json(changed, images).whole_json) == given
+
+
+def test_a_request_forgets_its_images_when_the_engine_has_them(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    bodies: list[ChatRequest] = []
+    run = _Chat.__init__
+
+    def remember(self: _Chat, service: Any, body: ChatRequest, *more: Any) -> None:
+        bodies.append(body)
+        run(self, service, body, *more)
+
+    monkeypatch.setattr(_Chat, "__init__", remember)
+    assert served.post("/v1/chat/completions", **asking(image())).status_code == 200
+    (part,) = bodies[0].messages[0].content  # type: ignore[misc, union-attr]
+    assert part.image_url.url == ""
+
+
+@pytest.mark.long
+def test_real_clients_send_images(served: Served, tmp_path: Path) -> None:
+    packages = ("openai", "anthropic", "langchain-openai", "langchain-anthropic")
+    python = environment(tmp_path, *packages) / "python"
+    script = Path(__file__).parent / "clients" / "image_parts.py"
+    data = base64.b64encode(png()).decode()
+    done = subprocess.run([python, script, served.url, data], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+
+def test_an_allowed_host_is_fetched_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    network = Network([["127.0.0.1"], ["93.184.215.14"]], [answer(png())])
+    monkeypatch.setattr(fetching, "resolve_name", network.resolve)
+    monkeypatch.setattr(fetching, "connect_to", network.connect)
+    with serving_images(allowed_media_domains=("pics.example",)) as (served, engine):
+        body = asking(image("https://pics.example/a.png"))
+        assert served.error("/v1/chat/completions", **body)["message"] == fetching.NOT_FETCHED and not network.dialled
+        assert served.post("/v1/chat/completions", **body).status_code == 200
+        assert np.array_equal(engine.images[0], picture(5, 7))
+        assert network.dialled == [("93.184.215.14", 443, "pics.example")]
+        block = {"type": "image", "source": {"type": "url", "url": "http://pics.example/"}}
+        messages = [{"role": "user", "content": [block]}]
+        assert served.post("/v1/messages", max_tokens=1, messages=messages).status_code == 200
+        assert served.error("/v1/chat/completions", **asking(image("http://other.example/")))
+
+
+def test_a_part_may_have_a_name_of_its_own(served: Served, engine: ImageEngine) -> None:
+    """It changes nothing: what an image is, its pixels say."""
+    answered = served.post("/v1/chat/completions", **asking(image() | {"uuid": "a"}))
+    assert answered.status_code == 200 and "uuid" in answered.headers["x-outrider-ignored"]
+    assert engine.prompts[-1].get("multi_modal_uuids") is None

@@ -26,7 +26,7 @@ def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapp
     images, literal = _Images(), LiteralTexts(tokenizer)
     hidden = {name: literal.hide(value) if name != "chat_template" else value for name, value in options.items()}
     written = [literal.hide(images.taken_from(message)) for message in messages]
-    text = tokenizer.render_chat(written, **{**hidden, "chat_template_content_format": "openai"})
+    text = tokenizer.render_chat(written, **hidden, keeps_parts=True)
     ids = literal.encode(text, add_special_tokens=False)
     if not images.found:
         return ids

@@ -38,10 +38,9 @@ UNREADABLE = (f"an image cannot be read: send a whole file of one of the formats
 
 def to_rgb(value: Any, limits: ImageLimits = DEFAULT_LIMITS) -> list[Rgb]:
     """Convert what a caller gives as an image, or as a list of images, to RGB arrays: PIL images, arrays [height,
-    width, 3 or 4] or [height, width] of uint8, or the bytes of image files."""
-    images = [_one_to_rgb(each, limits) for each in (value if isinstance(value, (list, tuple)) else [value])]
-    limits.check_total(sum(image.shape[0] * image.shape[1] for image in images))
-    return images
+    width, 3 or 4] or [height, width] of uint8, or the bytes of image files. limits: of files; arrays and PIL images are
+    in memory already."""
+    return [_one_to_rgb(each, limits) for each in (value if isinstance(value, (list, tuple)) else [value])]
 
 
 def image_size(data: bytes, limits: ImageLimits = DEFAULT_LIMITS) -> tuple[int, int]:
@@ -66,20 +65,19 @@ def _one_to_rgb(value: Any, limits: ImageLimits) -> Rgb:
     match value:
         case bytes() | bytearray() | memoryview():
             return decode(bytes(value), limits)
-        case Image.Image():
-            limits.check_size(*value.size)
+        case Image.Image() if min(value.size) > 0:
             return np.array(_readable(lambda: _in_rgb(value)))
         case np.ndarray():
-            return _array_to_rgb(value, limits)
+            return _array_to_rgb(value)
     raise ValueError(f"an image must be a PIL image, a numpy array of uint8 [height, width, 3], or the bytes of a "
                      f"file, got {shown(value)}")
 
 
-def _array_to_rgb(value: NDArray[Any], limits: ImageLimits) -> Rgb:
-    if value.dtype != np.uint8 or not (value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (3, 4))):
+def _array_to_rgb(value: NDArray[Any]) -> Rgb:
+    is_image = value.ndim == 2 or (value.ndim == 3 and value.shape[2] in (3, 4))
+    if value.dtype != np.uint8 or not value.size or not is_image:
         raise ValueError("an image as an array must be of uint8, [height, width, 3], [height, width, 4] or [height, "
                          f"width], got {value.dtype} of shape {list(value.shape)}")
-    limits.check_size(value.shape[1], value.shape[0])
     if value.ndim == 3 and value.shape[2] == 3:
         return np.ascontiguousarray(value)
     return np.array(_in_rgb(Image.fromarray(np.ascontiguousarray(value))))

@@ -1,6 +1,8 @@
 // The chat box: a conversation with the model, streamed, with accepted drafts in a colour of their own.
 const MOST_TOKENS = 1024;  // of an answer
 const messages = remembered("messages", []);
+const MOST_BYTES = 20 << 20;  // of an image's file
+const images = [];  // data URLs of the images that go with the next message
 let answering = null;  // the AbortController of the answer that streams in
 
 class Answer {
@@ -48,6 +50,38 @@ function line(kind, text) {
   $("talk").scrollTop = $("talk").scrollHeight;
   return element;
 }
+function userLine(content) {
+  // A user's message: its images, then its text.
+  const parts = typeof content === "string" ? [{type: "text", text: content}] : content;
+  const element = line("user", parts.filter(p => p.type === "text").map(p => p.text).join("\n"));
+  element.prepend(...parts.filter(p => p.type === "image_url").map(p => shownImage(p.image_url.url)));
+  return element;
+}
+function shownImage(url) {
+  const element = document.createElement("img");
+  element.src = url; element.alt = "an image of the message";
+  element.addEventListener("load", () => { $("talk").scrollTop = $("talk").scrollHeight; });
+  return element;
+}
+function showImages() {
+  $("images").hidden = !images.length;
+  $("images").replaceChildren(...images.map((url, index) => {
+    const button = document.createElement("button");
+    button.type = "button"; button.title = "Leave this image out"; button.append(shownImage(url));
+    button.addEventListener("click", () => { images.splice(index, 1); showImages(); });
+    return button;
+  }));
+}
+async function addImages(files) {
+  for (const file of files) {
+    if (!file.type.startsWith("image/")) continue;
+    if (file.size > MOST_BYTES) { line("note", `${file.name} is larger than ${MOST_BYTES >> 20} MiB`); continue; }
+    const reader = new FileReader();
+    await new Promise((done, failed) => { reader.onload = done; reader.onerror = failed; reader.readAsDataURL(file); });
+    images.push(reader.result);
+  }
+  showImages();
+}
 function usage(drafts, tokens, seconds) {
   let text = `${tokens} tokens, ${(tokens / seconds).toFixed(1)} a second`;
   if (drafts?.num_draft_tokens) text += `; ${drafts.num_accepted_draft_tokens} of ${drafts.num_draft_tokens} drafts accepted, ` +
@@ -80,19 +114,24 @@ async function ask(said, signal) {
   return note;
 }
 async function send(text) {
-  const said = (line("user", text), messages.push({role: "user", content: text}), new Answer());
+  const urls = images.splice(0);
+  const content = !urls.length ? text : [...urls.map(url => ({type: "image_url", image_url: {url}})), ...(text ? [{type: "text", text}] : [])];
+  showImages();
+  const said = (userLine(content), messages.push({role: "user", content}), new Answer());
   answering = new AbortController(); showButtons();
-  let note = "", failed = "";
+  let note = "", failed = false;
   try { note = await ask(said, answering.signal); }
   catch (error) {
     const isStopped = error.name === "AbortError", isLost = error instanceof TypeError;  // fetch has no better word for it
     note = isStopped ? "stopped" : isLost ? "the server does not answer" : error.message;
-    if (!isStopped) failed = text;
+    if (!isStopped) failed = true;
   }
   cancelAnimationFrame(said.asked); said.draw(); said.element.classList.remove("waiting");
   if (said.text) messages.push({role: "assistant", content: said.text}); else messages.pop();
   line("note", note);
-  if (failed && !said.text && !$("say").value) { $("say").value = failed; fit(); }  // to be sent once more, or changed
+  if (failed && !said.text && !$("say").value && !images.length) {  // to be sent once more, or changed
+    $("say").value = text; images.push(...urls); fit(); showImages();
+  }
   answering = null; showButtons(); remember("messages", messages);
 }
 function showButtons() {
@@ -105,15 +144,21 @@ function fit() { const box = $("say"); box.style.height = "auto"; box.style.heig
 document.querySelector("form").addEventListener("submit", event => {
   event.preventDefault();
   const text = $("say").value.trim();
-  if (!text || answering) return;
+  if ((!text && !images.length) || answering) return;
   $("say").value = ""; fit(); send(text);
 });
 $("say").addEventListener("input", fit);
+$("say").addEventListener("paste", event => {
+  const files = [...event.clipboardData.files].filter(file => file.type.startsWith("image/"));
+  if (files.length) { event.preventDefault(); addImages(files); }
+});
+$("chat").addEventListener("dragover", event => { if (event.dataTransfer.types.includes("Files")) event.preventDefault(); });
+$("chat").addEventListener("drop", event => { if (event.dataTransfer.files.length) { event.preventDefault(); addImages(event.dataTransfer.files); } });
 $("say").addEventListener("keydown", event => {
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault(); document.querySelector("form").requestSubmit();
 });
 $("stop").addEventListener("click", () => answering?.abort());
 $("fresh").addEventListener("click", () => { messages.length = 0; $("talk").replaceChildren(); remember("messages", messages); showButtons(); $("say").focus(); });
-for (const {role, content} of messages) if (role === "user") line("user", content); else new Answer(content);
+for (const {role, content} of messages) if (role === "user") userLine(content); else new Answer(content);
 showButtons();
