@@ -99,7 +99,8 @@ class Model(LayeredModule, ABC):
     file_name: str = ""  # of that file
     has_component_ropes: bool = False  # positions of three components rotate some layers (`StepContext`)
     placeholders: tuple[int, ...] = ()  # tokens that stand for images or sound in prompts; no lookup drafts them
-    sees: bool = False  # whether vectors of the checkpoint's vision tower may stand among its tokens
+    may_see: bool = False  # whether the family takes the features of its checkpoints' vision towers
+    sees: bool = False  # whether this model does: its checkpoint has a tower
     reads_history: bool = False  # layers read the ids before a token's own: contexts must have a history
     classes: ClassHead | None = None  # a head that scores classes; the model generates no text then
     reads_device: bool = False  # whether its forward waits for values of tensors, so that no step can be captured

@@ -132,6 +132,8 @@ class Qwen2VL(LanguagePart, Qwen2):
 class SeeingPart(InnerPart):
     """A language part that takes the features of the model's vision tower, with a rope of three components."""
 
+    may_see = True
+
     def read_whole(self, config: ConfigReader) -> None:
         self.sees = self.has_component_ropes = config.raw("vision_config") is not None
         self.placeholders = read_placeholders(config)

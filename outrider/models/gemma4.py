@@ -266,6 +266,7 @@ class Gemma4(Decoder):
     architectures."""
 
     layers: Sequence[Gemma4Layer]
+    may_see = True
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None

@@ -21,6 +21,7 @@ class Qwen3_5(Qwen3Next):
     ConditionalGeneration architectures."""
 
     is_interleaved = False
+    may_see = True
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
