@@ -23,7 +23,8 @@ GEMMA = {"model_type": "gemma4", "vision_config": {"patch_size": 16}}
 UNIFIED = {"model_type": "gemma4_unified", "vision_config": {"patch_size": 16}}
 QWEN = {"model_type": "qwen3_5", "vision_config": {"patch_size": 16}}
 MOST = 400_000  # pixels
-EXTREMES = [(1, 1), (16, 4000), (4000, 16), (1, 200), (3, 3), (3, 500), (1080, 1920), (47, 48), (2, 400), (768, 768)]
+EXTREMES = [(1, 1), (16, 4000), (4000, 16), (1, 200), (3, 3), (3, 500), (1080, 1920), (47, 48), (2, 400), (272, 400),
+            (768, 768)]  # 272 and 400 lie halfway between multiples of 32
 STUBS = [f"torchvision{part}" for part in ("", ".transforms", ".transforms.v2", ".transforms.v2.functional")]
 
 
