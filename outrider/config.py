@@ -112,6 +112,7 @@ class EngineConfig:
     max_cpu_loras: Annotated[int, Range(1, INT32)] | None = None  # adapters in the host's memory; None: 4 * max_loras
     lora_memory_bytes: Annotated[int, Range(1, INT64)] | None = None  # of adapters on the device; None: by the above
     receipt_key_file: Text | None = None  # the operator's key, which signs receipts
+    limit_mm_per_prompt: dict[str, Any] | None = None  # {"image": most of one prompt}; 0: no vision tower is loaded
     logits_processors: tuple[Any, ...] = ()  # classes that change logits, or their names as "package.module:Class"
 
     def __post_init__(self) -> None:
@@ -126,12 +127,28 @@ class EngineConfig:
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
                              "every adapter on the device is kept in the host's memory too")
+        self._check_media()
         if isinstance(self.speculative_config, dict):
             SpeculativeConfig.parse(self.speculative_config)
         if self.adapt_drafter:
             self._check_adapting()
         if self.kv_events_config is not None:
             KVEventsConfig.parse(self.kv_events_config)
+
+    def _check_media(self) -> None:
+        """Raise ValueError if limit_mm_per_prompt asks for anything but a number of images."""
+        for kind, given in (self.limit_mm_per_prompt or {}).items():
+            count = given.get("count", 0) if isinstance(given, dict) else given
+            if type(count) is not int or count < 0:
+                raise ValueError(f"limit_mm_per_prompt: the number of {kind}s must be an integer from 0, got {given!r}")
+            if count and kind != "image":
+                raise ValueError(f"limit_mm_per_prompt: {kind} is not served, only images are: leave it out, or give 0")
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether prompts may have images, if the model sees."""
+        given = (self.limit_mm_per_prompt or {}).get("image")
+        return (given.get("count") if isinstance(given, dict) else given) != 0
 
     def _check_adapting(self) -> None:
         """Raise ValueError if adapt_drafter is set and no drafter of this config can learn while it serves. Whether a

@@ -49,6 +49,7 @@ class FeatureEntry:
     whole_prompts: tuple[str, ...] = ()  # those of prompt_keys that make a prompt without text or token ids
     slow_keys: tuple[str, ...] = ()  # those of prompt_keys whose values take long to check
     is_on: Callable[[EngineConfig], bool] = lambda config: True
+    serves: Callable[[Any], bool] = lambda model: True  # whether its half in a worker is made for this model
     # The field of SamplingParams by which requests ask for it: its halves are made when the first one does.
     parameter: str | None = None
     is_early: Callable[[EngineConfig], bool] = lambda config: False  # or made at start, since the settings speak of it
@@ -72,6 +73,13 @@ FEATURES = (
     FeatureEntry("prompt embeddings", reader="outrider.features.embeddings.reader:EmbedsReader",
                  prompt_keys={"prompt_embeds": Any, "prompt_embeds_positions": list | tuple | None},
                  whole_prompts=("prompt_embeds",), slow_keys=("prompt_embeds",)),
+    FeatureEntry("images", worker="outrider.features.images.on_device:ImagesOnDevice",
+                 reader="outrider.features.images.reader:ImagesReader",
+                 prompt_keys={"multi_modal_data": dict | None, "mm_processor_kwargs": dict | None,
+                              "multi_modal_uuids": dict | None}, slow_keys=("multi_modal_data",),
+                 is_on=lambda config: config.takes_images, serves=lambda model: model.sees,
+                 flag_help={"limit_mm_per_prompt": "images of one prompt, as '{\"image\": 2}'; 0: the vision tower is "
+                                                   "never loaded"}),
     FeatureEntry("receipts", engine="outrider.features.receipts.in_engine:ReceiptsInEngine", parameter="receipt",
                  is_early=lambda config: config.receipt_key_file is not None,
                  flag_help={"receipt_key_file": "a file with the operator's key, which signs receipts",
@@ -103,9 +111,10 @@ def require_registered(names: Sequence[str]) -> None:
                              "module anew: call register_feature at the top level of that module")
 
 
-def worker_features(config: EngineConfig) -> list[Any]:
-    """Make the WorkerFeature of every feature that the settings ask for."""
-    return [_find(entry.name, entry.worker)(config) for entry in _asked_for(config) if entry.worker is not None]
+def worker_features(config: EngineConfig, model: Any) -> list[Any]:
+    """Make the WorkerFeature of every feature that the settings ask for and that serves this model."""
+    return [_find(entry.name, entry.worker)(config) for entry in _asked_for(config)
+            if entry.worker is not None and entry.serves(model)]
 
 
 def engine_features(config: EngineConfig) -> list[Any]:

@@ -22,11 +22,12 @@ tensor parallelism, exact mode, and the drafters ngram, suffix, draft_model, eag
 drafter" is what comes with a family's checkpoints besides. Weights are read from safetensors, as numbers or as
 {methods}, and from GGUF files where that column has a name.
 
-Of checkpoints that see images (`...ForConditionalGeneration`) the text is served. A config key that no code reads is
-refused by name; [checkpoints.md](checkpoints.md) shows the result for some hundred well-known checkpoints.
+Of checkpoints that see images (`...ForConditionalGeneration`) the text is served, and their [images](images.md) too where
+that column names them. A config key that no code reads is refused by name; [checkpoints.md](checkpoints.md) shows the
+result for some hundred well-known checkpoints.
 
-| family | architectures | own drafter | GGUF | on the hub |
-|---|---|---|---|---|
+| family | architectures | images | own drafter | GGUF | on the hub |
+|---|---|---|---|---|---|
 {rows}
 
 ## Through transformers
@@ -62,7 +63,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def as_dict(family: Family) -> dict[str, object]:
-    return {"family": family.name, "architectures": [*family.architectures], "own_drafters": family.own_drafters,
+    return {"family": family.name, "architectures": [*family.architectures], "images": family.seeing,
+            "own_drafters": family.own_drafters,
             "gguf": family.gguf_names, "hub_ids": [*family.hub_ids]}
 
 
@@ -70,6 +72,8 @@ def lines() -> Iterator[str]:
     for family in served():
         yield family.name
         yield f"  architectures  {', '.join(family.architectures)}"
+        if family.seeing:
+            yield f"  images         {', '.join(family.seeing)}"
         if family.own_drafters:
             yield f"  own drafter    {', '.join(family.own_drafters)}"
         if family.gguf_names:
@@ -90,8 +94,11 @@ def page() -> str:
 
 
 def _row(family: Family) -> str:
+    could_see = [name for name in family.architectures if name.endswith("ForConditionalGeneration")]
+    seen = "yes" if family.seeing and family.seeing == could_see else _code(family.seeing)
     lists = (family.architectures, family.own_drafters, family.gguf_names, family.hub_ids)
-    return f"| {' | '.join((family.name, *map(_code, lists)))} |"
+    first, *others = map(_code, lists)
+    return f"| {' | '.join((family.name, first, seen, *others))} |"
 
 
 def _code(items: Iterable[str]) -> str:

@@ -98,7 +98,6 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "guided_decoding_backend": Explained("grammars are compiled by llguidance"),
     "hf_token": Refused("set HF_TOKEN in the environment, or log in with `hf auth login`"),
     "kv_transfer_config": Refused("one engine keeps its own cache"),
-    "limit_mm_per_prompt": Explained(NO_IMAGES),
     "mm_processor_kwargs": Refused(NO_IMAGES, (None, {})),
     "num_speculative_tokens": Refused("use speculative_config={'method': ..., 'num_speculative_tokens': ...}"),
     "override_generation_config": Refused("pass sampling parameters with the request", (None, {})),

@@ -39,6 +39,12 @@ class LimitsPart:
     """Sizes of a feature's buffers."""
 
     __slots__ = ()
+    takes_images: ClassVar[bool] = False  # whether prompts may have images, which the feature then reads
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Tokens that stand for other inputs in prompts, and that no text has."""
+        return ()
 
 
 class Figure(NamedTuple):

@@ -47,6 +47,20 @@ class InputPart(RequestPart):
         """The vectors at positions [start, end). Parts of one request give no two vectors for a position."""
         return None
 
+    def encoded_ranges(self, start: int, end: int) -> Iterable[tuple[int, int]]:
+        """The ranges within [start, end) whose vectors the feature's `InputEncoder` computes on the device."""
+        return ()
+
+    def rope_positions(self, start: int, end: int) -> NDArray[np.int64] | None:
+        """The positions [3, end - start] by which ropes of several components rotate the tokens [start, end). None if
+        they are the tokens' positions plus `rope_shift`, as those of all tokens that are generated."""
+        return None
+
+    @property
+    def rope_shift(self) -> int:
+        """The number that is added to a generated token's position for ropes of several components."""
+        return 0
+
     def two_way_ranges(self, start: int, end: int) -> Iterable[tuple[int, int]]:
         """The ranges within [start, end) whose tokens see each other in both directions. No chunk and no prefix hit may
         end inside one, one step has room for each, and ranges of one request do not overlap. The engine must serve

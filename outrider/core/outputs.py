@@ -178,11 +178,14 @@ class SampleEnd(NamedTuple):
     extras: Mapping[str, Any] = NO_EXTRAS
 
 
+NOT_REPORTED = TokenLogprobs((), (), 0)
+
+
 class PromptRows(NamedTuple):
     """Log-probabilities of a prompt's tokens from `start` on. They replace earlier rows of these tokens."""
 
     start: int
-    entries: list[TokenLogprobs]
+    entries: list[TokenLogprobs]  # `NOT_REPORTED` for a token that stands for something else
 
 
 class OutputIncrement(NamedTuple):
@@ -216,7 +219,7 @@ class RequestOutput:
         `CompletionOutput.add_logprobs`)."""
         named, unnamed = self._prompt_rows
         if named is not None and unnamed:
-            named = [*named, *(name_logprobs(TokenLogprobs(*entry)) for entry in unnamed)]
+            named = [*named, *(name_logprobs(TokenLogprobs(*entry)) if entry[0] else None for entry in unnamed)]
             self._prompt_rows = (named, [])
         return named
 

@@ -24,7 +24,7 @@ from outrider.cache.groups import LayerCache
 from outrider.cache.kinds import Part
 from outrider.core import Admission, Axis, Limits
 from outrider.drafters.base import Drafter, Drafts, Step, ViewOf
-from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows, first_given_rows
+from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows
 from outrider.drafters.draw import draw_drafts
 from outrider.drafters.native_chain import NativeChain
 from outrider.kernels import ops
@@ -44,6 +44,7 @@ class DraftNetwork(Protocol):
     num_outputs: int  # size of its vocabulary
     target_ids: torch.Tensor | None  # its tokens as the target's ids; None if they are the same
     attention_layers: list[AttentionLayer]
+    follows_components: bool  # its rope rotates by the components of the target's positions
 
     def cache_layers(self) -> list[LayerCache]: ...
 
@@ -174,7 +175,12 @@ class AutoregressiveDrafter(NetworkDrafter):
             self._has_sought_chain = True
             layer = first.mixer(self.network.attention_layers[0].index)
             self._chain = NativeChain.try_build(self.network, layer, self._tails)
+        target, shift = step.hidden.context, None
         context = StepContext(first, view.positions, given_rows=self._fitting(step.given_rows))
+        if self.network.follows_components:
+            shift = (target.rope_positions - target.positions)[last]  # of each request
+            context = StepContext(first, view.positions, rope_positions=target.rope_positions + 1,
+                                  rope_components=target.rope_components, given_rows=context.given_rows)
         if isinstance(view.queries, MixedQueries):  # only the caches need the other tokens of prompts
             rows = WantedRows(last, lambda: self._cached.bind_rows(self._batches.last_tokens(view, last)))
             output, feedback = self.network.forward(view.token_ids, hidden, context, rows)
@@ -186,7 +192,9 @@ class AutoregressiveDrafter(NetworkDrafter):
         for index in range(1, step.num_wanted):
             view = self._batches.further(step, passes, index, drafts[index - 1])
             attend = self._cached.bind_after(first, passes.keys.last, view)
-            output, feedback = self.network.forward(view.token_ids, feedback, StepContext(attend, view.positions))
+            rope = view.positions if shift is None else (view.positions + shift).clamp_min(0)
+            context = StepContext(attend, view.positions, rope_positions=rope)
+            output, feedback = self.network.forward(view.token_ids, feedback, context)
             self._draw(step, passes.keys, output, index, drafts, levels)
         return Drafts(drafts.t(), passes.keys.counts, levels)
 
@@ -205,8 +213,9 @@ class AutoregressiveDrafter(NetworkDrafter):
                                        num_chained=self._num_chained, is_filled=not is_cold)
         if not is_cold:
             hidden = self._tails[planned.tail_page] if self._is_head else None
-            given_rows = self._fitting(first_given_rows(admitted, self._device))
-            self._run_first_slot(self._batches.first_slots(view, planned), hidden, given_rows)
+            given_rows = self._fitting(view_of.given_rows(admitted))
+            components = view_of.components_before(admitted) if self.network.follows_components else None
+            self._run_first_slot(self._batches.first_slots(view, planned), hidden, given_rows, components)
 
     def _fitting(self, given_rows: GivenRows | None) -> GivenRows | None:
         """The request's prompt embeddings, if they have the network's width. Otherwise None, and the network embeds the
@@ -214,8 +223,10 @@ class AutoregressiveDrafter(NetworkDrafter):
         fits = given_rows is not None and given_rows.values.shape[1] == self.network.hidden_size
         return given_rows if fits else None
 
-    def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None, given_rows: GivenRows | None) -> None:
+    def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None, given_rows: GivenRows | None,
+                        components: torch.Tensor | None) -> None:
         """Run one token row for each row just admitted, which fills the slot that its steps will not fill. hidden: the
-        hidden states that were stored with the page before that slot."""
-        context = StepContext(self._cached.bind(view), view.positions, given_rows=given_rows)
+        hidden states that were stored with the page before that slot. components: those of the position before it."""
+        context = StepContext(self._cached.bind(view), view.positions, given_rows=given_rows,
+                              rope_components=components)
         self.network.forward(view.token_ids, hidden, context)

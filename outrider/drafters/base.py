@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -19,9 +19,12 @@ from outrider.cache.groups import LayerCache
 from outrider.core import Admission, Limits
 from outrider.kernels.accept import Accepted
 from outrider.kernels.sampling_keys import SamplingKeys
-from outrider.layers import GivenRows, LayeredModule
+from outrider.layers import LayeredModule
 from outrider.mixers import AttentionLayer, BatchView, CachedLayers, ForwardBatch
 from outrider.models.base import Hidden, Model
+
+if TYPE_CHECKING:
+    from outrider.layers import GivenRows
 
 
 @dataclass(frozen=True)
@@ -85,9 +88,19 @@ class Step:
         return self.hidden.last_final(token_rows, self.first_logit + self.accepted.num_accepted)
 
 
-# A view of the first token that each of these rows is to compute, padded perhaps: its position, page tables and length,
-# with the slots of no group.
-ViewOf = Callable[[Sequence[Admission]], BatchView]
+class ViewOf(Protocol):
+    """Makes batches of admitted rows."""
+
+    def __call__(self, admissions: Sequence[Admission], /) -> BatchView:
+        """Make the batch of the first token that each row computes, padded perhaps. It has the tokens' positions, page
+        tables and lengths, and the slots of no group."""
+
+    def given_rows(self, admissions: Sequence[Admission], /) -> GivenRows | None:
+        """Return the vectors in place of these tokens' embeddings; None if all embed their ids."""
+
+    def components_before(self, admissions: Sequence[Admission], /) -> torch.Tensor | None:
+        """Return the components [3, rows] of the positions before these tokens; None if they are equal, and equal to
+        the positions."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from outrider.cache.groups import Group
-from outrider.core import Admission, Axis, Limits
+from outrider.core import Axis, Limits
 from outrider.drafters.base import Step
 from outrider.kernels.drafting import (
     CommittedRequests,
@@ -23,7 +23,6 @@ from outrider.kernels.drafting import (
     ReadingPass,
     Tables,
 )
-from outrider.layers import GivenRows
 from outrider.mixers import BatchView, ExactQueries, KeysFrom
 
 
@@ -108,13 +107,6 @@ class SingleTokenView:
             starts_int32 = starts.int()
         return replace(view, num_tokens=count, queries=ExactQueries((1,) * count), query_starts=starts,
                        query_starts_int32=starts_int32, request_of=starts[:-1])
-
-
-def first_given_rows(admitted: Sequence[Admission], device: torch.device) -> GivenRows | None:
-    """The prompt embeddings for the first token that each admitted row computes, if its request has them."""
-    found = [(vectors, index - own.computed) for index, own in enumerate(admitted) for part in own.request.input_parts
-             if (vectors := part.vectors(own.computed, own.computed + 1)) is not None]
-    return GivenRows.try_build(found, device)
 
 
 def committed_requests(step: Step) -> CommittedRequests:

@@ -96,7 +96,8 @@ class ChainedDrafter(AutoregressiveDrafter):
         self._carried.index_copy_(0, view.rows, torch.where(fills, kept, carried))
         return latest
 
-    def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None, given_rows: GivenRows | None) -> None:
+    def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None, given_rows: GivenRows | None,
+                        components: torch.Tensor | None) -> None:
         assert hidden is not None
         outputs = [self._run(module, view, hidden[:, module], given_rows) for module in range(len(self._modules))]
         self._carried.index_copy_(0, view.rows, torch.stack(outputs[:-1], dim=1))

@@ -52,6 +52,7 @@ class DraftModelNetwork:
                              "cannot have: use one with attention layers only, or another method")
         self._model, self._first = model, first_layer
         self.num_outputs = model.vocab_size
+        self.follows_components = False
         self.attention_layers = [replace(layer, index=layer.index + first_layer) for layer in model.attention_layers]
 
     def cache_layers(self) -> list[LayerCache]:

@@ -8,7 +8,8 @@ leading drafts whose positions have been computed since.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from itertools import takewhile
 
 ANCHOR = 3  # tokens of the n-gram that finds candidates; shorter suffixes match too often
 LONGEST = 64  # longest match that is looked for
@@ -37,8 +38,10 @@ class SuffixDrafter:
     tokens, so that later requests of the same tenant can match them. The oldest are dropped first, so that at most
     `max_tokens` tokens are kept in all."""
 
-    def __init__(self, num_kept: int = 64, max_tokens: int = 1 << 18) -> None:
-        """num_kept: how many finished requests of each tenant are kept."""
+    def __init__(self, num_kept: int = 64, max_tokens: int = 1 << 18, never: Collection[int] = ()) -> None:
+        """num_kept: how many finished requests of each tenant are kept. never: tokens of prompts that no text has;
+        drafts end before them."""
+        self._never = never
         self._own: dict[int, _IndexedTokens] = {}
         self._tenant_of: OrderedDict[int, str] = OrderedDict()  # kept requests, oldest first
         self._kept: dict[str, OrderedDict[int, _IndexedTokens]] = {}
@@ -62,7 +65,8 @@ class SuffixDrafter:
                 if length > best_length and end < len(source.tokens):
                     best_length, best = length, (source.tokens, end)
         self.last_match = best_length
-        return [] if best is None else list(best[0][best[1] : best[1] + num_wanted])
+        found = [] if best is None else list(best[0][best[1] : best[1] + num_wanted])
+        return list(takewhile(lambda token: token not in self._never, found)) if self._never else found
 
     def finish(self, request_id: int, token_ids: Sequence[int], tenant: str) -> None:
         indexed = self._own.pop(request_id, None) or _IndexedTokens()

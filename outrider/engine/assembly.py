@@ -44,6 +44,7 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
     if info.limits.max_drafts:
         watchers.append(StatsLog(stats))
     if has_suffixes:
+        never = {token for part in info.limits.parts for token in part.placeholders}
         host_faults = FaultRecord.for_drafter(suffix.SuffixDrafter())
         watchers.append(HostFaultsWatcher(stats, host_faults))
     if event_sockets is not None:
@@ -52,11 +53,12 @@ def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokeni
 
     def scheduler(generation: int) -> Scheduler:
         return make_scheduler(info, enable_prefix_caching=config.enable_prefix_caching, generation=generation,
-                              host_drafter=suffix.SuffixDrafter() if has_suffixes else None, host_faults=host_faults,
-                              features=of_settings)
+                              host_drafter=suffix.SuffixDrafter(never=never) if has_suffixes else None,
+                              host_faults=host_faults, features=of_settings)
 
     model = ServedModel(config.model, info.limits, info.eos_ids, tokenizer, info.classes, info.takes_extra_keys,
-                        info.device_name, config)
+                        info.device_name, config,
+                        takes_images=any(part.takes_images for part in info.limits.parts))
     line = WorkerLine(worker)
     features = EngineFeatures(config, of_settings, EngineTools(info, model, line.order, worker.begin))
     requests = LiveRequests(model, features.keepers, config.seed)

@@ -201,7 +201,7 @@ class LiveRequests:
             asked, tokenizer = live.asked, self._model.tokenizer
             key = SampleKey(live.request_id, 0, asked.seed, live.metrics, self.weights_version)
             self._prompts[live.request_id] = prompt_output.PromptLogprobsOutput(
-                key, len(asked.token_ids), tokenizer if asked.sampling.detokenize else None)
+                key, len(asked.token_ids), tokenizer if asked.sampling.detokenize else None, asked.input_parts)
         return self._prompts[live.request_id]
 
     def end(self, requests: Iterable[Request], increments: list[OutputIncrement]) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from outrider.core import TokenLogprobs
-from outrider.core.outputs import OutputIncrement, PromptRows, SampleKey
+from outrider.core.input_part import NO_INPUTS, InputParts
+from outrider.core.outputs import NOT_REPORTED, OutputIncrement, PromptRows, SampleKey
 from outrider.engine.output import with_texts
 from outrider.engine.text import Tokenizer
 
 
 class PromptLogprobsOutput:
-    """Gathers the log-probabilities of a prompt's tokens over the chunks that steps compute. The first token has
-    none."""
+    """Gathers the log-probabilities of a prompt's tokens over the chunks that steps compute. The first token has none,
+    and neither have tokens in whose places encoded vectors stand."""
 
-    def __init__(self, key: SampleKey, prompt_len: int, tokenizer: Tokenizer | None) -> None:
-        self._key, self._prompt_len = key, prompt_len
+    def __init__(self, key: SampleKey, prompt_len: int, tokenizer: Tokenizer | None,
+                 inputs: InputParts = NO_INPUTS) -> None:
+        self._key, self._prompt_len, self._inputs = key, prompt_len, inputs
         self._tokenizer = tokenizer
         self._epoch = 0
         self._position = 1  # position of the next row
@@ -35,12 +37,19 @@ class PromptLogprobsOutput:
             self._first_version = self._key.weights_version
         first = max(0, start - self._position)
         stop = max(first, self._prompt_len - self._position)  # rows past the prompt's last token speak of outputs
-        rows = chunk[first:stop]
+        rows = self._reported(chunk[first:stop], self._position + first)
         if self._tokenizer is not None:
             rows = [with_texts(row, self._tokenizer.token_texts) for row in rows]
         self._num_entries += len(rows)
         self._position += len(chunk)
         return OutputIncrement(self._key, [], prompt_logprobs=PromptRows(start, rows))
+
+    def _reported(self, rows: list[TokenLogprobs], start: int) -> list[TokenLogprobs]:
+        """The rows of tokens from this position on, without those of tokens that stand for vectors."""
+        ranges = [own for part in self._inputs for own in part.encoded_ranges(start, start + len(rows))]
+        for first, last in ranges:
+            rows[first - start : last - start] = [NOT_REPORTED] * (last - first)
+        return rows
 
     def _begin_again(self, epoch: int) -> None:
         self._epoch, self._position = epoch, 1

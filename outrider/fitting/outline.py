@@ -146,12 +146,12 @@ class ModelOutline:
         limits = config.limits(gpu_bytes=gpu_bytes, max_positions=self.model.max_positions,
                                vocab_size=self.model.vocab_size, max_drafts=most)
         limits = replace(limits, hidden_size=self.model.hidden_size)
-        for feature in worker_features(config):
+        for feature in worker_features(config, self.model):
             limits = feature.limit(limits, self.model, self.drafter)
         return limits
 
     def feature_bytes(self, config: EngineConfig, limits: Limits) -> dict[str, FeatureBytes]:
-        return {feature.name: feature.num_bytes(limits, self.model) for feature in worker_features(config)}
+        return {feature.name: feature.num_bytes(limits, self.model) for feature in worker_features(config, self.model)}
 
     def step_memory(self, config: EngineConfig, limits: Limits) -> StepMemory:
         return estimate_step(self.model, self.widest, self.layout(config), limits, self.feature_bytes(config, limits),

@@ -3,7 +3,8 @@
 A model passes one context to every layer, feed-forward and product. The context holds
 
 - the caches of the layers, bound to the step (`attend`);
-- each token's position in its request (`positions`), and its position for rope (`rope_positions`);
+- each token's position in its request (`positions`), and its position for rope (`rope_positions`), of which some
+  models read three components (`rope_components`);
 - vectors that replace the embeddings of token ids at some rows (`given_rows`);
 - changes to the matrix products of some rows, such as low-rank ones (`deltas`).
 
@@ -26,12 +27,12 @@ import torch
 from outrider.core import StepPart
 from outrider.core.step_messages import DeltaReach
 from outrider.formats import activate
-from outrider.layers.given_rows import GivenRows
 from outrider.mixers import Attend, WantedRows
 
 if TYPE_CHECKING:
     from outrider.kernels.delta_tables import DeltaTables, RowSlots, TargetRange
     from outrider.kernels.moe import Routed
+    from outrider.layers.given_rows import GivenRows
 
 
 @dataclass(frozen=True)
@@ -213,16 +214,18 @@ class AuxRecord:
 
 class StepContext:
     """The token rows of a call. positions: [tokens] int64, each token's place in its request, which decides what it may
-    attend to. rope_positions: the positions by which ropes rotate, by default equal to `positions`. history: the token
-    ids before each token, for models that read them."""
+    attend to. rope_positions: the positions by which ropes rotate, by default equal to `positions`. rope_components:
+    [3, tokens] instead of these, for ropes of three components. history: the token ids before each token, for models
+    that read them."""
 
     def __init__(self, attend: Attend, positions: torch.Tensor, *, rope_positions: torch.Tensor | None = None,
                  given_rows: GivenRows | None = None, deltas: RowDeltas | None = None,
-                 history: TokenHistory | None = None) -> None:
+                 history: TokenHistory | None = None, rope_components: torch.Tensor | None = None) -> None:
         self.aux_record: AuxRecord | None = None  # of a model whose layers may record them
         self.attend = attend
         self.positions = positions
         self.rope_positions = positions if rope_positions is None else rope_positions
+        self.rope_components = rope_components
         self.given_rows = given_rows
         self.deltas = deltas
         self.history = history
@@ -241,6 +244,7 @@ class _RowsContext(StepContext):
         self._whole, self._rows = whole, rows.token_rows
         self.attend = rows
         self.given_rows = self.history = None  # embeddings lie before every choice of rows
+        self.rope_components = None  # as do angles
         self.aux_record = None  # an auxiliary state has all token rows
         self.deltas = None if whole.deltas is None else whole.deltas.of_rows(rows.token_rows)
 

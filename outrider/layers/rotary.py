@@ -91,6 +91,11 @@ class Rotary:
         the result."""
         return Angles(positions, self)
 
+    def of_step(self, positions: torch.Tensor, components: torch.Tensor | None) -> Angles:
+        """Return the rotary embedding of a step's token rows. components: their positions [3, tokens], if the rope has
+        several components and these differ."""
+        return self.at(positions)
+
     @cached_property
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The cos columns and the sin columns of the table: see `Angles.halves` for the shapes."""

@@ -95,6 +95,12 @@ class Model(LayeredModule, ABC):
     lm_head: Linear
     recurrent_layers: Mapping[int, RecurrentMixer] = MappingProxyType({})  # by layer index
     cache_scales: Mapping[int, ScaleNumbers] = MappingProxyType({})  # of a cache in fp8, by layer index
+    file_values: Mapping[str, Any] = MappingProxyType({})  # the values of the config file, if it was built from one
+    file_name: str = ""  # of that file
+    has_component_ropes: bool = False  # positions of three components rotate some layers (`StepContext`)
+    placeholders: tuple[int, ...] = ()  # tokens that stand for images or sound in prompts; no lookup drafts them
+    may_see: bool = False  # whether the family takes the features of its checkpoints' vision towers
+    sees: bool = False  # whether this model does: its checkpoint has a tower
     reads_history: bool = False  # layers read the ids before a token's own: contexts must have a history
     classes: ClassHead | None = None  # a head that scores classes; the model generates no text then
     reads_device: bool = False  # whether its forward waits for values of tensors, so that no step can be captured
@@ -116,6 +122,12 @@ class Model(LayeredModule, ABC):
     def class_scores(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """The scores [n, classes] of a model with classes. hidden: see `logits`."""
         raise NotImplementedError
+
+
+def read_placeholders(config: ConfigReader) -> tuple[int, ...]:
+    """Read the tokens that stand for images or sound, from the whole model's config."""
+    keys = ("image_token_id", "video_token_id", "audio_token_id")
+    return tuple(config.required(key, int) for key in keys if config.has(key))
 
 
 class DecoderNames(NamedTuple):
@@ -232,7 +244,7 @@ class Decoder(Model):
     ) -> Hidden:
         assert rows is None or self.num_layers not in aux_layers, "an auxiliary state has all token rows"
         assert all(0 <= each <= self.num_layers for each in aux_layers), f"{aux_layers} of {self.num_layers} layers"
-        angles = [rotary.at(context.rope_positions) for rotary in self.rotaries]
+        angles = [rotary.of_step(context.rope_positions, context.rope_components) for rotary in self.rotaries]
         residual, own = self.embed_tokens(tokens, context), context  # `own`: of the rows that `residual` has
         own_inputs = self.layer_inputs(tokens, residual, context)
         residual = self.begin(residual)
@@ -242,7 +254,9 @@ class Decoder(Model):
         cut = None if rows is None else self._cut(rows, aux_layers)
         is_usual = type(self).aux_state is Decoder.aux_state  # then layers that are one call record between them
         context.aux_record = record if is_usual else None
-        stops = {*(() if is_usual else aux_layers), self.num_layers if cut is None else cut, self.num_layers}
+        added = 0 if context.given_rows is None else len(context.given_rows.added)  # layers with something to add after
+        usual_stops = () if is_usual else aux_layers
+        stops = {*range(1, added + 1), *usual_stops, self.num_layers if cut is None else cut, self.num_layers}
         index = 0
         while index < self.num_layers:
             layer = self.layers[index]
@@ -260,6 +274,8 @@ class Decoder(Model):
                 angles, own = [every.of_rows(rows.token_rows) for every in angles], context.of_rows(rows)
                 own_inputs = [tuple(each[rows.token_rows] for each in inputs) for inputs in own_inputs]
             index += done
+            if index <= added and context.given_rows is not None:
+                context.given_rows.add_after(index - 1, residual)
         final, before_norm = self.end(delta, residual, own)
         if self.num_layers in aux_layers:
             seen[self.num_layers] = self.aux_state(None, before_norm)

@@ -36,6 +36,12 @@ class Family:
         return found + (["gemma4 assistant"] if any(issubclass(each, Gemma4) for each in classes) else [])
 
     @property
+    def seeing(self) -> list[str]:
+        """The architectures whose images are served."""
+        return [name for name, each in zip(self.architectures, self.model_classes(), strict=True)
+                if each.may_see and name.endswith("ForConditionalGeneration")]
+
+    @property
     def gguf_names(self) -> list[str]:
         """The architecture names that GGUF files have for the family's models."""
         return [name for name, family in GGUF_FAMILIES.items()

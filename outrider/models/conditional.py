@@ -1,8 +1,8 @@
 """Language models inside checkpoints that also see images: Gemma 3, Mistral Small 3.1 and later, Qwen2-VL to Qwen3-VL,
 LFM2-VL, SmolVLM, Llava and InternVL.
 
-Only the text part is served; tensors of the other parts are not read. In a text the components of a rope for images are
-equal, which makes it an ordinary rope.
+Of Qwen3-VL images are served too (`features/images`). Of the others only the text part is, and tensors of other parts
+are not read. In a text the components of a rope for images are equal, which makes it an ordinary rope.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from typing import Any, ClassVar
 import torch
 
 from outrider.kernels.moe import RouteRule
-from outrider.models.base import Decoder, DecoderNames
+from outrider.layers import RopeParams, Rotary
+from outrider.models.base import Decoder, DecoderNames, read_placeholders
+from outrider.models.component_rope import make_component_rotary, read_sections
 from outrider.models.config import ConfigReader
 from outrider.models.gemma3 import Gemma3
 from outrider.models.lfm2 import Lfm2
@@ -65,10 +67,14 @@ class LanguagePart(Decoder):
         values: dict[str, Any] = {"tie_word_embeddings": config.get("tie_word_embeddings", bool, own)}
         if config.has(KEY):
             values[KEY] = config.get(KEY, dict, {})
+        self.read_whole(config)
         config.passes_over(*IMAGE_KEYS, "ignore_index", "vocab_size")  # the second is the text's, once more
         text.passes_over("pixel_shuffle_factor", "perceiver_config", "neftune_noise_alpha")
         text = _with_one_position(text.with_values(values)).with_defaults(self.text_defaults)
         super().__init__(text, dtype=dtype, device=device, max_len=max_len)  # type: ignore[call-arg]
+
+    def read_whole(self, config: ConfigReader) -> None:
+        """Read what the family needs of the whole model's config. Called before the language model is built."""
 
     def ignores(self, name: str) -> bool:
         return super().ignores(name) or name.removeprefix("model.").startswith(OTHER_PARTS)
@@ -123,13 +129,31 @@ class Qwen2VL(LanguagePart, Qwen2):
     default_eps = 1e-5
 
 
-class Qwen3VL(InnerPart, Qwen3):
+class SeeingPart(InnerPart):
+    """A language part that takes the features of the model's vision tower, with a rope of three components."""
+
+    may_see = True
+
+    def read_whole(self, config: ConfigReader) -> None:
+        self.sees = self.has_component_ropes = config.raw("vision_config") is not None
+        self.placeholders = read_placeholders(config)
+        text = config.text_section()
+        key = "rope_scaling" if text.raw("rope_scaling") else "rope_parameters"
+        self._sections = read_sections(text.section_or_empty(key), (24, 20, 20))
+
+    def make_rotary(self, rope: RopeParams, max_len: int | None) -> Rotary:
+        if not self.has_component_ropes:
+            return super().make_rotary(rope, max_len)
+        return make_component_rotary(self, rope, self._sections, max_len)
+
+
+class Qwen3VL(SeeingPart, Qwen3):
     """Model class for Qwen3VLForConditionalGeneration."""
 
     default_theta = 500_000.0
 
 
-class Qwen3VLMoe(InnerPart, Qwen3Moe):
+class Qwen3VLMoe(SeeingPart, Qwen3Moe):
     """Model class for Qwen3VLMoeForConditionalGeneration."""
 
     has_turned_experts = True

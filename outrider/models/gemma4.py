@@ -1,7 +1,7 @@
 """Gemma 4, the language part: sliding and full layers with different heads, keys that serve as values, layers that read
 another layer's cache, per-layer embeddings, experts beside the MLP.
 
-It serves text-only checkpoints and the language model of multimodal ones, without images or sound.
+It serves text-only checkpoints and the language model of multimodal ones, whose images are served (`features/images`).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from outrider.layers import (
     rotate,
 )
 from outrider.mixers import HeadNorms, PagedLayer, WantedRows
-from outrider.models.base import Decoder, DecoderNames
+from outrider.models.base import Decoder, DecoderNames, read_placeholders
 from outrider.models.config import FULL, LEAST_SOFTCAP, SLIDING, ConfigReader, Sizes, rope_params
 from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes
 
@@ -266,12 +266,16 @@ class Gemma4(Decoder):
     architectures."""
 
     layers: Sequence[Gemma4Layer]
+    may_see = True
 
     def __init__(
         self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device, max_len: int | None = None
     ) -> None:
         text = config.text_section()
         self.prefix = "model" if text is config else "model.language_model"
+        self.sees = config.raw("vision_config") is not None
+        self.pad_id = text.get("pad_token_id", int, 0)  # its per-layer inputs are those of placeholders
+        self.placeholders = read_placeholders(config)
         if config.has("tie_word_embeddings"):  # the whole model's key wins
             text = text.with_values({"tie_word_embeddings": config.get("tie_word_embeddings", bool, True)})
         self.names = DecoderNames.below(self.prefix)
@@ -328,6 +332,9 @@ class Gemma4(Decoder):
                      context: StepContext) -> Sequence[tuple[torch.Tensor, ...]]:
         if self.per_layer is None:
             return super().layer_inputs(tokens, embedded, context)
+        if context.given_rows is not None:
+            for placeholder in self.placeholders:
+                tokens = torch.where(tokens == placeholder, self.pad_id, tokens)
         return [(own,) for own in self.per_layer(tokens, embedded, context).unbind(1)]
 
     def limited(self, logits: torch.Tensor) -> torch.Tensor:

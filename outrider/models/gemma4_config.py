@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from outrider.mixers import AttentionLayer
+from outrider.mixers.paged.masks import RangeReach
 from outrider.models.config import FULL, LEAST_SOFTCAP, SLIDING, ConfigReader, Sizes, layer_windows, refuse_unsupported
 
 ACTIVATION = "gelu_pytorch_tanh"
@@ -49,6 +50,7 @@ def read_shapes(text: ConfigReader, sizes: Sizes, first_layer: int = 0) -> list[
     if not 0 <= num_own <= sizes.num_layers:
         raise text.refusal("num_kv_shared_layers", f"it must be at most num_hidden_layers ({sizes.num_layers})")
     is_wide = text.get("use_double_wide_mlp", bool, False) and num_own > 0
+    is_two_way = text.raw("use_bidirectional_attention") == "vision"
     shapes: list[LayerShape] = []
     for index, kind in enumerate(kinds):
         kv_heads, head_dim = read_heads(text, sizes, index, kind)
@@ -58,8 +60,11 @@ def read_shapes(text: ConfigReader, sizes: Sizes, first_layer: int = 0) -> list[
                 raise text.refusal("num_kv_shared_layers", f"layer {index} would share the cache of an earlier {kind} "
                                                            "layer, and there is none")
             reads = max(i for i in range(num_own) if kinds[i] == kind)
+        reach = RangeReach.WHOLE
+        if is_two_way:  # in sliding layers, within the window
+            reach = RangeReach.WINDOW if windows[index] is not None else RangeReach.NOTHING
         layer = AttentionLayer(first_layer + index, sizes.num_heads, kv_heads, head_dim, SCALE, windows[index], softcap,
-                               writes=index < num_own)
+                               writes=index < num_own, reach=reach)
         has_v = kind == SLIDING or not text.get("attention_k_eq_v", bool, False)
         width = sizes.intermediate_size * (2 if is_wide and index >= num_own else 1)
         shapes.append(LayerShape(layer, kind, reads, has_v, width))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from outrider.formats import StoredFormat
-from outrider.layers import LayeredModule, Linear, Rotary, StepContext
+from outrider.layers import Angles, LayeredModule, Linear, Rotary, StepContext
 from outrider.mixers import WantedRows
 from outrider.models.base import Hidden, Model
 from outrider.models.loader import Stored, declare_formats, load_dummy, load_weights
@@ -28,6 +28,7 @@ class DraftHead(LayeredModule):
     aux_layers: tuple[int, ...] = ()  # the target's residual streams that it reads
     num_outputs: int  # size of its vocabulary
     target_ids: torch.Tensor | None = None  # its tokens as the target's ids; None if they are the same
+    follows_components = False  # its rope rotates by the components of the target's positions
     keeps_bits = False  # weights stay in the format of their files, and copies of the target's may be rounded likewise
     made_for: int | None = None  # drafts per step that it was trained for; None if its config does not say
 
@@ -130,9 +131,13 @@ class SlotRotary(Rotary):
     (padding and warm-up) have position 0."""
 
     def __init__(self, rotary: Rotary) -> None:
-        table = rotary.table
+        self._rotary, table = rotary, rotary.table
         # Joining tensors without numbers would import a second or more of torch's Python code.
         self.table = table if table.is_meta else torch.cat((table[:1], table[:-1]))
+
+    def of_step(self, positions: torch.Tensor, components: torch.Tensor | None) -> Angles:
+        """components: of the position before each slot, by which the slot's token rotates."""
+        return self.at(positions) if components is None else self._rotary.of_step(positions, components)
 
 
 def load_head(head: DraftHead, find_source: Callable[[], ModelSource], *, load_format: str, seed: int,

@@ -83,6 +83,7 @@ class MTPHead(SlotHead):
         self.layers, attention_layers = description.layers(first_layer)
         self.attention_layers = list(attention_layers)
         rotary = target.rotaries[self.layers[0].rotary]
+        self.follows_components = target.has_component_ropes
         self.rotary = rotary if isinstance(rotary, Unrotated) else SlotRotary(rotary)
 
     def parts(self) -> Sequence[tuple[str, Module]]:
@@ -115,7 +116,8 @@ class MTPHead(SlotHead):
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
                 rows: WantedRows | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         residual = self.enter(tokens, hidden, context)
-        angles, own = self.rotary.at(context.rope_positions), context  # `own`: of the rows that `residual` has
+        angles = self.rotary.of_step(context.rope_positions, context.rope_components)
+        own = context  # of the rows that `residual` has
         delta: Any = None
         for index, layer in enumerate(self.layers):
             if rows is not None and index == self.last_writer:

@@ -154,10 +154,11 @@ def build_model(
         if max_len is not None and max_len > outline.max_positions:  # before tables of that length are made
             raise ValueError(f"max_model_len ({max_len}) exceeds the {outline.max_positions} positions the model was "
                              f"made for ({source}: max_position_embeddings). Lower max_model_len")
-    if torch.device(device).type == "meta" and outline is not None:
-        return outline
-    model = make(device=torch.device(device), max_len=max_len)
-    reader.refuse_unread()
+    model = outline
+    if torch.device(device).type != "meta" or model is None:
+        model = make(device=torch.device(device), max_len=max_len)
+        reader.refuse_unread()
+    model.file_values, model.file_name = config, source
     return model
 
 

@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain, repeat
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from outrider.cache.groups import Group
 from outrider.core import Admission, ScheduledBatch
 from outrider.core.draft_confidence import DraftSharing
+from outrider.core.lazy_exports import LateModule
 from outrider.kernels import ops
 from outrider.kernels.buffers import to_device
 from outrider.kernels.packet import StepExtents, StepPacket, pack, unpack
@@ -33,6 +34,12 @@ from outrider.mixers.batch import (
 )
 from outrider.runner.row_state import RowState
 from outrider.sample.sampling_batch import LogitRows
+
+if TYPE_CHECKING:
+    from outrider.layers import GivenRows
+    from outrider.runner import step_inputs as inputs
+else:
+    inputs = LateModule("outrider.runner.step_inputs")
 
 
 @dataclass(frozen=True)
@@ -256,10 +263,38 @@ def admitted_view(admissions: Sequence[Admission], state: RowState, *, pads: boo
     )
 
 
+class FirstTokenRows:
+    """Makes the batch of the first token that each admitted row computes, and what stands in place of its embedding."""
+
+    def __init__(self, state: RowState) -> None:
+        self._state = state
+
+    def __call__(self, admissions: Sequence[Admission]) -> BatchView:
+        return admitted_view(admissions, self._state, pads=self._state.device.type == "cuda")
+
+    def given_rows(self, admissions: Sequence[Admission]) -> GivenRows | None:
+        """The vectors in place of these tokens' embeddings; None if all embed their ids."""
+        if not any(own.request.input_parts for own in admissions):
+            return None
+        return inputs.first_given_rows(admissions, self._state)
+
+    def components_before(self, admissions: Sequence[Admission]) -> torch.Tensor | None:
+        if not any(own.request.input_parts for own in admissions):
+            return None
+        return inputs.components_before(admissions, self(admissions).num_requests, self._state.device)
+
+
 def dead_view(view: BatchView) -> BatchView:
     """Copy the view with no token live, so that it changes nothing."""
     nothing = torch.zeros_like(view.live)
     return replace(view, live=nothing, lengths=nothing, live_int32=nothing.int(), lengths_int32=nothing.int())
+
+
+class DeadFirstRows(FirstTokenRows):
+    """Makes such batches with no token live, so that they change nothing."""
+
+    def __call__(self, admissions: Sequence[Admission]) -> BatchView:
+        return dead_view(super().__call__(admissions))
 
 
 def logit_view(inputs: Inputs) -> BatchView:

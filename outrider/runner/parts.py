@@ -16,6 +16,7 @@ from outrider.drafters.guard import DrafterGuards
 from outrider.mixers import CachedLayers
 from outrider.mixers.cached import can_capture
 from outrider.mixers.paged.backend import Backend
+from outrider.mixers.paged.masks import RangeReach
 from outrider.mixers.pool import DevicePool
 from outrider.mixers.recurrent.recurrent_rows import RecurrentRows
 from outrider.models.base import Model
@@ -75,8 +76,11 @@ class StepParts:
 
     @property
     def takes_extra_keys(self) -> bool:
-        """Whether every layer lets tokens attend to later tokens, as inputs with two-way attention need."""
-        return self.backend.takes_masks and self.layout.keeps_only_keys
+        """Whether every layer lets tokens attend to later tokens, as inputs with two-way attention need. For a model
+        that was trained with them, another backend computes these steps, whose numbers are not exact."""
+        layers = self.model.attention_layers
+        is_trained = all(getattr(layer, "reach", RangeReach.WHOLE) is not RangeReach.WHOLE for layer in layers)
+        return self.layout.keeps_only_keys and (self.backend.takes_masks or (is_trained and not self.exact))
 
     def make_step(self, limits: Limits, num_pages: int) -> DeviceStep:
         model, drafter, device = self.model, self.drafter, self.model.device

@@ -8,19 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.core import SamplingParams, ScheduledBatch
+from outrider.core.lazy_exports import LateModule
 from outrider.core.step_messages import DeltaReach
-from outrider.layers import GivenRows
 from outrider.mixers.batch import NO_EXTRA_KEYS, ExtraKeys, NoExtraKeys
 from outrider.mixers.recurrent import CheckpointTargets, RecurrentRows
 from outrider.runner.batch import EagerShape
 from outrider.runner.logits_part import LogitsPart
-from outrider.runner.row_inputs import find_extra_keys, find_given_rows
 from outrider.runner.row_state import RowState
 from outrider.sample import StepExtras, StepNeeds
 from outrider.sample.sampler import kernels_serve
+
+if TYPE_CHECKING:
+    from outrider.layers import GivenRows
+    from outrider.runner import component_ropes as ropes
+    from outrider.runner import step_inputs as inputs
+    from outrider.runner.component_ropes import ComponentRopes
+    from outrider.runner.step_inputs import ComponentRows
+else:
+    ropes = LateModule("outrider.runner.component_ropes")
+    inputs = LateModule("outrider.runner.step_inputs")
 
 
 class RowAdditions(NamedTuple):
@@ -30,6 +39,7 @@ class RowAdditions(NamedTuple):
     drafter_given_rows: GivenRows | None = None  # in a drafter's first pass: of the position after each token row's own
     extra_keys: ExtraKeys | NoExtraKeys = NO_EXTRA_KEYS  # of the padded tokens
     deltas: DeltaReach = DeltaReach.NOTHING  # what the rows' deltas may change
+    rope_rows: ComponentRows | None = None  # token rows that ropes of several components rotate by these positions
 
 
 IDS_ALONE = RowAdditions()
@@ -72,6 +82,10 @@ class StepPlan:
         """Error messages of the requests whose logits could not be edited, by index. Complete when the step has
         sampled."""
         return {} if self.extras.editor is None else self.extras.editor.failures
+
+
+def make_ropes(state: RowState) -> ComponentRopes:
+    return ropes.ComponentRopes(state.limits, state.device)
 
 
 class StepPlanner:
@@ -117,6 +131,7 @@ class StepPlanner:
         reach = self._reach_of_deltas(scheduled.rows)
         if not chunks:
             return RowAdditions(deltas=reach) if reach else IDS_ALONE
-        lens, device = shape.queries.lens, self._state.device
-        own, ahead = (find_given_rows(chunks, lens, device, ahead=ahead) for ahead in (0, 1))
-        return RowAdditions(own, ahead, find_extra_keys(chunks, lens, shape.tokens, device), reach)
+        lens, device, encoders = shape.queries.lens, self._state.device, self._state.params.inputs.encoders
+        own, ahead = (inputs.find_given_rows(chunks, lens, device, ahead=ahead, encoders=encoders) for ahead in (0, 1))
+        return RowAdditions(own, ahead, inputs.find_extra_keys(chunks, lens, shape.tokens, device), reach,
+                            inputs.find_component_rows(chunks, lens, device))

@@ -41,7 +41,7 @@ def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
     limits = replace(limits, hidden_size=model.hidden_size)
     if speculative is not None and drafter is None:
         drafter = drafters.make_drafter(speculative, draft_build(config, model, limits))
-    features: list[WorkerFeature] = worker_features(config)
+    features: list[WorkerFeature] = worker_features(config, model)
     if config.exact:
         exact_mode.refuse_inexact(config, model, [feature.name for feature in features if feature.edits_logits])
     backend = choose_backend(config, model, max_drafts)

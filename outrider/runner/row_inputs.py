@@ -5,16 +5,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from itertools import accumulate
-from typing import NamedTuple
-
-import torch
+from typing import TYPE_CHECKING, NamedTuple
 
 from outrider.core import Admission, ScheduledBatch, Uncaptured
 from outrider.core.input_part import InputPart
-from outrider.kernels.buffers import to_device
-from outrider.layers import GivenRows
-from outrider.mixers.batch import NO_EXTRA_KEYS, ExtraKeys, NoExtraKeys
+
+if TYPE_CHECKING:
+    from outrider.runner.input_encoder import InputEncoder
 
 
 class PromptChunk(NamedTuple):
@@ -30,8 +27,10 @@ class RowInputs:
     """The input parts of each row's request, kept until no later step needs them. The entry of a released row stays
     until the row is admitted again; no batch uses the row before that."""
 
-    def __init__(self) -> None:
+    def __init__(self, encoders: dict[type[InputPart], InputEncoder] | None = None) -> None:
+        """encoders: by the type of parts whose vectors they compute."""
         self._by_row: dict[int, list[InputPart]] = {}
+        self.encoders = {} if encoders is None else encoders
 
     def admit(self, admission: Admission) -> None:
         self._by_row.pop(admission.row, None)
@@ -77,31 +76,5 @@ def _need(part: InputPart, start: int, end: int) -> Uncaptured | None:
     does not need the part. One more position is checked, because a drafter reads the vector of the next position."""
     if any(part.two_way_ranges(start, end)):
         return Uncaptured.SPANS
-    return None if part.vectors(start, end + 1) is None else Uncaptured.PROMPT_EMBEDS
-
-
-def find_given_rows(chunks: Sequence[PromptChunk], query_lens: Sequence[int], device: torch.device, *,
-                    ahead: int) -> GivenRows | None:
-    """Find the vectors that replace embeddings in a step. query_lens: the number of tokens of each request. ahead: 0
-    for the vectors of the step's token rows, 1 for those of the position after each, as a drafter needs them."""
-    first_row = [0, *accumulate(query_lens)]
-    found = [(vectors, first_row[chunk.request] - chunk.start - ahead) for chunk in chunks for part in chunk.parts
-             if (vectors := part.vectors(chunk.start + ahead, chunk.end + ahead)) is not None]
-    return GivenRows.try_build(found, device)
-
-
-def find_extra_keys(chunks: Sequence[PromptChunk], query_lens: Sequence[int], num_tokens: int,
-                    device: torch.device) -> ExtraKeys | NoExtraKeys:
-    """Find the ranges of keys that tokens of a step may attend to beyond causal attention. query_lens: the number of
-    tokens of each request. num_tokens: the number of all tokens, with padding."""
-    ranges = [(chunk, start, end) for chunk in chunks for part in chunk.parts
-              for start, end in part.two_way_ranges(chunk.start, chunk.end)]
-    if not ranges:
-        return NO_EXTRA_KEYS
-    first_row = [0, *accumulate(query_lens)]
-    starts, ends = [0] * num_tokens, [0] * num_tokens
-    for chunk, start, end in ranges:
-        row = first_row[chunk.request] + start - chunk.start
-        starts[row : row + end - start] = [start] * (end - start)
-        ends[row : row + end - start] = [end] * (end - start)
-    return ExtraKeys(to_device(starts, torch.int64, device), to_device(ends, torch.int64, device))
+    has_vectors = part.vectors(start, end + 1) is not None or any(part.encoded_ranges(start, end + 1))
+    return Uncaptured.PROMPT_EMBEDS if has_vectors or part.rope_positions(start, end) is not None else None

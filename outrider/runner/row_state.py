@@ -32,13 +32,13 @@ class RowParams:
     steps with it. The entry of a released row stays until the row is admitted again; no batch uses the row before that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, inputs: RowInputs | None = None) -> None:
         self._by_row = {NULL_ROW: SamplingParams(temperature=0)}
         self._not_plain: set[int] = set()
         self._masked: set[int] = set()
         self._num_logprobs: dict[int, int] = {}  # by row that reports any
         self._prompt_lens: dict[int, int] = {}  # by row that reports log-probabilities of its prompt
-        self.inputs = RowInputs()
+        self.inputs = inputs or RowInputs()
         self._hidden: dict[int, tuple[HiddenReport, int]] = {}  # by row that reports hidden states: report, length
 
     def admit(self, admissions: list[Admission]) -> None:
@@ -129,7 +129,7 @@ class RowState:
         for tensor in (*self.page_tables, self.known, self.computed, self.alive, self.num_drafts):
             tensor.zero_()
         self.sampling.lists.reset()
-        self.params = RowParams()
+        self.params = RowParams(RowInputs(self.params.inputs.encoders))
 
     def admit(self, admissions: list[Admission]) -> None:
         """Write the admitted requests into their rows. A row's page table stays null until `write_pages`, so that a row

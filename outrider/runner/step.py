@@ -35,13 +35,13 @@ from outrider.mixers.pool import DevicePool
 from outrider.models.base import Hidden, Model
 from outrider.runner.batch import (
     CapturedShape,
+    DeadFirstRows,
+    FirstTokenRows,
     Inputs,
     PackedBatch,
     PaddedSize,
     StepShape,
-    admitted_view,
     build_inputs,
-    dead_view,
     logit_view,
     pack_eager,
     shares_drafts,
@@ -56,6 +56,7 @@ from outrider.runner.plan import (
     RowCheckpoints,
     StepPlan,
     StepPlanner,
+    make_ropes,
 )
 from outrider.runner.prompt_reports import HiddenRows, PromptLogprobs, prompt_logprobs, reported_hidden
 from outrider.runner.row_state import RowState
@@ -105,10 +106,14 @@ class DeviceStep:
         self.ranks = ranks
         self.drafter = drafter  # its layers and sizes; steps call it through `drafting` alone
         self.drafting = drafting
+        self._admitted = FirstTokenRows(state)
         self.drafting.bind([state.tokens, state.known, *state.sampling.tensors()], state.limits, state.device,
-                           self._view_of_admitted)
+                           self._admitted)
         self.deltas: DeltaSource = NO_DELTAS
         self._parts: tuple[StepPart, ...] = (drafting,)
+        if model.has_component_ropes:
+            self._ropes = make_ropes(state)
+            self._parts = (self._ropes, drafting)
         self.turns = HostTurns(runs_ahead=state.device.type == "cuda")
         self.groups = pool.layout.groups
         self.max_len = max_len
@@ -195,10 +200,7 @@ class DeviceStep:
         """Load the kernels that fill the drafter's cache slots for `count` admitted rows, by running them with dead
         rows."""
         dead = Admission(NULL_ROW, NO_REQUEST, computed=1, max_len=2, output_ids=[0])
-        self.drafting.load_filling([dead] * count, lambda admissions: dead_view(self._view_of_admitted(admissions)))
-
-    def _view_of_admitted(self, admissions: Sequence[Admission]) -> BatchView:
-        return admitted_view(admissions, self.state, pads=self.state.device.type == "cuda")
+        self.drafting.load_filling([dead] * count, DeadFirstRows(self.state))
 
     def _deltas_of(self, view: BatchView, reach: DeltaReach) -> RowDeltas | None:
         return self.deltas.of_step(view.rows, view.request_of).within(reach) if reach else None
@@ -280,8 +282,11 @@ class DeviceStep:
                 rows: WantedRows | None = None) -> Hidden:
         """Run the model. rows: the token rows whose hidden states are wanted, all of them by default."""
         bound = self.cached.bind(view, recurrent.bind())
-        context = StepContext(bound, view.positions, given_rows=plan.additions.given_rows,
-                              deltas=self._deltas_of(view, plan.additions.deltas),
+        given = plan.additions
+        rope, components = (self._ropes.of_step(view, given.rope_rows) if self.model.has_component_ropes
+                            else (view.positions, None))
+        context = StepContext(bound, view.positions, rope_positions=rope, rope_components=components,
+                              given_rows=given.given_rows, deltas=self._deltas_of(view, given.deltas),
                               history=self._history_of(view) if self.model.reads_history else None)
         return self.model.forward(view.token_ids, context, self.drafting.aux_layers_for(plan.num_wanted), rows)
 

@@ -26,6 +26,7 @@ FOLDERS = {  # of FEATURES, by their names
     "bidirectional spans": "spans",
     "prompt embeddings": "embeddings",
     "receipts": "receipts",
+    "images": "images",
 }
 SETTINGS: dict[str, dict[str, Any]] = {  # that ask for a feature
     "adapters": {"enable_lora": True},
@@ -38,11 +39,12 @@ REQUESTS = {  # that ask for the other features
     "pooling": "llm.encode('The sea is', PoolingParams())",
     "receipts": "llm.generate('The sea is', SamplingParams(receipt=True))",
     "bidirectional spans": "llm.generate({'prompt': 'The sea is', 'bidirectional_spans': [[0, 2]]})",
+    "images": "llm.generate({'prompt': 'The sea is', 'multi_modal_data': {'image': numpy.zeros((4, 4, 3))}})",
     "prompt embeddings": "llm.generate({'prompt_embeds': numpy.zeros((2, 576))})",
 }
 
 PROGRAM = """
-import importlib, json, pkgutil, sys
+import importlib, json, pkgutil, sys, types
 import numpy, outrider
 for module in pkgutil.walk_packages(outrider.__path__, "outrider."):
     if not module.name.endswith("__main__") and ".compat.modules" not in module.name:
@@ -56,7 +58,7 @@ from outrider.feature_list import worker_features
 settings, request = json.loads(sys.argv[1])
 refusal, form = "", SamplingParams(max_tokens=8, structured_outputs=StructuredOutputsParams(choice=["a", "b"]))
 try:
-    worker_features(EngineConfig("tiny", **settings))
+    worker_features(EngineConfig("tiny", **settings), types.SimpleNamespace(sees=False))
 except ValueError as error:
     refusal = str(error)
 with LLM("smollm2", max_model_len=256) as llm:

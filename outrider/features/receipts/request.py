@@ -31,9 +31,13 @@ class ReceiptPart(AddingPart):
         return RequestPart, ()  # reading it imports nothing of this feature, which would hold up a worker's steps
 
     def make_additions(self, key: SampleKey, asked: CheckedRequest, keepers: RequestKeepers) -> list[SampleAddition]:
-        if any(part.vectors(0, len(asked.token_ids)) is not None for part in asked.input_parts):
+        num_tokens = len(asked.token_ids)
+        if any(part.vectors(0, num_tokens) is not None for part in asked.input_parts):
             raise ValueError("receipt: a receipt lists the token ids of a prompt and cannot list prompt_embeds: "
                              "leave prompt_embeds or receipt out")
+        if any(own for part in asked.input_parts for own in part.encoded_ranges(0, num_tokens)):
+            raise ValueError("receipt: a receipt lists the token ids of a prompt and cannot list images: leave the "
+                             "images or receipt out")
         told = {"adapter": _describe_adapter(asked, keepers), "sample_index": key.sample_index}
         return [SampleNotes(key.weights_version, lambda run: self._write(asked, told | run))]
 

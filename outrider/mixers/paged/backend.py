@@ -15,10 +15,11 @@ import torch
 from outrider.cache.groups import Group
 from outrider.cache.kinds import ChunkedSpec, FullSpec, SlidingSpec
 from outrider.core import Limits
-from outrider.mixers.batch import BatchView
+from outrider.core.lazy_exports import import_attribute
+from outrider.mixers.batch import BatchView, ExtraKeys
 from outrider.mixers.mixer import Mixer
 from outrider.mixers.paged.codecs import CacheCodec, ModelCodec, codec_of
-from outrider.mixers.paged.masks import CAUSAL, Mask, check_mask
+from outrider.mixers.paged.masks import CAUSAL, Mask, RangeReach, check_mask
 from outrider.mixers.pool import DevicePool
 
 
@@ -36,6 +37,7 @@ class AttentionLayer:
     softcap: float | None = None
     writes: bool = True  # False: reads the cache of another layer and must not write
     mask: Mask = CAUSAL  # beside the window
+    reach: RangeReach = field(default=RangeReach.WHOLE, kw_only=True)  # what queries see of ranges of extra keys
     # [heads] float32 (float64 stays): the score of one more key that every query sees, whose value is 0.
     sinks: torch.Tensor | None = field(default=None, compare=False)
 
@@ -195,13 +197,15 @@ class PagedLayers(Mapping[int, PagedLayer]):
     """The attention layers of a step, by index. Each is made when it is first asked for, because a native call that
     computes all layers asks only for the first one."""
 
-    def __init__(self, backend: Backend, layers: Mapping[int, tuple[AttentionLayer, KeyValueCache, Group]],
-                 plans: Mapping[int, Any]) -> None:
-        self._backend, self._layers, self._plans = backend, layers, plans
+    def __init__(self, layers: Mapping[int, tuple[AttentionLayer, KeyValueCache, Group]],
+                 plans: Mapping[int, tuple[Backend, Any]]) -> None:
+        """plans: the backend of each group in this step, with its plan."""
+        self._layers, self._plans = layers, plans
 
     def __getitem__(self, index: int) -> PagedLayer:
         layer, cache, group = self._layers[index]
-        return PagedLayer(self._backend, layer, cache, self._plans[group.index])
+        backend, plan = self._plans[group.index]
+        return PagedLayer(backend, layer, cache, plan)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._layers)
@@ -229,14 +233,33 @@ class PagedMixer(Mixer):
         for _, cache, _ in self._layers.values():
             backend.check_cache(cache)
         self._groups = tuple({group.index: group for _, _, group in self._layers.values()}.values())
+        # The groups with layers that see extra keys, and what serves them in steps that have any.
+        self._seeing = {group.index for layer, _, group in self._layers.values()
+                        if layer.reach is not RangeReach.NOTHING}
+        self._pool_shape = len(pool.data), pool.data.device
+        self._range_backend: Backend | None = None
 
     def set_exact(self, exact: bool) -> None:
         """Do nothing: the backend does all arithmetic, and it was already made for exact or ordinary mode."""
 
     def bind(self, view: BatchView) -> Mapping[int, PagedLayer]:
         """Plan every group once, and bind the layers to the plans."""
-        plans = {group.index: self.backend.plan(view, group) for group in self._groups}
-        return PagedLayers(self.backend, self._layers, plans)
+        has_ranges = isinstance(view.extra_keys, ExtraKeys) and not self.backend.takes_masks
+        plans: dict[int, tuple[Backend, Any]] = {}
+        for group in self._groups:
+            own = self._for_ranges() if has_ranges and group.index in self._seeing else self.backend
+            plans[group.index] = own, own.plan(view, group)
+        return PagedLayers(self._layers, plans)
+
+    def _for_ranges(self) -> Backend:
+        """Return the backend of steps with extra keys, for layers whose own backend has no kernels for them."""
+        if self._range_backend is None:
+            num_pages, device = self._pool_shape
+            caches = [cache for layer, cache, _ in self._layers.values() if layer.reach is not RangeReach.NOTHING]
+            make: Callable[..., Backend] = import_attribute("outrider.mixers.paged.range_backend:make_range_backend")
+            self._range_backend = make(device, caches)
+            self._range_backend.attach(num_pages, device)
+        return self._range_backend
 
     def bind_rows(self, view: BatchView) -> Mapping[int, PagedLayer]:
         return self.bind(view) if self.backend.serves_rows else {}

@@ -182,10 +182,11 @@ class FlexBackend(Backend):
         tiles = plan.tiles
         queries = q[tiles.token_rows].transpose(0, 1)[None]  # [1, heads, tiles * size, dim]
         keys, values = _slots(cache.k), _slots(cache.v)
-        block_mask = plan.block_masks.get((layer.mask, layer.window, layer.is_chunked))
+        kind = layer.mask, layer.window, layer.is_chunked, layer.reach
+        block_mask = plan.block_masks.get(kind)
         if block_mask is None:
             block_mask = make_block_mask(layer, cache, plan, keys.shape[2])
-            plan.block_masks[layer.mask, layer.window, layer.is_chunked] = block_mask
+            plan.block_masks[kind] = block_mask
         score_mod = None if layer.softcap is None else _capped(layer.softcap)
         if q.is_cuda and _collects_launches():
             return torch.zeros_like(q).view(-1, layer.num_heads * layer.head_dim)
@@ -275,12 +276,12 @@ def _slots(cache: torch.Tensor) -> torch.Tensor:
 def make_block_mask(layer: AttentionLayer, cache: KeyValueCache, plan: Plan, num_slots: int) -> BlockMask:
     page_tokens, apart = plan.group.page_tokens, pages_apart(cache.k)
     marks, key_starts, page_column = plan.marks, plan.key_starts, plan.page_column
-    mask, window, is_chunked = layer.mask, layer.window, layer.is_chunked
+    mask, window, is_chunked, reach = layer.mask, layer.window, layer.is_chunked, layer.reach
 
     def sees(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         key_position = page_column[slot // (page_tokens * apart)] * page_tokens + slot % page_tokens
         own = QueryMarks(marks.positions[query], marks.span_starts[query], marks.span_ends[query])
-        is_visible = visible_keys(mask, window, is_chunked, own, key_position)
+        is_visible = visible_keys(mask, window, is_chunked, own, key_position, reach)
         return is_visible & (key_position >= key_starts[query]) & (own.positions >= 0)
 
     request = plan.tiles.spread(plan.tiles.request)

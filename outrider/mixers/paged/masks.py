@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import dis
+import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
 from inspect import getattr_static
@@ -28,6 +29,14 @@ class QueryMarks(NamedTuple):
     positions: torch.Tensor
     span_starts: torch.Tensor
     span_ends: torch.Tensor
+
+
+class RangeReach(enum.Enum):
+    """Which keys of a query's extra range a layer lets it see."""
+
+    WHOLE = "the whole range"
+    WINDOW = "the keys of the range that are not before the layer's window"
+    NOTHING = "none, beside those that the causal rule allows"
 
 
 class Mask(Protocol):
@@ -90,12 +99,18 @@ def first_seen(positions: torch.Tensor, window: int, is_chunked: bool) -> torch.
     return positions - positions % window if is_chunked else positions - window + 1
 
 
-def visible_keys(mask: Mask, window: int | None, is_chunked: bool, query: QueryMarks,
-                 key_positions: torch.Tensor) -> torch.Tensor:
+def visible_keys(mask: Mask, window: int | None, is_chunked: bool, query: QueryMarks, key_positions: torch.Tensor,
+                 reach: RangeReach = RangeReach.WHOLE) -> torch.Tensor:
     """Whether each query sees each key, given that the key exists. All arguments can be broadcast together."""
     causal = key_positions <= query.positions
-    if window is not None:
-        causal = causal & (key_positions >= first_seen(query.positions, window, is_chunked))
+    is_near = None if window is None else key_positions >= first_seen(query.positions, window, is_chunked)
+    if is_near is not None:
+        causal = causal & is_near
+    seen = mask(causal, query, key_positions)
+    if reach is RangeReach.NOTHING:
+        return seen
     # Without a range the end is 0, and no key lies before it.
     in_span = (key_positions >= query.span_starts) & (key_positions < query.span_ends)
-    return mask(causal, query, key_positions) | in_span
+    if reach is RangeReach.WINDOW and is_near is not None:
+        in_span = in_span & is_near
+    return seen | in_span

@@ -120,7 +120,8 @@ def _attend(layer: AttentionLayer, cache: KeyValueCache, q: torch.Tensor, part: 
     # A query that sees a bad token gets NaN by the mask; keys and values of 0 let the token touch no other query.
     is_read = exists & is_finite
     keys, values = (tail_zeroed(own, is_read).transpose(1, 2) for own in (k, v))  # [requests, kv heads, keys, dim]
-    seen = visible_keys(layer.mask, layer.window, layer.is_chunked, part.marks, key_positions) & exists[:, None, :]
+    seen = visible_keys(layer.mask, layer.window, layer.is_chunked, part.marks, key_positions, layer.reach)
+    seen = seen & exists[:, None, :]
     queries = q[part.token_rows].transpose(1, 2)  # [requests, heads, query, dim]
     mask = torch.where(seen, torch.where(is_finite, 0.0, torch.nan)[:, None], -torch.inf)[:, None].to(q.dtype)
     out = masked_attention(queries, keys, values, mask, layer.scale, layer.softcap, layer.sinks)

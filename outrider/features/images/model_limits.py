@@ -1,0 +1,57 @@
+"""SeeingLimits: what the engine must know of a model that sees, to prepare the images of prompts. No torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from outrider.config import EngineConfig
+from outrider.core.feature_parts import LimitsPart
+from outrider.features.images.part import GridImages, ImageInputs, TwoWayImages
+
+MOST_IMAGES = 64  # of one prompt, unless limit_mm_per_prompt says otherwise
+FILES = ("preprocessor_config.json", "processor_config.json")
+KINDS: dict[str, type[ImageInputs]] = {kind.__name__: kind for kind in (ImageInputs, TwoWayImages, GridImages)}
+
+
+@dataclass(frozen=True)
+class SeeingLimits(LimitsPart):
+    takes_images = True
+
+    kind: str  # the type of the parts that stand for images
+    most: int  # images of one prompt
+    own_placeholders: tuple[int, ...]  # of the model: tokens that stand for images, and for what is not served
+    model_config: str = field(repr=False)  # JSON: the values of config.json, and those of the processor's file
+    processor_config: str = field(repr=False)
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        return self.own_placeholders
+
+    @property
+    def part_type(self) -> type[ImageInputs]:
+        return KINDS[self.kind]
+
+
+def most_images(config: EngineConfig) -> int:
+    """The most images that a prompt may have, by the setting `limit_mm_per_prompt`."""
+    given = (config.limit_mm_per_prompt or {}).get("image", MOST_IMAGES)
+    return int(given.get("count", MOST_IMAGES) if isinstance(given, Mapping) else given)
+
+
+def read_processor_config(folder: Path) -> dict[str, Any] | None:
+    """The content of the file that says how a model's images are prepared; None if the folder has none."""
+    for name in FILES:
+        if (path := folder / name).is_file():
+            found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            return found
+    return None
+
+
+@cache
+def parsed(text: str) -> Any:
+    return json.loads(text)

@@ -1,0 +1,151 @@
+"""ImagesReader: reads the images that a prompt gives, prepares them for the tower, and finds their places among the
+prompt's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from outrider.core.fields import did_you_mean, shown
+from outrider.core.hidden_params import RequestParams
+from outrider.engine.input_reader import InputReader
+from outrider.engine.served_model import ServedModel
+from outrider.features.images.model_limits import SeeingLimits, parsed
+from outrider.features.images.part import ImageInputs, PlacedImage, TwoWayImages
+from outrider.features.images.preprocess.processor import ImageProcessor, Pixels, PreparedImage
+
+MODALITY = "image"
+
+
+class ImagesReader(InputReader):
+    def __init__(self, prompt: Mapping[str, Any], params: RequestParams, model: ServedModel) -> None:
+        self._images: list[PreparedImage] = []
+        self._model = model
+        given = images_of(prompt.get("multi_modal_data"))
+        if not given:
+            return
+        self._limits = check_served(model, len(given))
+        self._kind = self._limits.part_type
+        self._processor, details = make_processor(self._limits, prompt.get("mm_processor_kwargs"), len(given))
+        self._images = [self._prepare(image, detail) for image, detail in zip(given, details, strict=True)]
+
+    def token_ids(self, own: Callable[[], Sequence[int]]) -> Sequence[int]:
+        """Return the prompt with the tokens of each image in its place. A place is one placeholder, or all the tokens
+        of the image."""
+        if not self._images:
+            return own()
+        runs = [self._processor.placeholder_ids(image.grid) for image in self._images]
+        return expanded(list(own()), self._processor.placeholder, runs)
+
+    def make_parts(self, token_ids: Sequence[int]) -> list[ImageInputs]:
+        if not self._images:
+            return []
+        placed, place = [], 0
+        for image in self._images:
+            offset = token_ids.index(self._processor.placeholder, place)
+            placed.append(PlacedImage(offset, image.grid, image.digest, image.patches))
+            place = placed[-1].end
+        return [self._kind(tuple(placed))]
+
+    def _prepare(self, image: Pixels, detail: str | None) -> PreparedImage:
+        prepared = self._processor.prepare(image, detail=detail)
+        tokens = prepared.grid.num_tokens
+        if tokens > self._model.limits.max_len:
+            raise ValueError(f"an image makes {tokens} tokens, and max_model_len is {self._model.limits.max_len}: make "
+                             "it smaller, or raise max_model_len")
+        if issubclass(self._kind, TwoWayImages) and tokens > self._model.longest_range:
+            raise ValueError(f"an image makes {tokens} tokens, which one step must compute together, and a step has "
+                             f"room for {max(0, self._model.longest_range)}: raise max_num_batched_tokens, lower "
+                             "max_num_seqs, or ask for less detail")
+        return prepared
+
+
+def images_of(data: Mapping[str, Any] | None) -> list[Pixels]:
+    """The pixels of the images of `multi_modal_data`: one, or a list of them."""
+    for name, given in (data or {}).items():
+        if name != MODALITY and given is not None and not (isinstance(given, (list, tuple)) and not given):
+            hint = did_you_mean(str(name), [MODALITY]) or ":"
+            raise ValueError(f"multi_modal_data: {shown(name)} is not served{hint} give images alone, as "
+                             "{'image': [...]}")
+    given = (data or {}).get(MODALITY)
+    if given is None:
+        return []
+    if isinstance(given, (list, tuple)) and any(image is None for image in given):
+        raise ValueError("multi_modal_data: an image is None: give its pixels with every request, which find what was "
+                         "computed of the same image before")
+    try:
+        from outrider.features.images.decode import to_rgb
+    except ModuleNotFoundError:
+        raise ValueError("images need Pillow: pip install 'outrider[images]'") from None
+    return to_rgb(given)
+
+
+def check_served(model: ServedModel, count: int) -> SeeingLimits:
+    """Return the model's limits of images. Raises ValueError if it takes no images, or not so many."""
+    limits = model.limits.part(SeeingLimits)
+    if limits is None:
+        raise ValueError(f"{model.name} is served without images: use a model that sees (docs/models.md), started "
+                         "without limit_mm_per_prompt={'image': 0}")
+    if count > limits.most:
+        raise ValueError(f"At most {limits.most} image(s) may be provided in one prompt, got {count}: give fewer, or "
+                         f"start the engine with limit_mm_per_prompt={{'image': {count}}}")
+    if issubclass(limits.part_type, TwoWayImages) and not model.takes_extra_keys:
+        raise ValueError("images of this model are not served with exact=True, because their tokens see each other in "
+                         "both directions, which no exact attention computes: leave exact out")
+    return limits
+
+
+def make_processor(limits: SeeingLimits, given: Mapping[str, Any] | None,
+                   count: int) -> tuple[ImageProcessor, list[str | None]]:
+    """Return the processor of images with a prompt's own settings, and the detail of each image."""
+    options = dict(given or {})
+    details = options.pop("detail", None)
+    if not isinstance(details, (list, tuple)):
+        details = [details] * count
+    if len(details) != count:
+        raise ValueError(f"mm_processor_kwargs: detail has {len(details)} values, and the prompt has {count} image(s): "
+                         "give one for each, or one for all")
+    return _processor(limits, tuple(sorted(options.items()))), list(details)
+
+
+@lru_cache(64)
+def _processor(limits: SeeingLimits, options: tuple[tuple[str, Any], ...]) -> ImageProcessor:
+    settings = parsed(limits.processor_config)
+    if options:
+        settings = with_options(settings or {}, dict(options))
+    return ImageProcessor.from_config(parsed(limits.model_config), settings)
+
+
+def with_options(settings: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a processor's file with some replaced, where the file has them."""
+    inner = settings.get("image_processor")
+    return settings | options if inner is None else settings | {"image_processor": inner | options}
+
+
+def expanded(token_ids: list[int], placeholder: int, runs: Sequence[Sequence[int]]) -> list[int]:
+    """Put the tokens of each image in its place. Either every image has one placeholder, or all have all their
+    tokens."""
+    count, num_tokens = token_ids.count(placeholder), sum(list(run).count(placeholder) for run in runs)
+    if count == num_tokens and _are_in_order(token_ids, placeholder, runs):
+        return token_ids
+    if count != len(runs):
+        raise ValueError(f"the prompt has {count} placeholder token(s) for images (id {placeholder}), and {len(runs)} "
+                         f"image(s) with {num_tokens} tokens were given: write one placeholder where each image stands")
+    left = iter(runs)
+    return [token for own in token_ids for token in (next(left) if own == placeholder else (own,))]
+
+
+def _are_in_order(token_ids: list[int], placeholder: int, runs: Sequence[Sequence[int]]) -> bool:
+    """Whether the prompt has the tokens of all images already, one image after the other."""
+    place = 0
+    for run in runs:
+        before = list(run).index(placeholder)
+        try:
+            start = token_ids.index(placeholder, place) - before
+        except ValueError:
+            return False
+        if start < place or token_ids[start : start + len(run)] != list(run):
+            return False
+        place = start + len(run)
+    return placeholder not in token_ids[place:]
