@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from outrider.core.feature_parts import RequestPart
 from outrider.core.params import SamplingParams
@@ -14,6 +14,9 @@ from outrider.engine.served_model import ServedModel
 from outrider.runner.commands import Answer, Command, Errand
 from outrider.runner.interface import WorkerInfo
 from outrider.sched.row_resources import RowResource
+
+if TYPE_CHECKING:
+    from outrider.cache.media import PageMedia
 
 Checked = TypeVar("Checked")
 
@@ -66,6 +69,11 @@ class EngineFeature:
     def make_resource(self, info: WorkerInfo) -> RowResource | None:
         """Make the device resource that requests of the feature must hold to run. Every new scheduler gets a new one,
         of which nothing is taken yet. A feature that is made when a request first asks for it has none."""
+        return None
+
+    def page_media(self) -> PageMedia | None:
+        """Return the account of places beyond the device where pages of the cache lie too. It is asked for by every new
+        scheduler, and outlives them. Only one feature of an engine has such places."""
         return None
 
     def make_keeper(self, tools: EngineTools) -> RequestKeeper | None:

@@ -14,6 +14,7 @@ import torch
 
 from outrider.core import NULL_ROW, Admission, DeltaReach, SamplingParams, ScheduledBatch, StepForm, StepPart
 from outrider.core.checked_request import NO_REQUEST
+from outrider.core.step_messages import StepResult
 from outrider.drafters.base import Drafter, HiddenReads, Step
 from outrider.drafters.guard import DrafterGuards
 from outrider.kernels import ops
@@ -155,6 +156,12 @@ class DeviceStep:
         self.state.sampling.masks.begin_step()
         self.turns.take(batch, self.clock)
 
+    def amend(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
+        """Let the features complete the result of a step that the host has read."""
+        for part in self._parts if batch.cache.pages.moves else ():
+            result = part.amend(batch, result)
+        return self.turns.amend(batch, result)
+
     @property
     def fills_drafts(self) -> bool:
         """Whether a request that got fewer drafts than it wanted is filled up with drafts of token 0."""
@@ -176,9 +183,9 @@ class DeviceStep:
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
         """Write what the host decided for this step to the device, before the step begins: admissions, pages and host
         drafts."""
-        self._folded = self.recurrent.fold(scheduled.cache.folds, self.state.computed)  # their rows may be taken below
         for part in self._parts:
             part.begin(scheduled)
+        self._folded = self.recurrent.fold(scheduled.cache.folds, self.state.computed)  # their rows may be taken below
         self.pool.apply(scheduled.cache.pages)
         self.state.admit(scheduled.admissions)
         self.recurrent.admit(scheduled.admissions)

@@ -234,8 +234,8 @@ class CudaRunner:
         pending = self._run(batch)
         pending.check = self.device_step.ranks.check
         self.device_step.drafting.check_rows()
-        if batch.mode.form is StepForm.SPLIT:
-            pending.amend = torch.inference_mode()(partial(self.device_step.turns.amend, batch))
+        if batch.mode.form is StepForm.SPLIT or batch.cache.pages.moves:
+            pending.amend = torch.inference_mode()(partial(self.device_step.amend, batch))
         return pending
 
     def _run(self, batch: ScheduledBatch) -> PendingStep:

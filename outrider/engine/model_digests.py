@@ -1,5 +1,5 @@
 """Digests of everything that a model's results depend on: weight files, config, tokenizer, and the sources of this
-package.
+package. No torch.
 
 The digest of a file is cached under the file's path, size, time and inode, so that gigabytes are hashed once.
 """
@@ -25,7 +25,7 @@ from outrider.engine.text import Tokenizer
 from outrider.models.sources import ModelSource
 from outrider.models.sources.smollm2 import cache_folder
 
-PACKAGE = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[1]
 # Folders of the package whose code decides the bits of a token.
 SOURCES = ("formats", "kernels", "layers", "mixers", "models", "sample")
 SUFFIXES = (".py", ".c", ".h")
@@ -48,7 +48,7 @@ def digest_model(source: ModelSource, tokenizer: Tokenizer | None, loaded_at: fl
         files = _weight_files(source.path)
         changed = next((path.name for path in files if path.stat().st_mtime > loaded_at), None)
         if changed is not None:
-            raise ValueError(f"receipt: {changed} has changed since the engine read it, so its digest would be that of "
+            raise ValueError(f"{changed} has changed since the engine read it, so its digest would be that of "
                              "other weights: start the engine again")
         weights = value_digest({path.name: own for path, own in zip(files, _file_digests(files), strict=True)})
     config = value_digest([source.config, source.eos_token_ids])

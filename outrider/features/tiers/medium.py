@@ -1,0 +1,39 @@
+"""PageMedium: the contract of one place beyond the device where the bytes of pages and recurrent states lie."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class PageMedium(Protocol):
+    """One place beyond the device where page bytes lie: host memory, a disk folder, an object store.
+
+    Keys are digests of 32 bytes that cover everything the bytes depend on, so the bytes of a key never change. All
+    methods may be called from any thread. An object that is not a boundary is evicted first, until a hit promotes it:
+    recurrent states inside a prompt are stored so. Touch the last page of a prefix first and its first page last,
+    because a prefix without its first page is of no use."""
+
+    name: str  # "host", "disk"; in metrics and KV events
+
+    def contains(self, key: bytes) -> bool:
+        """Whether a load would probably find the key. Called while a batch is planned: cheap, and never blocks on
+        I/O."""
+        ...
+
+    def store(self, key: bytes, payload: memoryview, *, boundary: bool = False) -> bool:
+        """Store a copy of the payload, perhaps later. False: declined, because the medium is full or too slow.
+        `boundary`: the end of a prompt or a turn, kept longest."""
+        ...
+
+    def load(self, key: bytes, into: memoryview) -> bool:
+        """Fill `into`. True only if all bytes came and their checksum is right. Every error is a miss: it returns
+        False, is counted, and leaves `into` undefined."""
+        ...
+
+    def touch(self, key: bytes) -> None:
+        """Note a hit: the object becomes the most recently used one."""
+        ...
+
+    def close(self) -> None:
+        """Write what was stored and not written yet, within a bounded time."""
+        ...
