@@ -1,0 +1,159 @@
+"""StoreQueue: what waits for the writer's thread. Its bytes are bounded, so a slow disk declines stores and nothing
+waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, frozen=True, eq=False)
+class QueuedObject:
+    key: bytes
+    payload: bytes
+    is_boundary: bool
+
+
+@dataclass(slots=True)
+class Orders:
+    """What else the writer is to do, by key."""
+
+    touched: dict[bytes, None] = field(default_factory=dict)  # in the order of their last use
+    pinned: dict[bytes, float] = field(default_factory=dict)
+    dropped: set[bytes] = field(default_factory=set)
+    suspects: set[bytes] = field(default_factory=set)  # a load failed
+
+    def __bool__(self) -> bool:
+        return bool(self.touched or self.pinned or self.dropped or self.suspects)
+
+    def keys(self) -> list[bytes]:
+        """The keys that are hidden until these orders are followed."""
+        return [*self.dropped, *self.suspects]
+
+
+class StoreQueue:
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit = limit_bytes
+        self._items: deque[QueuedObject] = deque()
+        self._orders = Orders()
+        self._changed = threading.Condition()
+        self._is_working = False
+        self._wants_turn = False
+        self.is_closed = False
+        self.pending: dict[bytes, QueuedObject] = {}  # queued, or being written: loads are served from here
+        self.num_bytes = 0  # of pending objects
+        self.hidden: set[bytes] = set()  # dropped or suspect: not to be loaded, though perhaps stored
+
+    # Callers
+
+    def put(self, key: bytes, payload: memoryview, is_boundary: bool) -> str | None:
+        """Queue a copy of an object. Why it was declined, or None."""
+        count = len(payload)
+        with self._changed:
+            if self.is_closed:
+                return "closed"
+            if self.num_bytes and self.num_bytes + count > self._limit:
+                return "queue full"
+            self.num_bytes += count  # before the copy, which is made without the lock
+        item = QueuedObject(key, bytes(payload), is_boundary)
+        with self._changed:
+            self.pending[key] = item
+            self._items.append(item)
+            self._changed.notify_all()
+        return None
+
+    def touch(self, key: bytes) -> None:
+        with self._changed:
+            self._orders.touched.pop(key, None)
+            self._orders.touched[key] = None
+
+    def pin(self, keys: list[bytes], until: float) -> None:
+        with self._changed:
+            self._orders.pinned.update(dict.fromkeys(keys, until))
+
+    def drop(self, keys: list[bytes]) -> None:
+        """Forget what is queued of these keys, and have the writer delete what is stored."""
+        with self._changed:
+            for key in keys:
+                self.pending.pop(key, None)
+                self._orders.dropped.add(key)
+                self.hidden.add(key)
+            self._wants_turn = True
+            self._changed.notify_all()
+
+    def suspect(self, key: bytes) -> None:
+        """Have the writer look whether an object is damaged. It is not loaded again before."""
+        with self._changed:
+            self._orders.suspects.add(key)
+            self.hidden.add(key)
+
+    def flush(self, timeout: float) -> bool:
+        """Wait until everything queued so far is written and the end of the log was read. False: not in time."""
+        with self._changed:
+            self._wants_turn = not self.is_closed
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._is_busy(), timeout)
+
+    def close(self) -> None:
+        """Accept nothing more. The writer ends when the queue is empty."""
+        with self._changed:
+            self.is_closed = True
+            self._changed.notify_all()
+
+    # The writer's thread
+
+    def take(self, limit_bytes: int, timeout: float) -> tuple[list[QueuedObject], Orders]:
+        """The next objects, at most so many bytes or one object, and all orders."""
+        with self._changed:
+            self._is_working = False
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_busy() or self.is_closed, timeout)
+            self._is_working, self._wants_turn = True, False
+            batch: list[QueuedObject] = []
+            while self._items and (not batch or limit_bytes >= len(self._items[0].payload)):
+                batch.append(self._items.popleft())
+                limit_bytes -= len(batch[-1].payload)
+            orders, self._orders = self._orders, Orders()
+            return batch, orders
+
+    def is_wanted(self, item: QueuedObject) -> bool:
+        """Whether nobody has dropped the object since it was queued."""
+        return self.pending.get(item.key) is item
+
+    def finish(self, item: QueuedObject) -> None:
+        """The object is on the disk, or will not be."""
+        with self._changed:
+            self.num_bytes -= len(item.payload)
+            if self.pending.get(item.key) is item:
+                del self.pending[item.key]
+
+    def is_empty(self) -> bool:
+        return not self._items
+
+    def give_up(self) -> int:
+        """Forget everything that is queued. How many objects that were."""
+        with self._changed:
+            count = len(self._items)
+            for item in self._items:
+                self.num_bytes -= len(item.payload)
+                self.pending.pop(item.key, None)
+            self._items.clear()
+            return count
+
+    def reveal(self, keys: Iterable[bytes]) -> None:
+        """The orders about these keys were followed: what is stored of them is good."""
+        with self._changed:
+            self.hidden.difference_update(keys)
+
+    def put_back(self, orders: Orders, *, is_soon: bool = False) -> None:
+        """Keep orders that could not be followed for a later turn, below newer ones. `is_soon`: for the next one."""
+        with self._changed:
+            new = self._orders
+            self._wants_turn = self._wants_turn or is_soon
+            self._orders = Orders(orders.touched | new.touched, orders.pinned | new.pinned,
+                                  orders.dropped | new.dropped, orders.suspects | new.suspects)
+
+    def _is_busy(self) -> bool:
+        return self._is_working or self._wants_turn or bool(self._items)

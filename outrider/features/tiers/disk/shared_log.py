@@ -1,0 +1,208 @@
+"""SharedLog: the list of a folder's objects, as a log that every process appends to and whose end every process reads.
+
+It is changed only while the folder's lock is held. A process appends with one write, so what a killed process leaves
+is at most a torn end. Whoever holds the lock and finds a torn, damaged or missing log makes it anew from the folder,
+and keeps what its whole records say about order. What is read without the lock may be old or end early; that costs
+hits alone.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+
+from outrider.features.tiers.disk.folder import CacheFolder
+from outrider.features.tiers.disk.index import Index, named_record
+from outrider.features.tiers.disk.object_file import DamagedObject, ObjectHeader, read_header
+from outrider.features.tiers.disk.records import (
+    LOG_MAGIC,
+    RECORD_BYTES,
+    TAG_BYTES,
+    Op,
+    Record,
+    pack_records,
+    read_records,
+)
+
+NOT_OPEN = -1
+SHORT_LOG = 4096  # records; a shorter log is never compacted
+SMALL_FILES = 16 << 10  # bytes on the disk of the marker and descriptions, and what the log's last unit wastes
+
+
+class SharedLog:
+    def __init__(self, folder: CacheFolder) -> None:
+        self._folder = folder
+        self.index = Index()
+        self.num_rebuilt = 0  # times that the log was made anew from the folder
+        self._file = NOT_OPEN
+        self._inode = 0
+        self._is_cut = False
+        self.num_bytes = 0  # of the log, as far as it was read
+
+    @property
+    def disk_bytes(self) -> int:
+        """What the whole folder takes of the disk, without what folders themselves need."""
+        return self.index.num_bytes + self.num_bytes + SMALL_FILES
+
+    def close(self) -> None:
+        if self._file != NOT_OPEN:
+            os.close(self._file)
+            self._file = NOT_OPEN
+
+    def refresh(self) -> bool:
+        """Read what was appended since the last call. False if the log is missing, or ends in what is no record."""
+        try:
+            found = os.stat(self._folder.log_path, follow_symlinks=False)
+        except FileNotFoundError:
+            return False
+        if self._file == NOT_OPEN or found.st_ino != self._inode or found.st_size < self.num_bytes:
+            self._open()
+        return self._read_end()
+
+    @contextmanager
+    def transaction(self, timeout: float) -> Iterator[None]:
+        """Hold the lock with an index that is up to date. Raises FolderBusy, or OSError if a damaged log cannot be
+        made anew."""
+        with self._folder.locked(timeout):
+            if not self.refresh():
+                self._rebuild()
+            if self._is_cut:
+                self._replace(self.index)
+            yield
+
+    def append(self, records: Sequence[Record]) -> None:
+        """Add records to the log and apply them. Call in a transaction. Raises OSError, and adds none then."""
+        data = pack_records(records)
+        try:
+            if os.write(self._file, data) < len(data):
+                raise OSError("the log could not be written to its end")
+        except OSError:
+            self._is_cut = True  # processes that have read a part of it must read the log from its beginning
+            with suppress(OSError):
+                os.ftruncate(self._file, self.num_bytes)
+            raise
+        self.num_bytes += len(data)
+        for record in records:
+            self.index.apply(record)
+
+    def compact(self) -> None:
+        """Write the log anew if most of its records are obsolete. Call in a transaction."""
+        num_records = self.num_bytes // RECORD_BYTES
+        if num_records > SHORT_LOG and num_records > 4 * (len(self.index.stored) + len(self.index.reserved)):
+            self._replace(self.index)
+
+    def strays(self) -> set[bytes]:
+        """Names of files that the index does not know, and of entries without a file. Walks the folder, though it
+        reads no file. Both are rare: a machine that lost power may forget the end of the log, or some files."""
+        there = {domain[:TAG_BYTES] + key for domain in self._folder.domains()
+                 for key, _ in self._folder.object_keys(domain)}
+        return there.difference(self.index.stored, self.index.reserved) | (set(self.index.stored) - there)
+
+    def adopt(self, strays: set[bytes]) -> None:
+        """Make the index agree with the folder about some names. Call in a transaction."""
+        records = []
+        for name in strays.difference(self.index.reserved):
+            path = self._folder.path_of_name(name)
+            is_there = path is not None and os.path.lexists(path)
+            if is_there == (name in self.index.stored):
+                continue
+            header, written = _whole_header(str(path), self._folder.domain_of(name), name[TAG_BYTES:])
+            if header is not None:
+                records.append(named_record(Op.STORE, name, length=header.length, is_kept=header.is_boundary,
+                                            time=written))
+            elif not is_there:
+                records.append(named_record(Op.DROP, name))
+        if records:
+            self.append(records)
+
+    def _open(self) -> None:
+        """Read the log from its beginning, with a new index."""
+        self.close()
+        self._file = os.open(self._folder.log_path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
+        self._inode = os.fstat(self._file).st_ino
+        self.num_bytes = 0
+
+    def _read_end(self) -> bool:
+        size = os.fstat(self._file).st_size
+        is_anew = self.num_bytes == 0
+        data = _read(self._file, self.num_bytes, size - self.num_bytes)
+        records = read_records(data)
+        if is_anew:
+            if records and (records[0].op, records[0].key) != (Op.HEAD, LOG_MAGIC):
+                records = []
+            index = Index()
+            for record in records:
+                index.apply(record)
+            self.index = index  # at once: other threads look things up in it
+        else:
+            for record in records:
+                self.index.apply(record)
+        self.num_bytes += len(records) * RECORD_BYTES
+        return self.num_bytes == size > 0
+
+    def _rebuild(self) -> None:
+        """Make the log anew from the folder. Sizes come from the files; order comes from the records that are whole,
+        or from the files' times."""
+        prior, found = self.index, []
+        for domain in self._folder.domains():
+            for key, path in self._folder.object_keys(domain):
+                header, written = _whole_header(path, domain, key)
+                if header is not None:
+                    found.append((domain[:TAG_BYTES] + key, header, written))
+        index = Index()
+        for name, entry in prior.reserved.items():
+            index.apply(named_record(Op.RESERVE, name, length=entry.length, writer=entry.writer, time=entry.time))
+        rows = []
+        for name, header, written in found:
+            known = prior.stored.get(name)
+            is_kept = header.is_boundary or (known is not None and name not in prior.order.interior)
+            rows.append((written if known is None else known.time, name, header.length, is_kept))
+        for used, name, length, is_kept in sorted(rows):
+            index.apply(named_record(Op.STORE, name, length=length, is_kept=is_kept, time=used))
+        for name, until in prior.order.pinned.items():
+            index.apply(named_record(Op.PIN, name, time=until))
+        self._replace(index)
+        self.num_rebuilt += 1
+
+    def _replace(self, index: Index) -> None:
+        temporary = f"{self._folder.path}/tmp/log-{time.time_ns():x}-{os.getpid()}"
+        file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            with os.fdopen(file, "wb") as stream:
+                stream.write(pack_records(index.records()))
+            os.rename(temporary, self._folder.log_path)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(temporary)
+            raise
+        self._is_cut = False
+        self._open()
+        self._read_end()
+
+
+def _read(file: int, start: int, count: int) -> bytes:
+    parts = []
+    while count > 0:
+        part = os.pread(file, count, start)
+        if not part:
+            break
+        parts.append(part)
+        start, count = start + len(part), count - len(part)
+    return b"".join(parts)
+
+
+def _whole_header(path: str, domain: bytes, key: bytes) -> tuple[ObjectHeader | None, float]:
+    """The header of a file and when it was written. Files that cannot be an object's are deleted."""
+    try:
+        header, written = read_header(path), os.stat(path, follow_symlinks=False).st_mtime
+        if (header.domain, header.key) == (domain, key):
+            return header, written
+    except OSError:  # gone, or no more files may be open: that says nothing of the object
+        return None, 0.0
+    except DamagedObject:
+        pass
+    with suppress(OSError):
+        os.unlink(path)
+    return None, 0.0

@@ -1,0 +1,132 @@
+"""HostStore: a PageMedium in host memory, an arena of cells of equal size."""
+
+from __future__ import annotations
+
+import mmap
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from outrider.features.tiers.eviction import EvictionOrder
+
+
+@dataclass(slots=True)
+class HostStats:
+    num_objects: int = 0
+    num_bytes: int = 0  # payloads alone
+    capacity: int = 0  # bytes of the arena
+    stored: int = 0
+    loaded: int = 0
+    evicted: int = 0
+    declined: Counter[str] = field(default_factory=Counter)  # stores, by reason
+    missed: Counter[str] = field(default_factory=Counter)  # loads, by reason
+
+
+@dataclass(slots=True, frozen=True)
+class _Placement:
+    cells: tuple[int, ...]
+    length: int
+
+
+class HostStore:
+    """Objects lie in as many cells as they need, wherever those are, so evicting never leaves gaps that fit nothing.
+    Choose `cell_bytes` as the bytes of one page: a page is then one contiguous range. `memory`: a writable buffer to
+    use as the arena, such as pinned memory; without it, pages of the system are taken when they are first written."""
+
+    def __init__(self, size_bytes: int, *, cell_bytes: int = 1 << 16, memory: memoryview | None = None,
+                 name: str = "host") -> None:
+        if size_bytes < cell_bytes or cell_bytes < 1:
+            raise ValueError(f"a host cache of {size_bytes} bytes cannot hold one page of {cell_bytes}: make it larger")
+        self.name = name
+        self._cell_bytes = cell_bytes
+        num_cells = size_bytes // cell_bytes
+        whole = memoryview(mmap.mmap(-1, num_cells * cell_bytes)) if memory is None else memory
+        self._arena = whole.cast("B")[:num_cells * cell_bytes]
+        if len(self._arena) < num_cells * cell_bytes:
+            raise ValueError(f"the memory has {len(self._arena)} bytes, fewer than the {size_bytes} asked for")
+        self._free = list(range(num_cells - 1, -1, -1))
+        self._placed: dict[bytes, _Placement] = {}
+        self._order: EvictionOrder[bytes] = EvictionOrder()
+        self._lock = threading.Lock()
+        self._stats = HostStats(capacity=len(self._arena))
+
+    def contains(self, key: bytes) -> bool:
+        return key in self._placed
+
+    def store(self, key: bytes, payload: memoryview, *, boundary: bool = False) -> bool:
+        data = memoryview(payload).cast("B")
+        with self._lock:
+            if key in self._placed:
+                self._order.use(key)
+                return True
+            cells = self._take_cells(-(-len(data) // self._cell_bytes))
+            if cells is None:
+                self._stats.declined["too large"] += 1
+                return False
+            for i, cell in enumerate(cells):
+                part = data[i * self._cell_bytes:(i + 1) * self._cell_bytes]
+                start = cell * self._cell_bytes
+                self._arena[start:start + len(part)] = part
+            self._placed[key] = _Placement(cells, len(data))
+            self._order.add(key, is_kept=boundary)
+            self._stats.stored += 1
+            self._stats.num_bytes += len(data)
+            return True
+
+    def load(self, key: bytes, into: memoryview) -> bool:
+        """Nothing is checksummed here: the bytes never leave this process's memory."""
+        target = memoryview(into).cast("B")
+        with self._lock:
+            placement = self._placed.get(key)
+            if placement is None or placement.length != len(target):
+                self._stats.missed["absent" if placement is None else "length"] += 1
+                return False
+            for i, cell in enumerate(placement.cells):
+                part = target[i * self._cell_bytes:(i + 1) * self._cell_bytes]
+                start = cell * self._cell_bytes
+                part[:] = self._arena[start:start + len(part)]
+            self._stats.loaded += 1
+            return True
+
+    def touch(self, key: bytes) -> None:
+        with self._lock:
+            self._order.use(key)
+
+    def pin(self, keys: Iterable[bytes], until: float) -> None:
+        """Evict these objects last, until a time of the wall clock."""
+        with self._lock:
+            for key in keys:
+                self._order.pin(key, until)
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._remove(key)
+
+    def close(self) -> None:
+        """Forget everything. The arena's memory goes back to the system with this object."""
+        self.drop(list(self._placed))
+
+    def stats(self) -> HostStats:
+        """The live counters: read them, do not change them."""
+        self._stats.num_objects = len(self._placed)
+        return self._stats
+
+    def _take_cells(self, count: int) -> tuple[int, ...] | None:
+        """Free cells for an object, after evicting what must go. None if the arena is smaller than the object."""
+        if count * self._cell_bytes > len(self._arena):
+            return None
+        self._order.end_pins(time.time())
+        while len(self._free) < count:
+            self._remove(next(self._order.next_victims()))
+            self._stats.evicted += 1
+        return tuple(self._free.pop() for _ in range(count))
+
+    def _remove(self, key: bytes) -> None:
+        placement = self._placed.pop(key, None)
+        if placement is not None:
+            self._order.remove(key)
+            self._free.extend(placement.cells)
+            self._stats.num_bytes -= placement.length
