@@ -112,6 +112,10 @@ class PageMedia:
                 own.discard(key)
                 self.stats.num_declined[name] += 1
 
+    def evict(self, name: str, keys: Sequence[bytes]) -> None:
+        """Note pages that a place has evicted."""
+        self._keys[name].difference_update(keys)
+
     def remove(self, key: bytes) -> None:
         """Forget a page that could not be loaded."""
         for own in self._keys.values():

@@ -295,6 +295,8 @@ class CacheWithMedia(CacheManager):
         self._pending.num_stores -= len(report.stored)
         for key, places in report.stored:
             self.media.add(key, places)
+        for name, keys in report.evicted:
+            self.media.evict(name, keys)
         for loaded in report.loaded:
             self._arrive(loaded)
 

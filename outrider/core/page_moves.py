@@ -58,3 +58,4 @@ class MovesReport:
     opened: OpenedPlaces | None = None  # if the orders ask for it and the places are open
     stored: list[tuple[bytes, tuple[str, ...]]] = field(default_factory=list)  # keys, and the places that took them
     loaded: list[LoadedPages] = field(default_factory=list)
+    evicted: list[tuple[str, list[bytes]]] = field(default_factory=list)  # keys that places have no more, where told

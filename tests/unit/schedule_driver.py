@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from outrider.cache.groups import CacheLayout
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PageKey, PagePool
 from outrider.core import Finish, Limits, ScheduledBatch, StepResult

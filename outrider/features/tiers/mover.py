@@ -12,7 +12,7 @@ from outrider.core import ScheduledBatch, StepPart, StepResult
 from outrider.core.page_moves import LoadedPages, MovesReport, OpenedPlaces, PageStore
 from outrider.features.tiers.copies import HostCopies, PageCopies, StreamCopies
 from outrider.features.tiers.loader import Loader, StagedPage
-from outrider.features.tiers.medium import PageMedium
+from outrider.features.tiers.medium import ListsKeys, PageMedium, TellsEvictions
 from outrider.mixers.pool import DevicePool
 
 log = logging.getLogger("outrider")
@@ -28,14 +28,14 @@ class OpenPlaces:
         asked."""
         self._open_places = open_places
         self._ended = threading.Event()
-        self._domain, self._media, self._keys = b"", list[PageMedium](), dict[str, list[bytes]]()
+        self._domain, self._media, self._keys = b"", list[PageMedium](), dict[str, Sequence[bytes]]()
         self._thread = threading.Thread(target=self._open, name="outrider-open-cache", daemon=True)
         self._thread.start()
 
     def _open(self) -> None:
         try:
             self._domain, media = self._open_places()
-            self._keys = {medium.name: list(getattr(medium, "keys", list)()) for medium in media}
+            self._keys = {medium.name: medium.keys() if isinstance(medium, ListsKeys) else [] for medium in media}
             self._media = list(media)
         except Exception as error:
             log.error("the cache beyond the device cannot be used: %s", error)
@@ -91,6 +91,8 @@ class PageMover(StepPart):
         for filled in self._copies.settle():
             self._fill(filled, report)
         report.stored, self._stored = self._stored, []
+        report.evicted = [(medium.name, medium.take_evicted()) for medium in self._media
+                          if isinstance(medium, TellsEvictions)]
 
     def amend(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
         report = self._reports.pop(batch.step, None)
