@@ -38,6 +38,7 @@ class Loader:
         self._waiting: deque[PageLoad] = deque()
         self._cancelled: set[int] = set()
         self._staged: list[StagedPage] = []
+        self._free: list[memoryview] = []  # buffers to use again
         self._num_unread = 0  # pages that are not staged yet
         self._thread: threading.Thread | None = None
         self._is_closed = False
@@ -67,6 +68,10 @@ class Loader:
             self._changed.notify_all()
             return staged
 
+    def give_back(self, staged: StagedPage) -> None:
+        """Use a page's buffer again, which was copied."""
+        self._free.append(staged.data)
+
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
@@ -82,7 +87,7 @@ class Loader:
                 if not self._has_room(load.id):
                     self._pass(len(load.pages) - index)
                     break
-                data = self._make_buffer(self._page_bytes)
+                data = self._free.pop() if self._free else self._make_buffer(self._page_bytes)
                 self._stage(StagedPage(load.id, index, page, data, self._read(key, data)))
 
     def _next(self) -> PageLoad | None:

@@ -90,6 +90,7 @@ class PageMover(StepPart):
         self._copies.fill(loader.take(wait))
         for filled in self._copies.settle():
             self._fill(filled, report)
+            loader.give_back(filled)
         report.stored, self._stored = self._stored, []
         report.evicted = [(medium.name, medium.take_evicted()) for medium in self._media
                           if isinstance(medium, TellsEvictions)]
