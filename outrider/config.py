@@ -50,7 +50,6 @@ MAX_PADDING = 16  # the most that a batch may be padded by, as a factor
 LARGE_GPU_BYTES = 64 << 30  # total memory of a GPU that serves twice as many requests at once by default
 CPU_CACHE_BYTES = 4 << 30  # at most this much for the pool on the CPU
 ADAPT_MEMORY_BYTES = 256 << 20  # default of adapt_memory_bytes
-DISK_CACHE_BYTES = 32 << 30
 CPU_CACHE_SHARE = 0.25  # share of the free memory that a cache on a CPU may take
 Quantization: TypeAlias = Annotated[str, OneOf(QUANTIZATIONS, "|".join(FILE_FORMS))]
 
@@ -115,7 +114,7 @@ class EngineConfig:
     receipt_key_file: Text | None = None  # the operator's key, which signs receipts
     host_cache_memory: Annotated[int, Range(0, INT64)] | None = None  # bytes of the host for pages of the cache
     disk_cache_dir: Text | None = None  # a folder for pages of the cache, which later engines find again
-    disk_cache_size: Annotated[int, Range(1, INT64)] = DISK_CACHE_BYTES  # the most bytes in that folder
+    disk_cache_size: Annotated[int, Range(1, INT64)] = 32 << 30  # the most bytes in that folder
     logits_processors: tuple[Any, ...] = ()  # classes that change logits, or their names as "package.module:Class"
 
     def __post_init__(self) -> None:

@@ -47,8 +47,7 @@ class LoRARequest:
 
 @dataclass(frozen=True)
 class LoadedAdapter(RequestPart):
-    """The adapter that a request runs with, named by the number of its load. Each time an adapter is read, its load
-    gets a new number. The digest of its files is the key of its pages, which other engines may find."""
+    """The adapter that a request runs with: the number of its load, and the digest of its files, which keys pages."""
 
     number: int  # of its load
     digest: str = ""  # of its files, once they have been read

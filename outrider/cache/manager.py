@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from outrider.cache.checkpoints import Checkpoints, StateProgress
 from outrider.cache.groups import CacheLayout, Group
@@ -18,11 +17,9 @@ from outrider.cache.known_states import KnownStates
 from outrider.cache.lookup import NO_PROMISES, Horizon, PrefixLookup
 from outrider.cache.pages import PagePool
 from outrider.cache.promises import Promises
-from outrider.core import NULL_PAGE, Bound, CheckpointWrite, Limits, PageChanges, PageWrite, Settled
+from outrider.core import NULL_PAGE, Bound, CheckpointWrite, Limits, PageChanges, PageWrite, Settled, StepResult
+from outrider.core.feature_parts import ResultPart
 from outrider.core.input_part import NO_INPUTS, InputParts
-
-if TYPE_CHECKING:
-    from outrider.core.page_moves import MovesReport
 
 LEAST_SHARED = 256  # tokens of a common beginning whose pages are worth reading once for several requests
 FEWEST_SHARERS = 4
@@ -56,7 +53,7 @@ class Start:
 
 
 @dataclass(slots=True)
-class CacheStats:
+class CacheStats(ResultPart):
     queried_tokens: int = 0
     hit_tokens: int = 0
 
@@ -214,8 +211,7 @@ class CacheManager:
 
     @property
     def has_orders(self) -> bool:
-        """Whether the cache needs a batch even if no request does. Here that is so if rows of ended requests wait for
-        their last accepted drafts to be folded into their recurrent states."""
+        """Whether the cache needs a batch even if no request does. Here: to fold accepted drafts of ended requests."""
         return self.checkpoints.has_folds
 
     def take_folds(self, step: int) -> list[CheckpointWrite]:
@@ -259,8 +255,8 @@ class CacheManager:
         began from pages or states of a failed request, or from a state that the step did not write."""
         return self.promises.settle(step, failed, written)
 
-    def settle_moves(self, report: MovesReport | None) -> None:
-        """Take a step's report of pages that were copied to or from other places. Here there are no other places."""
+    def settle_moves(self, result: StepResult) -> None:
+        """Take a step's report of pages that came from other places or went there. Here there are none."""
 
     def forget_unsettled(self, changes: Sequence[PageChanges]) -> None:
         """Called after a failed step, when no request has a row any more. The step and those after it may have written
@@ -331,10 +327,6 @@ class CacheManager:
                 own.update(columns)
         return [len(own - {NULL_PAGE}) / self.pool.num_usable for own in held]
 
-    def arriving(self) -> Sequence[int]:
-        """Pages whose bytes are on their way from another place, held until they have come. Here there are none."""
-        return ()
-
     def check_integrity(self) -> None:
         """Assert that every page is free, cached or owned, exactly once, and that no request holds more than its
         capacity."""
@@ -349,7 +341,7 @@ class CacheManager:
                 for page in columns[first:]:
                     held[page] = held.get(page, 0) + 1
                     assert owner_group.setdefault(page, group.index) == group.index, f"page {page} is in two groups"
-        for page in [*self.promises.held(), *self.arriving()]:
+        for page in self.promises.held():
             held[page] = held.get(page, 0) + 1
         for page in [*self.checkpoints.held(), *self.states.held()]:
             held[page] = held.get(page, 0) + 1

@@ -12,10 +12,11 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from outrider.cache.events import DIGEST_BYTES
+from outrider.core.feature_parts import Figure, ResultPart
 from outrider.core.page_moves import OpenedPlaces
 
 PATIENCE = 10.0  # seconds after the start for which requests wait until the places are open
@@ -28,15 +29,34 @@ class PlaceState(enum.Enum):
 
 
 @dataclass(slots=True)
-class MediaStats:
+class MediaStats(ResultPart):
     """Counts since the engine started."""
 
+    page_bytes: int = 0
+    num_held: Counter[str] = field(default_factory=Counter)  # pages that a place is known to hold
     num_stored: Counter[str] = field(default_factory=Counter)  # pages by place
     num_declined: Counter[str] = field(default_factory=Counter)  # pages that a place did not take
     num_loaded: Counter[str] = field(default_factory=Counter)  # pages by place
     num_failed: int = 0  # pages whose load failed
     num_loads: int = 0  # by requests
     num_waits: int = 0  # requests that waited for the load of another request
+
+    def figures(self) -> tuple[Figure, ...]:
+        by_place = [figure for name in self.num_held for figure in self._figures_of(name)]
+        return (*by_place,
+                Figure("cache_load_failures", "Pages whose load from beyond the device failed.", self.num_failed),
+                Figure("cache_loads", "Requests that waited for pages from beyond the device.", self.num_loads),
+                Figure("cache_shared_loads", "Requests that waited for another one's pages.", self.num_waits))
+
+    def _figures_of(self, name: str) -> list[Figure]:
+        stored, loaded = self.num_stored[name], self.num_loaded[name]
+        return [Figure(f"cache_{name}_pages", f"Pages that are kept in: {name}.", self.num_held[name], False),
+                Figure(f"cache_{name}_pages_stored", f"Pages that were stored in: {name}.", stored),
+                Figure(f"cache_{name}_pages_loaded", f"Pages that came from: {name}.", loaded),
+                Figure(f"cache_{name}_bytes_stored", f"Bytes that were stored in: {name}.", stored * self.page_bytes),
+                Figure(f"cache_{name}_bytes_loaded", f"Bytes that came from: {name}.", loaded * self.page_bytes),
+                Figure(f"cache_{name}_pages_declined", f"Pages that were not taken by: {name}.",
+                       self.num_declined[name])]
 
 
 class PageMedia:
@@ -74,6 +94,7 @@ class PageMedia:
         self._tags.clear()
         for name, keys in opened.keys.items():
             self._keys[name].update(keys)
+        self._count()
 
     def use_weights(self, version: int) -> None:
         """Make this version of the weights a part of all keys. Versions above 0 have keys of this engine alone: another
@@ -111,21 +132,25 @@ class PageMedia:
             else:
                 own.discard(key)
                 self.stats.num_declined[name] += 1
+        self._count()
 
     def evict(self, name: str, keys: Sequence[bytes]) -> None:
         """Note pages that a place has evicted."""
         self._keys[name].difference_update(keys)
+        self._count()
 
     def remove(self, key: bytes) -> None:
         """Forget a page that could not be loaded."""
         for own in self._keys.values():
             own.discard(key)
+        self._count()
 
     def forget(self) -> None:
         """Find none of the pages again that the places hold now."""
         for own in self._keys.values():
             own.clear()
+        self._count()
 
-    def counts(self) -> Iterator[tuple[str, int]]:
-        """How many pages each place is known to hold."""
-        return ((name, len(own)) for name, own in self._keys.items())
+    def _count(self) -> None:
+        for name, own in self._keys.items():
+            self.stats.num_held[name] = len(own)

@@ -11,6 +11,7 @@ A request never runs on a page whose bytes have not arrived. Nothing here is imp
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -20,13 +21,14 @@ from outrider.cache.checkpoints import HANDED_OUT, Checkpoint, Checkpoints
 from outrider.cache.events import STATE_BYTES, PageContent
 from outrider.cache.groups import CacheLayout
 from outrider.cache.lookup import PrefixLookup
-from outrider.cache.manager import CacheManager, Start
-from outrider.cache.media import PageMedia
+from outrider.cache.manager import CacheManager, CacheStats, Start
+from outrider.cache.media import MediaStats, PageMedia
 from outrider.cache.pages import PageKey, PagePool
 from outrider.cache.prefix import longest_hit
-from outrider.core import Limits, PageChanges
+from outrider.core import Limits, PageChanges, StepResult
+from outrider.core.feature_parts import Figure
 from outrider.core.input_part import NO_INPUTS, InputParts
-from outrider.core.page_moves import LoadedPages, MovesReport, PageLoad, PageMoves, PageStore
+from outrider.core.page_moves import LoadedPages, PageLoad, PageMoves, PageStore
 
 MOST_LOADS = 3  # of one request: what was loaded may be evicted again before the request starts
 _load_ids = count(1)  # unique in a process: a worker may still carry out a load of an earlier scheduler
@@ -72,12 +74,50 @@ class PageQueue:
         self._stores.clear()
 
 
+class WantedPage(NamedTuple):
+    """A page of a prefix that only other places hold."""
+
+    key: bytes
+    group: int
+    page_key: PageKey | None  # None: a page of a recurrent state
+    content: PageContent | None = None  # for the record of cache events, if there is one
+
+
+@dataclass(slots=True)
+class Arrival:
+    """The pages of one prefix that are on their way, and the requests that wait for them."""
+
+    requests: set[int]
+    wanted: list[WantedPage]
+    pages: list[int]  # one for each of `wanted`
+    present: list[int]  # pages of the prefix that are on the device, held so that they are not evicted meanwhile
+    digest: bytes = b""  # of the tokens before the recurrent state, if one is among them
+
+    @property
+    def held(self) -> list[int]:
+        return [*self.pages, *self.present]
+
+
+@dataclass(slots=True)
+class Pending:
+    """What the worker was told and has not answered."""
+
+    num_batches: int = 0  # batches with orders
+    num_stores: int = 0
+    loads: dict[int, Arrival] = field(default_factory=dict)  # by id
+
+
 class ObservedPool(PagePool):
     """A PagePool that queues pages to be stored when they become findable and when they are evicted."""
 
     def __init__(self, num_pages: int, queue: PageQueue) -> None:
         super().__init__(num_pages)
         self.queue = queue
+        self.arriving = Pending()
+
+    def check(self, held: dict[int, int]) -> None:
+        arriving = [page for arrival in self.arriving.loads.values() for page in arrival.held]
+        super().check(Counter(held) + Counter(arriving))
 
     def publish(self, page: int, key: PageKey, content: PageContent | None = None) -> None:
         known = self.find(key)
@@ -142,40 +182,17 @@ class WideLookup(PrefixLookup):
                 for index in range(self.checkpoints.capacity.checkpoint_pages)]
 
 
-class WantedPage(NamedTuple):
-    """A page of a prefix that only other places hold."""
-
-    key: bytes
-    group: int
-    page_key: PageKey | None  # None: a page of a recurrent state
-    content: PageContent | None = None  # for the record of cache events, if there is one
-
-
 @dataclass(slots=True)
-class Arrival:
-    """The pages of one prefix that are on their way, and the requests that wait for them."""
+class StatsWithMedia(CacheStats):
+    media: MediaStats = field(default_factory=MediaStats)
 
-    requests: set[int]
-    wanted: list[WantedPage]
-    pages: list[int]  # one for each of `wanted`
-    present: list[int]  # pages of the prefix that are on the device, held so that they are not evicted meanwhile
-    digest: bytes = b""  # of the tokens before the recurrent state, if one is among them
-
-    @property
-    def held(self) -> list[int]:
-        return [*self.pages, *self.present]
-
-
-@dataclass(slots=True)
-class Pending:
-    """What the worker was told and has not answered."""
-
-    num_batches: int = 0  # batches with orders
-    num_stores: int = 0
-    loads: dict[int, Arrival] = field(default_factory=dict)  # by id
+    def figures(self) -> tuple[Figure, ...]:
+        return self.media.figures()
 
 
 class CacheWithMedia(CacheManager):
+    pool: ObservedPool
+
     def __init__(self, layout: CacheLayout, pool: ObservedPool, limits: Limits, *, enable_prefix_caching: bool = True,
                  lookahead: int = 0) -> None:
         super().__init__(layout, pool, limits, enable_prefix_caching=enable_prefix_caching, lookahead=lookahead)
@@ -183,7 +200,8 @@ class CacheWithMedia(CacheManager):
         self.checkpoints = self._marked = MarkedCheckpoints(self.states, len(self.groups), pool, limits)
         self.lookup.checkpoints = self.checkpoints
         self.lookup = self._wide = WideLookup(layout, self.lookup, self.media, has_lookahead=lookahead > 0)
-        self._pending = Pending()
+        self.stats = self._stats = StatsWithMedia(media=self.media.stats)
+        pool.arriving = self._pending = Pending()
         self._waits_for: dict[int, int] = {}  # request to load
         self._num_loads: dict[int, int] = {}  # by request
         self._unsent: list[PageLoad] = []
@@ -286,7 +304,8 @@ class CacheWithMedia(CacheManager):
             pending.num_stores += len(stores)
         return changes
 
-    def settle_moves(self, report: MovesReport | None) -> None:
+    def settle_moves(self, result: StepResult) -> None:
+        report = result.moved
         if report is None:
             return
         self._pending.num_batches -= 1
@@ -348,7 +367,8 @@ class CacheWithMedia(CacheManager):
         self.queue.clear()
         cancelled, self._cancelled = self._cancelled, []
         super().forget_unsettled(changes)
-        self._pending, self._cancelled = Pending(), cancelled
+        self.pool.arriving = self._pending = Pending()
+        self._cancelled = cancelled
 
     def use_weights(self, version: int) -> None:
         self._cancel_loads()
@@ -372,9 +392,6 @@ class CacheWithMedia(CacheManager):
 
     # Looking
 
-    def arriving(self) -> list[int]:
-        return [page for arrival in self._pending.loads.values() for page in arrival.held]
-
     def check_integrity(self) -> None:
         super().check_integrity()
         waiting = {request: load for load, own in self._pending.loads.items() for request in own.requests}
@@ -388,6 +405,7 @@ def add_media(plain: CacheManager, media: PageMedia) -> CacheWithMedia:
     if isinstance(plain, CacheWithMedia):
         raise ValueError("two features keep pages beyond the device, and only one may: start the engine without one of "
                          "them, or let one feature have all places")
+    media.stats.page_bytes = plain.layout.page_bytes
     pool = ObservedPool(plain.pool.num_pages, PageQueue(media, state_group=len(plain.groups)))
     return CacheWithMedia(plain.layout, pool, plain.limits, enable_prefix_caching=plain.enable_prefix_caching,
                           lookahead=plain.lookahead)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from outrider.core.step_messages import Admission, ScheduledBatch, StepResult
+    from outrider.core.step_messages import Admission, ScheduledBatch
 
 
 class StepPart:
@@ -23,10 +23,6 @@ class StepPart:
 
     def prepare(self, batch: ScheduledBatch) -> None:
         """Called when all rows are complete, before the forward pass."""
-
-    def amend(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
-        """Complete the result of a batch that moves pages, when the host has read it. Must not read the device."""
-        return result
 
     def reset(self) -> None:
         """Forget all rows: a step has failed, so the content of the device is unknown."""

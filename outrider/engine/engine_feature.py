@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
+from outrider.cache.manager import CacheManager
 from outrider.core.feature_parts import RequestPart
 from outrider.core.params import SamplingParams
 from outrider.core.request_keeper import RequestKeeper
@@ -14,9 +15,6 @@ from outrider.engine.served_model import ServedModel
 from outrider.runner.commands import Answer, Command, Errand
 from outrider.runner.interface import WorkerInfo
 from outrider.sched.row_resources import RowResource
-
-if TYPE_CHECKING:
-    from outrider.cache.media import PageMedia
 
 Checked = TypeVar("Checked")
 
@@ -71,10 +69,9 @@ class EngineFeature:
         of which nothing is taken yet. A feature that is made when a request first asks for it has none."""
         return None
 
-    def page_media(self) -> PageMedia | None:
-        """Return the account of places beyond the device where pages of the cache lie too. It is asked for by every new
-        scheduler, and outlives them. Only one feature of an engine has such places."""
-        return None
+    def make_cache(self, plain: CacheManager) -> CacheManager:
+        """Make the cache of a new scheduler. By default it is `plain`, whose pages lie on the device alone."""
+        return plain
 
     def make_keeper(self, tools: EngineTools) -> RequestKeeper | None:
         """Make the object that keeps the feature's data for requests. Called once, before requests are checked."""

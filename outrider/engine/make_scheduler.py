@@ -17,10 +17,8 @@ from outrider.sched.full_step import UNBOUNDED_PROMPTS, UnboundedPrompts
 from outrider.sched.scheduler import Scheduler
 
 if TYPE_CHECKING:
-    from outrider.cache import with_media
     from outrider.sched import prompt_time
 else:
-    with_media = LateModule("outrider.cache.with_media")
     prompt_time = LateModule("outrider.sched.prompt_time")
 
 
@@ -30,8 +28,8 @@ def make_scheduler(info: WorkerInfo, *, enable_prefix_caching: bool = True, gene
     """Make a scheduler with an empty cache, for a worker that has described itself by `info`."""
     cache = CacheManager(info.layout, PagePool(info.num_pages), info.limits, lookahead=info.lookahead,
                          enable_prefix_caching=enable_prefix_caching)
-    for media in filter(None, [feature.page_media() for feature in features]):
-        cache = with_media.add_media(cache, media)
+    for feature in features:
+        cache = feature.make_cache(cache)
     resources = [feature.make_resource(info) for feature in features]
     return Scheduler(cache, info.limits, speculation=_speculation(info, host_drafter, host_faults),
                      prompt_time=_prompt_time(info), generation=generation,

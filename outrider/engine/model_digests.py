@@ -123,7 +123,7 @@ def describe_kernels(device_name: str) -> dict[str, str | None]:
     on_cpu = device_name.startswith("CPU")
     return {"outrider": __version__, "torch": _version_of("torch"),
             "triton": None if on_cpu else _version_of("triton"),
-            "device": f"CPU, {_processor()}" if on_cpu else device_name, "sources": _sources_digest()}
+            "device": f"CPU, {_cpu_name()}" if on_cpu else device_name, "sources": _sources_digest()}
 
 
 def _version_of(package: str) -> str | None:
@@ -139,7 +139,7 @@ def _sources_digest() -> str:
     return value_digest({path.relative_to(PACKAGE).as_posix(): file_digest(path) for path in files})
 
 
-def _processor() -> str:
+def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

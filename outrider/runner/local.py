@@ -84,7 +84,7 @@ class LocalRunner:
             result = self.device_step.run(batch, packed)
             self.device_step.drafting.check_rows()
             done = read_result(batch, result, time.perf_counter() - start, Uncaptured.NO_GRAPHS)
-            done = self.device_step.amend(batch, done)
+            done = self.device_step.turns.amend(batch, done)
             if batch.mode.is_traced:
                 clock.lap("read")
                 done = replace(done, times=clock.times)

@@ -14,7 +14,6 @@ import torch
 
 from outrider.core import NULL_ROW, Admission, DeltaReach, SamplingParams, ScheduledBatch, StepForm, StepPart
 from outrider.core.checked_request import NO_REQUEST
-from outrider.core.step_messages import StepResult
 from outrider.drafters.base import Drafter, HiddenReads, Step
 from outrider.drafters.guard import DrafterGuards
 from outrider.kernels import ops
@@ -155,12 +154,6 @@ class DeviceStep:
         """Let the features act on the host between the two halves of a split step."""
         self.state.sampling.masks.begin_step()
         self.turns.take(batch, self.clock)
-
-    def amend(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
-        """Let the features complete the result of a step that the host has read."""
-        for part in self._parts if batch.cache.pages.moves else ():
-            result = part.amend(batch, result)
-        return self.turns.amend(batch, result)
 
     @property
     def fills_drafts(self) -> bool:

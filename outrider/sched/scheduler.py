@@ -137,7 +137,7 @@ class Scheduler:
         batch = self._in_flight.pop(result.step)
         self._size.pass_step()
         requests = self._requests
-        self.cache.settle_moves(result.moved)
+        self.cache.settle_moves(result)
         failed = [part.request_id for part in result.requests if part.finish is Finish.ERROR]
         for request_id in self.cache.settle_promises(result.step, failed, result.checkpoints):
             self._start_again(requests[request_id])  # its epoch rises, so its results from this step on are dropped

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from outrider.cache.manager import CacheManager
 from outrider.cache.media import PageMedia
+from outrider.cache.with_media import CacheWithMedia, add_media
 from outrider.config import EngineConfig
 from outrider.engine.engine_feature import EngineFeature
 
@@ -17,8 +19,8 @@ class TiersInEngine(EngineFeature):
                              "or leave host_cache_memory and disk_cache_dir out")
         self._media = PageMedia(names or names_of_settings(config))
 
-    def page_media(self) -> PageMedia:
-        return self._media
+    def make_cache(self, plain: CacheManager) -> CacheWithMedia:
+        return add_media(plain, self._media)
 
 
 def names_of_settings(config: EngineConfig) -> list[str]:

@@ -41,7 +41,9 @@ class TiersOnDevice(WorkerFeature):
             domain = domain_digest(self._config, model, step.drafter, step.pool.layout, loaded_at)
             return domain, self._make_media(domain, page_bytes)
 
-        step.add_part(PageMover(step.pool, open_places))
+        mover = PageMover(step.pool, open_places)
+        step.add_part(mover)
+        step.turns.reporters = (*step.turns.reporters, mover)
 
 
 def media_of_settings(config: EngineConfig, domain: bytes, page_bytes: int) -> list[PageMedium]:
