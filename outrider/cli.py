@@ -16,7 +16,7 @@ from importlib import import_module
 from io import TextIOWrapper
 
 from outrider import __version__
-from outrider.commands import replay
+from outrider.commands import cache, replay
 from outrider.commands.flag_names import with_flags
 from outrider.commands.flag_values import count_flag, counts_flag, number_flag
 from outrider.commands.parser import (
@@ -138,6 +138,7 @@ def build_parser() -> Parser:
     add_training_flags(_add(commands, "train-drafter", "train a draft head for a model, on the model's own answers",
                             TRAIN_EXAMPLES, module="commands.train_drafter", usage="MODEL --out DIR [flags]"))
     _add_fit(commands)
+    cache.add_flags(_add(commands, "cache", cache.HELP, cache.EXAMPLES, usage=cache.USAGE))
     env = _add(commands, "env", "versions, devices and memory: the text for a bug report",
                "examples:\n  outrider env\n  outrider env smollm2\n")
     add_model(env, default=None)

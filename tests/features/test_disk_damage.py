@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from outrider.features.tiers.disk import object_file
+from outrider.features.tiers.disk.folder import CacheFolder
 from outrider.features.tiers.disk.object_file import HEADER_BYTES
 from outrider.features.tiers.disk.records import RECORD_BYTES
 from tests.features.disk_cases import bytes_in, get, key_of, object_files, opened, put
@@ -206,6 +207,30 @@ def test_a_log_that_cannot_be_written_declines_stores(tmp_path: Path, monkeypatc
         assert store._log.num_rebuilt == 1, "at the start alone: what was written in part was cut"
 
 
+def test_who_read_records_that_were_cut_reads_the_log_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{WRITER}.LOOK_SECONDS", 1000.0)  # `second` reads when the test says so
+    with opened(tmp_path / "cache") as store, opened(tmp_path / "cache") as second:
+        assert store.flush() and second.flush()
+        plain = os.write
+
+        def torn(file: int, data: bytes) -> int:
+            written = plain(file, data[:max(RECORD_BYTES, len(data) // 2)])
+            second._log.refresh()
+            return written
+
+        with CacheFolder(tmp_path / "cache").locked(1):
+            for number in range(8):  # a batch, at most
+                put(store, key_of(number))
+            monkeypatch.setattr("outrider.features.tiers.disk.shared_log.os.write", torn)
+        assert store.flush() and sum(store.stats().declined.values()) > 0 and second._log.index.reserved
+        monkeypatch.setattr("outrider.features.tiers.disk.shared_log.os.write", plain)
+        for number in range(8, 20):
+            put(store, key_of(number))
+        assert store.flush() and second.flush() and not second._log.index.reserved
+        assert all(get(second, key_of(number)) for number in range(8, 20))
+        assert second._log.index.num_bytes == store._log.index.num_bytes
+
+
 def test_a_failure_of_the_writer_itself_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened(tmp_path / "cache") as store:
         monkeypatch.setattr(f"{WRITER}.write_object", lambda *args: 1 // 0)
@@ -216,8 +241,6 @@ def test_a_failure_of_the_writer_itself_is_counted(tmp_path: Path, monkeypatch: 
 
 
 def test_a_process_that_holds_the_lock_costs_stores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.features.tiers.disk.folder import CacheFolder
-
     monkeypatch.setattr(f"{WRITER}.LOCK_SECONDS", 0.05)
     with opened(tmp_path / "cache") as store:
         put(store, key_of(0))

@@ -51,10 +51,10 @@ def test_interior_objects_go_first_and_a_hit_promotes() -> None:
     for number in range(10):
         put(store, number, boundary=number < 3)
     store.touch(key_of(3))
-    for number in range(10, 16):
+    for number in range(10, 18):
         put(store, number)
-    assert held(store, 16) == [0, 1, 2, 3, *range(10, 16)]
-    for number in range(16, 30):
+    assert held(store, 18) == [0, 1, 2, 3, *range(12, 18)]
+    for number in range(18, 30):
         put(store, number, boundary=True)
     assert held(store, 30) == list(range(20, 30))
     assert store.stats().evicted == 20

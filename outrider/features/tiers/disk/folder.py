@@ -28,6 +28,7 @@ from typing import Any
 from outrider.features.tiers.disk.records import TAG_BYTES
 
 MARKER = "outrider-cache.json"
+ABOUT = "about.json"
 DOMAIN_BYTES = 32
 KEY_BYTES = 32
 
@@ -85,7 +86,7 @@ class CacheFolder:
         folder = os.path.join(self.path, domain.hex())
         _make_private(folder)
         self._domains[domain[:TAG_BYTES]] = domain
-        path = os.path.join(folder, "about.json")
+        path = os.path.join(folder, ABOUT)
         if not os.path.exists(path):
             temporary = f"{self.path}/tmp/about-{secrets.token_hex(8)}"
             with os.fdopen(_open_private(temporary, os.O_EXCL), "w", encoding="utf-8") as file:
@@ -95,7 +96,7 @@ class CacheFolder:
     def about(self, domain: bytes) -> dict[str, Any]:
         """The description of a domain; empty if it is missing or damaged."""
         try:
-            with open(os.path.join(self.path, domain.hex(), "about.json"), encoding="utf-8") as file:
+            with open(os.path.join(self.path, domain.hex(), ABOUT), encoding="utf-8") as file:
                 found = json.load(file)
         except (OSError, ValueError):
             return {}
@@ -145,6 +146,17 @@ class CacheFolder:
         if path is not None:
             with suppress(FileNotFoundError):
                 os.unlink(path)
+
+    def remove_domain(self, domain: bytes) -> None:
+        """Remove the sub-folder of a domain if it has no objects. Call with the lock held, and no process running."""
+        folder = os.path.join(self.path, domain.hex())
+        with suppress(OSError):
+            for entry in os.listdir(folder):
+                if entry != ABOUT:
+                    os.rmdir(os.path.join(folder, entry))
+            with suppress(FileNotFoundError):
+                os.unlink(os.path.join(folder, ABOUT))
+            os.rmdir(folder)
 
     def free_bytes(self) -> int:
         found = os.statvfs(self.path)

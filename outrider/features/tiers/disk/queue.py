@@ -59,6 +59,9 @@ class StoreQueue:
             self.num_bytes += count  # before the copy, which is made without the lock
         item = QueuedObject(key, bytes(payload), is_boundary)
         with self._changed:
+            if self.is_closed:  # meanwhile
+                self.num_bytes -= count
+                return "closed"
             self.pending[key] = item
             self._items.append(item)
             self._changed.notify_all()

@@ -78,7 +78,7 @@ class SharedLog:
         try:
             if os.write(self._file, data) < len(data):
                 raise OSError("the log could not be written to its end")
-        except OSError:
+        except BaseException:
             self._is_cut = True  # processes that have read a part of it must read the log from its beginning
             with suppress(OSError):
                 os.ftruncate(self._file, self.num_bytes)

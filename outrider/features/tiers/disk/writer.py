@@ -190,8 +190,8 @@ class DiskWriter:
             if new:
                 self._stats.decline("no room", f"{self._folder.free_bytes()} bytes are free on the disk", len(new))
             return []
-        self._remove(victims)
         self._stats.add(evicted=len(victims))
+        self._remove(victims)
         now = time.time()
         reserved = [named_record(Op.RESERVE, name, length=len(item.payload), writer=self._number, time=now)
                     for name, item in new.items()]
