@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from outrider.features.tiers.loader import StagedPage
@@ -62,7 +63,8 @@ class HostCopies(PageCopies):
     def fill(self, staged: Sequence[StagedPage]) -> None:
         for each in staged:
             if each.place is not None:
-                buffer_of(self._pool.data[each.page])[:] = each.data
+                page = self._pool.data[each.page].view(torch.uint8).numpy()
+                page[:] = np.frombuffer(each.data, dtype=np.uint8)  # other threads run meanwhile, unlike with buffers
         self._filled += staged
 
     def settle(self, *, waits: bool = False) -> list[StagedPage]:
