@@ -114,6 +114,7 @@ VERIFY_EXAMPLES = """examples:
   outrider verify smollm2 --speculative-config '{"method": "ngram", "num_speculative_tokens": 4}'
   outrider verify path/to/folder --quick --dtype bfloat16
   outrider verify smollm2 --exact
+  outrider verify smollm2 --tier
 
 Runs the same requests in many ways and compares the tokens. Status 1 if a difference is a fault. With --exact the
 log-probabilities must be equal too, bit for bit.
@@ -382,11 +383,13 @@ def _add_verify(commands: argparse._SubParsersAction[Parser]) -> None:
     parser = _add(commands, "verify", "check that nothing but the request decides the tokens", VERIFY_EXAMPLES)
     add_model(parser)
     parser.add_argument("--quick", action="store_true", help="half of the requests")
+    parser.add_argument("--tier", action="store_true",
+                        help="instead, take prefixes from the device, the host's memory and files (docs/cache.md)")
     parser.add_argument("--max-tokens", type=count_flag, default=24, metavar="N", help="answer tokens (default: 24)")
     parser.add_argument("--json", action="store_true", help="print the table as one JSON object")
     add_engine_flags(parser, skip=("max_model_len", "num_pages", "kv_cache_memory_bytes", "max_num_batched_tokens",
                                    "max_num_seqs", "pad_requests", "pad_tokens", "enable_prefix_caching", "overlap",
-                                   "max_logprobs", "fit"))
+                                   "max_logprobs", "fit", "host_cache_memory", "disk_cache_dir", "disk_cache_size"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

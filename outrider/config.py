@@ -113,6 +113,9 @@ class EngineConfig:
     lora_memory_bytes: Annotated[int, Range(1, INT64)] | None = None  # of adapters on the device; None: by the above
     receipt_key_file: Text | None = None  # the operator's key, which signs receipts
     limit_mm_per_prompt: dict[str, Any] | None = None  # {"image": most of one prompt}; 0: no vision tower is loaded
+    host_cache_memory: Annotated[int, Range(0, INT64)] | None = None  # bytes of the host for pages of the cache
+    disk_cache_dir: Text | None = None  # a folder for pages of the cache, which later engines find again
+    disk_cache_size: Annotated[int, Range(1, INT64)] = 32 << 30  # the most bytes in that folder
     logits_processors: tuple[Any, ...] = ()  # classes that change logits, or their names as "package.module:Class"
 
     def __post_init__(self) -> None:

@@ -47,14 +47,14 @@ class LoRARequest:
 
 @dataclass(frozen=True)
 class LoadedAdapter(RequestPart):
-    """The adapter that a request runs with, named by the number of its load. Each time an adapter is read, its load
-    gets a new number."""
+    """The adapter that a request runs with: the number of its load, and the digest of its files, which keys pages."""
 
     number: int  # of its load
+    digest: str = ""  # of its files, once they have been read
 
     @property
     def cache_key(self) -> str:
-        return f"adapter={self.number}"
+        return f"adapter={self.digest or self.number}"
 
 
 class UnreadableAdapter(ValueError):

@@ -17,7 +17,8 @@ from outrider.cache.known_states import KnownStates
 from outrider.cache.lookup import NO_PROMISES, Horizon, PrefixLookup
 from outrider.cache.pages import PagePool
 from outrider.cache.promises import Promises
-from outrider.core import NULL_PAGE, Bound, CheckpointWrite, Limits, PageChanges, PageWrite, Settled
+from outrider.core import NULL_PAGE, Bound, CheckpointWrite, Limits, PageChanges, PageWrite, Settled, StepResult
+from outrider.core.feature_parts import ResultPart
 from outrider.core.input_part import NO_INPUTS, InputParts
 
 LEAST_SHARED = 256  # tokens of a common beginning whose pages are worth reading once for several requests
@@ -52,7 +53,7 @@ class Start:
 
 
 @dataclass(slots=True)
-class CacheStats:
+class CacheStats(ResultPart):
     queried_tokens: int = 0
     hit_tokens: int = 0
 
@@ -209,9 +210,8 @@ class CacheManager:
         pages.promised = end
 
     @property
-    def has_folds(self) -> bool:
-        """Whether rows of ended requests wait for a batch that folds their last accepted drafts into their recurrent
-        states."""
+    def has_orders(self) -> bool:
+        """Whether the cache needs a batch even if no request does. Here: to fold accepted drafts of ended requests."""
         return self.checkpoints.has_folds
 
     def take_folds(self, step: int) -> list[CheckpointWrite]:
@@ -254,6 +254,9 @@ class CacheManager:
         """Publish the pages that a step has filled, as it promised. Returns the requests that must start again: they
         began from pages or states of a failed request, or from a state that the step did not write."""
         return self.promises.settle(step, failed, written)
+
+    def settle_moves(self, result: StepResult) -> None:
+        """Take a step's report of pages that came from other places or went there. Here there are none."""
 
     def forget_unsettled(self, changes: Sequence[PageChanges]) -> None:
         """Called after a failed step, when no request has a row any more. The step and those after it may have written

@@ -89,8 +89,8 @@ def _drafts(text: str) -> bool | int:
 
 
 def whole_number(text: str) -> int:
-    """Read an integer, or a large one in vLLM's notation: 4k is 4000, 4K is 4096, and so on with m, g and t."""
-    sized = re.fullmatch(r"(\d{1,6})([kmgtKMGT])", text)
+    """Read an integer, or a large one in vLLM's notation: 4k is 4000, 4K is 4096, and so on; 4GiB is 4G."""
+    sized = re.fullmatch(r"(\d{1,6})([kmgtKMGT])(?:(?<=[KMGT])iB)?", text)
     if sized is not None:
         power = "kmgt".index(sized[2].lower()) + 1
         return int(sized[1]) * (1000 if sized[2].islower() else 1024) ** power

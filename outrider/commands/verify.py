@@ -14,10 +14,12 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field, replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
+from outrider.cache.with_media import CacheWithMedia
 from outrider.commands.compare import Difference, describe, differences, explain
 from outrider.commands.loading import Loaded, OnRanks, load_or_find
 from outrider.commands.parser import engine_config
@@ -35,6 +37,7 @@ from outrider.runner.interface import NoDeviceMemory, Runner
 ROWS = 4  # requests at once
 CHUNK = 16
 NO_MEMORY = "no memory"
+TIER_BYTES = 1 << 30  # of host memory, with `--tier`
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,8 @@ class Variant:
     settings: tuple[tuple[str, Any], ...] = ()
     alone: bool = False
     rounds: int = 1  # the last round counts; a second round finds pages of the first in the prefix cache
+    rests: bool = False  # the device's cache is emptied before the last round
+    engines: int = 1  # one after the other; the last one counts
     pool: str = "ample"  # tight: too small for all requests; tighter: for requests that share pages by prefix hits
     expects: tuple[str, ...] = ()  # events that must have happened
 
@@ -68,6 +73,19 @@ def _variants(drafts: bool) -> list[Variant]:
         Variant("padded", drafts, padding, expects=("padded steps", *also)),
         Variant("small pool", drafts, pool="tight", expects=("preemptions", *also)),
         everything,
+    ]
+
+
+def tier_variants(drafts: bool, folder: str) -> list[Variant]:
+    """Runs whose prefixes come from the device, from the host's memory, and from files that another engine wrote."""
+    prefix = (("enable_prefix_caching", True),)
+    host, disk = (("host_cache_memory", TIER_BYTES),), (("disk_cache_dir", f"{folder}/{drafts}"),)
+    return [
+        Variant("device hits", drafts, prefix + host, rounds=2, expects=("hits",)),
+        Variant("host hits", drafts, prefix + host, rounds=2, rests=True, expects=("host hits",)),
+        Variant("disk hits after restart", drafts, prefix + disk, engines=2, expects=("disk hits",)),
+        Variant("host and disk hits", drafts, prefix + host + disk, rounds=2, rests=True, engines=2,
+                expects=("host hits", "disk hits")),
     ]
 
 
@@ -112,6 +130,14 @@ class Check:
         self.reference: list[list[int]] = []
         self._bits: list[Bits] = []  # the reference's
         self._scores: dict[tuple[int, ...], dict[int, float]] = {}  # prompt to log-probability of each next token
+
+    @property
+    def model_name(self) -> str:
+        return self._loaded.name
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._asks)
 
     def run_reference(self) -> None:
         self.reference, self._bits, _ = self._answers(Variant("reference", alone=True))
@@ -195,6 +221,9 @@ class Check:
         """Run the requests. Returns (tokens of each request, their log-probabilities with `--exact`, counts of events
         that occurred)."""
         config = self._config_of(variant)
+        for _ in range(variant.engines - 1):
+            with self._loaded.llm(config) as llm:
+                self._run(llm, variant)
         with self._loaded.llm(config) as llm:
             watch = llm.engine.worker.runner = _Watch(llm.engine.runner)
             outputs = self._run(llm, variant)
@@ -207,7 +236,9 @@ class Check:
             asks = [replace(ask, cache_salt=str(i % 2)) for i, ask in enumerate(asks)]
         batches = [[ask] for ask in asks] if variant.alone else [asks]
         outputs: list[RequestOutput] = []
-        for _ in range(variant.rounds):
+        for number in range(variant.rounds):
+            if variant.rests and number == variant.rounds - 1:
+                llm.engine.rest()
             outputs = [output for batch in batches for output in run_prompts(llm, batch).outputs]
         return outputs
 
@@ -239,8 +270,15 @@ class _Watch:
             "batch mates": self._mates, "hits": stats.num_hit_tokens, "chunks": self._chunks,
             "padded steps": self.command(CountPaddedSteps()).result(), "preemptions": scheduler.num_preemptions,
             "overlap": int(scheduler.max_steps_in_flight > 1), "drafts": stats.num_draft_tokens,
-            "accepted": stats.num_accepted_tokens,
+            "accepted": stats.num_accepted_tokens, **tier_hits(engine),
         }
+
+
+def tier_hits(engine: Engine) -> dict[str, int]:
+    """Pages that came from beyond the device, by place."""
+    cache = engine.scheduler.cache
+    loaded = cache.media.stats.num_loaded if isinstance(cache, CacheWithMedia) else {}
+    return {f"{name} hits": loaded.get(name, 0) for name in ("host", "disk")}
 
 
 def make_asks(loaded: Loaded | OnRanks, quick: bool, max_tokens: int, seed: int) -> list[Ask]:
@@ -268,11 +306,23 @@ def run(args: argparse.Namespace) -> int:
     logging.getLogger("outrider").setLevel(logging.ERROR)  # engines come and go; each would repeat its warnings
     asks = make_asks(loaded, args.quick, args.max_tokens, config.seed)
     check = Check(loaded, config, asks)
-    variants = all_variants(config.speculative is not None)
+    with TemporaryDirectory(prefix="outrider-verify-") as folder:
+        return _run_all(args, config, check, folder)
+
+
+def _variants_asked(args: argparse.Namespace, config: EngineConfig, folder: str) -> list[Variant]:
+    speculative = config.speculative is not None
+    if not args.tier:
+        return all_variants(speculative)
+    return [variant for drafts in (False, True)[: 1 + speculative] for variant in tier_variants(drafts, folder)]
+
+
+def _run_all(args: argparse.Namespace, config: EngineConfig, check: Check, folder: str) -> int:
+    variants = _variants_asked(args, config, folder)
     rows: list[Row] = []
     if not args.json:
         print(f"{'run':<30} {'requests equal':>14} {'tokens':>7}  {'verdict':<9} what happened in it", flush=True)
-    with status_line(f"the reference, {len(asks)} requests one by one, then {len(variants)} runs"):
+    with status_line(f"the reference, {check.num_requests} requests one by one, then {len(variants)} runs"):
         check.run_reference()
     if config.tensor_parallel_size > 1 and not config.exact:  # bits are those of one number of ranks
         variants.insert(0, ONE_RANK)
@@ -283,7 +333,7 @@ def run(args: argparse.Namespace) -> int:
             _print_row(rows[-1])
     faults = [row for row in rows if row.verdict == "fault"]
     if args.json:
-        print(json.dumps({"model": loaded.name, "passed": not faults, "rows": [asdict(row) for row in rows]}))
+        print(json.dumps({"model": check.model_name, "passed": not faults, "rows": [asdict(row) for row in rows]}))
     else:
         _print_summary(rows, faults, config.exact)
     return int(bool(faults))

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from outrider.core.page_moves import MovesReport, PageMoves
+
 
 class Finish(enum.IntEnum):
     """Why a request ended, as the device reports it (0 to 2) or as the host decides (the rest)."""
@@ -85,6 +87,7 @@ class PageChanges:
 
     table_writes: list[PageWrite] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)  # pages that change group: zeroed before use
+    moves: PageMoves | None = None  # copies to and from other places; None: the engine has none, or has nothing to do
 
 
 class DeltaReach(enum.Flag):
@@ -256,3 +259,4 @@ class StepResult:
     uncaptured: Uncaptured | None = None  # why the step was not a replayed graph; None if it was one
     times: StepTimes | None = None  # times of a traced step, where its worker can tell them
     drafting: DraftingReport | None = None  # where there are drafters on the device
+    moved: MovesReport | None = None  # if the batch had orders to move pages

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from outrider.cache.manager import CacheManager
 from outrider.core.feature_parts import RequestPart
 from outrider.core.params import SamplingParams
 from outrider.core.request_keeper import RequestKeeper
@@ -67,6 +68,10 @@ class EngineFeature:
         """Make the device resource that requests of the feature must hold to run. Every new scheduler gets a new one,
         of which nothing is taken yet. A feature that is made when a request first asks for it has none."""
         return None
+
+    def make_cache(self, plain: CacheManager) -> CacheManager:
+        """Make the cache of a new scheduler. By default it is `plain`, whose pages lie on the device alone."""
+        return plain
 
     def make_keeper(self, tools: EngineTools) -> RequestKeeper | None:
         """Make the object that keeps the feature's data for requests. Called once, before requests are checked."""

@@ -7,7 +7,7 @@ from the digests themselves a subscriber could tell whether a prompt that it gue
 page's 16-byte digest, 8 bytes long, keyed with the SHA-256 of `hash_secret`.
 
     message           topic, sequence number (8 bytes, big end first), msgpack of the batch
-    BlockStored       block_hashes, parent_block_hash, token_ids, block_size, lora_id (number of the adapter's load),
+    BlockStored       block_hashes, parent_block_hash, token_ids, block_size, lora_id (from the digest of its files),
                       medium, lora_name, extra_keys (the adapter's name, and with `token_ids` salts of first blocks),
                       group_idx, kv_cache_spec_kind, kv_cache_spec_sliding_window, weights_version (after an update)
     BlockRemoved      block_hashes, medium, group_idx
@@ -22,6 +22,7 @@ only drafters use are left out.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable
 from os import urandom
 from typing import Any, assert_never
@@ -31,6 +32,8 @@ from outrider.cache.groups import CacheLayout
 from outrider.cache.kinds import ChunkedSpec, FullSpec, LatentSpec, PagedSpec
 
 Event = dict[str, Any]
+ADAPTER_KEY = re.compile(r"\w+=[0-9a-f]+")  # keys of adapters end in the digest of their files
+ID_DIGITS = 7  # of the digest
 MEDIUM = "GPU"  # vLLM's name for the memory that the engine computes in, whatever the device
 HASH_BYTES = 8
 STATES = "mamba"  # vLLM's name for groups of recurrent states
@@ -89,8 +92,8 @@ class EventWriter:
             "block_size": self._sizes.get(event.group, self._state_size),
             "lora_id": None, "lora_name": None, "medium": MEDIUM}
         for key, label in event.labels:
-            if (number := key.partition("=")[2]).isdecimal():  # keys of adapters end in their numbers
-                written |= {"lora_id": int(number), "lora_name": label}
+            if ADAPTER_KEY.fullmatch(key):  # a number that stands for the adapter's files
+                written |= {"lora_id": int(key.partition("=")[2][:ID_DIGITS], 16), "lora_name": label}
         for key in () if content is None else content.keys:
             if key.startswith(WEIGHTS_KEY):
                 written["weights_version"] = int(key.removeprefix(WEIGHTS_KEY))

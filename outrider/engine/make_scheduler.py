@@ -28,6 +28,8 @@ def make_scheduler(info: WorkerInfo, *, enable_prefix_caching: bool = True, gene
     """Make a scheduler with an empty cache, for a worker that has described itself by `info`."""
     cache = CacheManager(info.layout, PagePool(info.num_pages), info.limits, lookahead=info.lookahead,
                          enable_prefix_caching=enable_prefix_caching)
+    for feature in features:
+        cache = feature.make_cache(cache)
     resources = [feature.make_resource(info) for feature in features]
     return Scheduler(cache, info.limits, speculation=_speculation(info, host_drafter, host_faults),
                      prompt_time=_prompt_time(info), generation=generation,

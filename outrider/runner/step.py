@@ -181,9 +181,9 @@ class DeviceStep:
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
         """Write what the host decided for this step to the device, before the step begins: admissions, pages and host
         drafts."""
-        self._folded = self.recurrent.fold(scheduled.cache.folds, self.state.computed)  # their rows may be taken below
         for part in self._parts:
             part.begin(scheduled)
+        self._folded = self.recurrent.fold(scheduled.cache.folds, self.state.computed)  # their rows may be taken below
         self.pool.apply(scheduled.cache.pages)
         self.state.admit(scheduled.admissions)
         self.recurrent.admit(scheduled.admissions)

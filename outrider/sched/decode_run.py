@@ -41,7 +41,7 @@ class DecodeRun:
         starts or lacks a page."""
         scheduler, cache = self._scheduler, self._scheduler.cache
         # The last token of a prompt, alone in its step, looks like a decoded one, and may promise a page.
-        running, is_pure = scheduler._running, self._is_possible and not (cache.has_folds or cache.promises)
+        running, is_pure = scheduler._running, self._is_possible and not (cache.has_orders or cache.promises)
         if not (is_pure and running) or scheduler._waiting or scheduler._suspects:
             return 0
         num = min([request.num_left for request in running])

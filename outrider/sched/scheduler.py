@@ -86,7 +86,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting or self._in_flight) or self.cache.has_folds
+        return bool(self._running or self._waiting or self._in_flight) or self.cache.has_orders
 
     def add(self, *requests: Request) -> None:
         """Queue the requests atomically: all are checked before the first is queued, so if one is refused, none is
@@ -137,6 +137,7 @@ class Scheduler:
         batch = self._in_flight.pop(result.step)
         self._size.pass_step()
         requests = self._requests
+        self.cache.settle_moves(result)
         failed = [part.request_id for part in result.requests if part.finish is Finish.ERROR]
         for request_id in self.cache.settle_promises(result.step, failed, result.checkpoints):
             self._start_again(requests[request_id])  # its epoch rises, so its results from this step on are dropped
@@ -284,7 +285,7 @@ class Scheduler:
                 without_room.append(waiting.pop(tenant))
                 continue
             start = self._find_start(request, batch.step)
-            if start.must_wait and (self._in_flight or self.cache.has_folds or not batch.is_empty):
+            if start.must_wait and (self._in_flight or self.cache.has_orders or not batch.is_empty):
                 passed_over.append(waiting.pop(tenant))
                 continue
             if not self.cache.can_start(start):
@@ -429,7 +430,7 @@ class Scheduler:
         self._overdue.forget_all()  # it may be held back
 
     def _finish_batch(self, batch: BatchBuilder, started: Sequence[Request]) -> ScheduledBatch | None:
-        if batch.is_empty and not self.cache.has_folds:
+        if batch.is_empty and not self.cache.has_orders:
             if not (self._in_flight or self._size.is_whole):  # what waits may need a larger step
                 self._size.grow()
             return None

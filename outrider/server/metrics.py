@@ -99,7 +99,7 @@ class ServerMetrics:
         lines += self._counter("engine_restarts", "Times the engine failed and was started again.", {"": num_restarts})
         if engine is not None:
             lines += [*self._state_lines(engine), *self._step_lines(engine.stats)]
-            for report in list(engine.reports.values()):
+            for report in [*engine.reports.values(), engine.scheduler.cache.stats]:
                 lines += self._report_lines(report)
         return "\n".join(lines) + "\n"
 

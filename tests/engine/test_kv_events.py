@@ -205,8 +205,10 @@ def test_pages_of_an_adapter_are_told_with_its_name(tmp_path: Path) -> None:
         assert {(event["lora_id"], event["lora_name"]) for event in plain} == {(None, None)}
         assert not any("extra_keys" in event for event in plain)
         assert adapted[-1]["parent_block_hash"] == adapted[0]["block_hashes"][1], "the first two pages are a hit"
+        (load,) = registry._loads.values()
+        number = int(load.digest[:7], 16)
         for event in (*adapted, *salted):
-            assert (event["lora_id"], event["lora_name"]) == (1, "sql")
+            assert (event["lora_id"], event["lora_name"]) == (number, "sql")
         assert all(event["extra_keys"] == [["sql"]] * len(event["block_hashes"]) for event in adapted)
         assert salted[0]["extra_keys"][:2] == [["sql", "pepper"], ["sql"]]
         assert not {*plain[0]["block_hashes"]} & {*adapted[0]["block_hashes"]}

@@ -25,8 +25,9 @@ from outrider.config import EngineConfig
 from outrider.core import file_digests
 from outrider.core.feature_parts import RequestPart
 from outrider.core.file_digests import canonical
-from outrider.features.receipts import digests, request, writer
+from outrider.engine import model_digests as digests
 from outrider.features.receipts import receipt as receipt_form
+from outrider.features.receipts import request, writer
 from outrider.features.receipts.receipt import leaves, read_key, sealed
 from outrider.features.receipts.writer import SETTINGS
 from outrider.kernels import cpu as native

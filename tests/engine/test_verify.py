@@ -44,6 +44,13 @@ def test_every_way_is_tried_and_gives_the_same_tokens() -> None:
     assert sum(row.drafts for row in rows) == 8 and any(row.happened["accepted"] for row in rows)
 
 
+def test_every_tier_is_tried_and_gives_the_same_tokens(tmp_path: Path) -> None:
+    check = checked(max_tokens=8)
+    rows = [check.run(way) for drafts in (False, True) for way in verify.tier_variants(drafts, str(tmp_path))]
+    assert [(row.way, row.missing) for row in rows if not row.is_met] == []
+    assert [(row.way, row.detail) for row in rows if row.verdict != "equal"] == []
+
+
 def test_a_step_that_takes_every_draft_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def credulous(sampled: torch.Tensor, bad: torch.Tensor, first_logit: torch.Tensor, drafts: torch.Tensor,
                   num_drafts: torch.Tensor, *rest: Any) -> Any:

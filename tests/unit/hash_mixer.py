@@ -203,7 +203,8 @@ class HashMixerRunner:
     def _check_batch(self, batch: ScheduledBatch) -> None:
         if not batch.rows:
             orders = batch.cache
-            assert orders.folds and not batch.admissions and not orders.checkpoints, "a batch without anything to do"
+            assert orders.folds or orders.pages.moves, "a batch without anything to do"
+            assert not batch.admissions and not orders.checkpoints
             return
         assert 0 < batch.num_tokens <= self.limits.max_batched_tokens, "batch over the token budget"
         assert len(set(batch.rows)) == batch.num_requests <= self.limits.max_requests, "a row is in the batch twice"

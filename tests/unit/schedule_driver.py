@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from outrider.cache.groups import CacheLayout
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PageKey, PagePool
 from outrider.core import Finish, Limits, ScheduledBatch, StepResult
@@ -170,17 +171,14 @@ class Driver:
         lengths = [min(r.end_len + scenario.lookahead, MAX_LEN) for r in self.requests]
         largest = max(sum(g.kind.pages_to_start(n, self.limits) for g in layout.groups) for n in lengths)
         num_pages = 1 + largest + scenario.spare_pages
-        self.pool = WatchedPool(num_pages)
-        self.cache = CacheManager(layout, self.pool, self.limits, enable_prefix_caching=scenario.prefix_caching,
-                                  lookahead=scenario.lookahead)
+        self.pool, self.cache = self._make_cache(layout, num_pages)
         seeds = {r.id: r.input.seed for r in self.requests}
         self.guesses = HostGuesses(self.rng, seeds) if scenario.host_drafts else None
         counts = RandomDrafts(self.rng, scenario.max_drafts)
         speculation = StepDrafts(counts) if self.guesses is None else StepDraftsWithHost(
             counts, HostDrafts(self.guesses, VOCAB, max_drafts=scenario.max_drafts))
         self.scheduler = Scheduler(self.cache, self.limits, speculation=speculation, prompt_time=scenario.prompt_time)
-        self.device = HashMixerRunner(layout.groups, num_pages, self.limits, self.rng, lookahead=scenario.lookahead,
-                                      has_state=scenario.state_pages > 0)
+        self.device = self._make_device(layout, num_pages)
         self.counts: Counter[str] = Counter()
         self.device.failing = {r.id for r in self.requests if self.rng.random() < scenario.fail_rate}
         self._watch_sharing()
@@ -188,9 +186,23 @@ class Driver:
         self._steps: deque[InFlight] = deque()
         self._ended_by_host: set[int] = set()
 
+    def _make_cache(self, layout: CacheLayout, num_pages: int) -> tuple[WatchedPool, CacheManager]:
+        pool = WatchedPool(num_pages)
+        return pool, CacheManager(layout, pool, self.limits, enable_prefix_caching=self.scenario.prefix_caching,
+                                  lookahead=self.scenario.lookahead)
+
+    def _make_device(self, layout: CacheLayout, num_pages: int) -> HashMixerRunner:
+        return HashMixerRunner(layout.groups, num_pages, self.limits, self.rng, lookahead=self.scenario.lookahead,
+                               has_state=self.scenario.state_pages > 0)
+
+    @property
+    def most_turns(self) -> int:
+        """Turns in which every request must have ended."""
+        return 50 + 4 * sum(r.end_len for r in self.requests)
+
     def run(self) -> Driver:
         """Until every request has ended, which takes a bounded number of steps."""
-        most = 50 + 4 * sum(r.end_len for r in self.requests)
+        most = self.most_turns
         turns = 0
         while self._arrivals or self.scheduler.has_work:
             self._disturb()

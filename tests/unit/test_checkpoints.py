@@ -19,7 +19,7 @@ def ended_with_drafts_to_fold() -> CacheManager:
     assert cache.reserve(0, Bound(17))
     cache.settle(0, Settled(17), TOKENS)
     end(cache, 0, TOKENS[:18], 17, 14)
-    assert cache.has_folds
+    assert cache.has_orders
     return cache
 
 
@@ -54,7 +54,7 @@ def test_a_state_that_is_known_is_not_waited_for() -> None:
     end(cache, 1, TOKENS[:18], 17, 14)
     assert cache.find_start(2, TOKENS[:17]).must_wait
     report(cache, 3, folds, TOKENS)
-    assert cache.has_folds and not cache.find_start(2, TOKENS[:17]).must_wait
+    assert cache.has_orders and not cache.find_start(2, TOKENS[:17]).must_wait
 
 
 # Before a step
@@ -149,7 +149,7 @@ def test_nothing_is_folded_for_a_boundary_that_the_state_has_already() -> None:
     cache = manager()
     admit(cache, 0, TOKENS[:13])
     end(cache, 0, TOKENS[:18], 17, 16)
-    assert not cache.has_folds and cache.checkpoints.held() == []
+    assert not cache.has_orders and cache.checkpoints.held() == []
 
 
 def test_a_state_that_is_known_is_not_folded_again() -> None:
@@ -157,4 +157,4 @@ def test_a_state_that_is_known_is_not_folded_again() -> None:
     report(cache, 3, cache.take_folds(3), TOKENS)
     admit(cache, 1, TOKENS[:13])
     end(cache, 1, TOKENS[:18], 17, 14)
-    assert not cache.has_folds
+    assert not cache.has_orders

@@ -33,6 +33,7 @@ NAMED = {
     "pooling": (r"pooling(?!_kernel_size)", 1),  # a key of vision configs
     "processors": (r"processors?\b", 3),
     "receipts": (r"receipt", 1),
+    "tiers": (r"\btiers?\b|disk_cache|host_cache", 0),
 }
 NAMING_RECEIPTS = {  # the parameter, the setting, the list of features, and what users call
     "core/params.py", "config.py", "feature_list.py", "receipts.py", "server/protocol.py", "commands/replay.py",

@@ -1,112 +1,103 @@
-"""A tier of pages in the host's memory, from outside the package: a page pool that says which pages move, and a device
-pool that moves them. Nothing between the two knows of it."""
+"""A place for cached pages from outside the package: an object store, which several engines share."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from outrider.cache.pages import PageKey, PagePool
-from outrider.core import PageChanges
-from outrider.mixers.pool import DevicePool
+from outrider import feature_list
+from outrider.config import EngineConfig
+from outrider.feature_list import FeatureEntry, register_feature
+from outrider.features.tiers.in_engine import TiersInEngine
+from outrider.features.tiers.on_device import TiersOnDevice
 from tests.drafters.checkpoints import make_drafter
-from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
+from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
+from tests.engine.recurrent_rig import HYBRIDS
 
 NUM_PAGES = 9
 FIRST = Ask(prompt_of(41, 70), greedy(6))
 ASKS = [FIRST, *(Ask(prompt_of(seed, 65), greedy(6)) for seed in (42, 43))]
 
 
-@dataclass(slots=True)
-class TierChanges(PageChanges):
-    saved: list[tuple[int, int]] = field(default_factory=list)  # pages and the host's slots, before anything else
-    restored: list[tuple[int, int]] = field(default_factory=list)  # the host's slots and pages, after all else
+@dataclass
+class ObjectStore:
+    """A PageMedium that keeps every page."""
 
+    name: str = "objects"
+    objects: dict[bytes, bytes] = field(default_factory=dict)
+    num_loaded: int = 0
 
-class TieredPool(PagePool):
-    """Evicted pages go to slots of the host. A page that is found there has a number beyond the device's until it is
-    held."""
+    def contains(self, key: bytes) -> bool:
+        return key in self.objects
 
-    def __init__(self, num_pages: int) -> None:
-        super().__init__(num_pages)
-        self._changes: TierChanges = TierChanges()
-        self._slots: dict[PageKey, int] = {}
-        self._keys: list[PageKey] = []  # by slot
+    def keys(self) -> list[bytes]:
+        return list(self.objects)
 
-    def take_changes(self) -> PageChanges:
-        changes, self._changes = self._changes, TierChanges()
-        return changes
+    def store(self, key: bytes, payload: memoryview, *, boundary: bool = False) -> bool:
+        self.objects[key] = bytes(payload)
+        return True
 
-    def allocate(self, group: int, *, is_overwritten: bool = False) -> int:
-        if not self._num_blank:
-            page = next(iter(self._cached))
-            key = self._key[page]
-            if key is not None and key not in self._slots:
-                self._changes.saved.append((page, len(self._keys)))
-                self._slots[key] = len(self._keys)
-                self._keys.append(key)
-        return super().allocate(group, is_overwritten=is_overwritten)
+    def load(self, key: bytes, into: memoryview) -> bool:
+        into[:] = self.objects[key]
+        self.num_loaded += 1
+        return True
 
-    def find(self, key: PageKey) -> int | None:
-        page = super().find(key)
-        return self.num_pages + self._slots[key] if page is None and key in self._slots else page
+    def touch(self, key: bytes) -> None:
+        pass
 
-    def is_held(self, page: int) -> bool:
-        return page < self.num_pages and super().is_held(page)
-
-    def hold_all(self, pages: Iterable[int]) -> list[int]:
-        found = list(pages)
-        super().hold_all(page for page in found if page < self.num_pages)  # first: what is held is not evicted
-        return [page if page < self.num_pages else self._bring_back(page - self.num_pages) for page in found]
-
-    def _bring_back(self, slot: int) -> int:
-        page = self.allocate(self._keys[slot][0], is_overwritten=True)
-        self.publish(page, self._keys[slot])
-        self._changes.restored.append((slot, page))
-        return page
+    def close(self) -> None:
+        pass
 
 
 @pytest.fixture
-def host(monkeypatch: pytest.MonkeyPatch) -> dict[int, torch.Tensor]:
-    """The host's slots."""
-    slots: dict[int, torch.Tensor] = {}
-    plain = DevicePool.apply
+def store() -> Iterator[ObjectStore]:
+    """A store that all engines use which start from now on."""
+    store = ObjectStore()
 
-    def apply(pool: DevicePool, changes: PageChanges) -> None:
-        assert isinstance(changes, TierChanges)
-        for page, slot in changes.saved:
-            slots[slot] = pool.copy_page(page)
-        plain(pool, changes)
-        for slot, page in changes.restored:
-            pool.restore_page(page, slots[slot])
+    def worker(config: EngineConfig) -> TiersOnDevice:
+        return TiersOnDevice(config, lambda domain, page_bytes: [store])
 
-    monkeypatch.setattr("outrider.engine.make_scheduler.PagePool", TieredPool)
-    monkeypatch.setattr(DevicePool, "apply", apply)
-    return slots
+    register_feature(FeatureEntry("objects", worker=worker, engine=partial(TiersInEngine, names=[store.name])))
+    yield store
+    feature_list._registered.pop("objects")
+
+
+def settings_of(kind: str | None, tmp_path: Path) -> dict[str, Any]:
+    return {} if kind is None else {"speculative_config": make_drafter(kind, "llama", tmp_path).speculative(3)}
 
 
 @pytest.mark.parametrize("kind", [None, "mtp"])
-def test_pages_that_were_evicted_come_back_from_the_host(
-    kind: str | None, host: dict[int, torch.Tensor], tmp_path: Path
-) -> None:
-    model = tiny_model("llama")
-    speculative = None if kind is None else make_drafter(kind, "llama", tmp_path).speculative(3)
-    with Rig(model, num_pages=60, speculative_config=speculative) as rig:
+def test_pages_that_were_evicted_come_back(kind: str | None, store: ObjectStore, tmp_path: Path) -> None:
+    settings = settings_of(kind, tmp_path)
+    with Rig(tiny_model("llama"), num_pages=60, **settings) as rig:
         expected = tokens_of(rig.run_one_by_one(ASKS))
-        assert not host, "nothing was evicted"
-    with Rig(model, num_pages=NUM_PAGES, speculative_config=speculative) as rig:
+    store.objects.clear()
+    with Rig(tiny_model("llama"), num_pages=NUM_PAGES, **settings) as rig:
         assert tokens_of(rig.run_one_by_one(ASKS)) == expected
-        assert rig.scheduler.cache.pool.num_evicted > 0 and host
+        assert rig.scheduler.cache.pool.num_evicted > 0 and not store.num_loaded
         again = rig.run_one_by_one(ASKS)
-        assert tokens_of(again) == expected
+        assert tokens_of(again) == expected and store.num_loaded
         assert [output.metrics.num_cached_tokens for output in again] == [64, 64, 64]
 
 
-def test_without_the_tier_they_are_computed_again() -> None:
+@pytest.mark.parametrize("family", ["mamba2", "gated_delta"])
+def test_another_engine_finds_pages_and_recurrent_states(family: str, store: ObjectStore) -> None:
+    model = random_model(HYBRIDS[family], torch.float64, 3)
+    with Rig(model) as rig:
+        expected = tokens_of(rig.run_one_by_one(ASKS))
+    with Rig(model) as rig:
+        again = rig.run_one_by_one(ASKS)
+        assert tokens_of(again) == expected and store.num_loaded
+        assert all(output.metrics.num_cached_tokens >= 48 for output in again)
+
+
+def test_without_the_store_they_are_computed_again() -> None:
     with Rig(tiny_model("llama"), num_pages=NUM_PAGES) as rig:
         rig.run_one_by_one(ASKS)
         assert rig.run([FIRST])[0].metrics.num_cached_tokens < 64

@@ -27,11 +27,13 @@ FOLDERS = {  # of FEATURES, by their names
     "prompt embeddings": "embeddings",
     "receipts": "receipts",
     "images": "images",
+    "cache beyond the device": "tiers",
 }
 SETTINGS: dict[str, dict[str, Any]] = {  # that ask for a feature
     "adapters": {"enable_lora": True},
     "drafter that learns": {"speculative_config": {"method": "eagle3", "model": "tiny", "num_speculative_tokens": 2},
                             "adapt_drafter": True},
+    "cache beyond the device": {"disk_cache_dir": "cache"},
     "logits processors": {"logits_processors": ["outrider.logits_processors:LogitsProcessor"]},
 }
 REQUESTS = {  # that ask for the other features

@@ -1,8 +1,8 @@
 """AdapterRegistry: the engine's names of adapters and their loads. No torch.
 
-Every load has a fresh number. Requests carry the number, and it is part of the keys of their pages, so an adapter that
-is read again under the same name shares no pages with the earlier load. The earlier load is served until the new one
-has been read, and stays if the new one cannot be read. All methods are called in the thread that calls
+Every load has a fresh number, which requests carry. The digest of an adapter's files is part of the keys of its pages,
+so an adapter whose files have changed shares no pages with the earlier load. The earlier load is served until the new
+one has been read, and stays if the new one cannot be read. All methods are called in the thread that calls
 `Engine.step`.
 """
 
@@ -46,6 +46,10 @@ class AdapterLoad:
     is_removed: bool = False  # nor is its folder to be read again for requests that were checked before
     answer: Future[AdapterRead | None] | None = None  # the worker's, whether it has been read
     digest: str = ""  # of its files, once they have been read
+
+    @property
+    def part(self) -> LoadedAdapter:
+        return LoadedAdapter(self.number, self.digest)
 
     @property
     def is_idle(self) -> bool:
@@ -116,7 +120,6 @@ class AdapterRegistry(AdapterLoads):
             number = next(self._numbers)
             # The order comes last: a load that an interrupt leaves behind is known here, and `drop_unused` drops it.
             self._loads[number] = AdapterLoad(number, asked.lora_name, asked.lora_path)
-            self._labels[LoadedAdapter(number).cache_key] = asked.lora_name
             self._order(BeginAdapter(number, asked.lora_name, asked.lora_path))
         self._loads.move_to_end(number)
         return self._hold(number)
@@ -151,6 +154,7 @@ class AdapterRegistry(AdapterLoads):
             self._drop(load)
             raise UnreadableAdapter(read.error, load.path)
         self.sizes[number], load.digest = read.size, read.digest
+        self._labels[load.part.cache_key] = load.name
         self._serve(load)
         return True
 
@@ -182,7 +186,7 @@ class AdapterRegistry(AdapterLoads):
 
     def renew(self, asked: CheckedRequest) -> CheckedRequest:
         part = asked.part(LoadedAdapter)
-        return asked if part is None else asked.with_part(LoadedAdapter(self.newest(part.number)))
+        return asked if part is None else asked.with_part(self._loads[self.newest(part.number)].part)
 
     def enter(self, requests: Sequence[CheckedRequest]) -> None:
         """Count the requests as users of their loads. If the load of one request is missing, UnknownAdapter is raised
@@ -281,5 +285,6 @@ class AdapterRegistry(AdapterLoads):
         if self._current.get(load.name) == load.number:
             del self._current[load.name]
         self.sizes.pop(load.number, None)
-        self._labels.pop(LoadedAdapter(load.number).cache_key, None)
         del self._loads[load.number]
+        if all(other.part.cache_key != load.part.cache_key for other in self._loads.values()):
+            self._labels.pop(load.part.cache_key, None)

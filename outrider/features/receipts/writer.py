@@ -12,8 +12,8 @@ from outrider.core.file_digests import canonical
 from outrider.core.params import SamplingParams
 from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.load import find_model
+from outrider.engine.model_digests import describe_kernels, digest_model
 from outrider.engine.served_model import ServedModel
-from outrider.features.receipts.digests import describe_kernels, digest_model
 from outrider.features.receipts.receipt import VERSION, Receipt, sealed
 
 # Settings of an engine on which bits may depend, beside the model. A replay starts its engine with these.

@@ -49,6 +49,7 @@ class HostStore:
         self._free = list(range(num_cells - 1, -1, -1))
         self._placed: dict[bytes, _Placement] = {}
         self._order: EvictionOrder[bytes] = EvictionOrder()
+        self._evicted: list[bytes] = []  # since the last `take_evicted`
         self._lock = threading.Lock()
         self._stats = HostStats(capacity=len(self._arena))
 
@@ -94,6 +95,12 @@ class HostStore:
         with self._lock:
             self._order.use(key)
 
+    def take_evicted(self) -> list[bytes]:
+        """The keys that were evicted since the last call."""
+        with self._lock:
+            evicted, self._evicted = self._evicted, []
+            return evicted
+
     def pin(self, keys: Iterable[bytes], until: float) -> None:
         """Evict these objects last, until a time of the wall clock."""
         with self._lock:
@@ -120,7 +127,9 @@ class HostStore:
             return None
         self._order.end_pins(time.time())
         while len(self._free) < count:
-            self._remove(next(self._order.next_victims()))
+            victim = next(self._order.next_victims())
+            self._remove(victim)
+            self._evicted.append(victim)
             self._stats.evicted += 1
         return tuple(self._free.pop() for _ in range(count))
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
 
 
 class PageMedium(Protocol):
@@ -36,4 +37,22 @@ class PageMedium(Protocol):
 
     def close(self) -> None:
         """Write what was stored and not written yet, within a bounded time."""
+        ...
+
+
+@runtime_checkable
+class ListsKeys(Protocol):
+    """A PageMedium that may hold pages when an engine starts: without the list they are not found."""
+
+    def keys(self) -> Sequence[bytes]:
+        """The keys that it holds now. May take long."""
+        ...
+
+
+@runtime_checkable
+class TellsEvictions(Protocol):
+    """A PageMedium that tells what it evicts, so that no request waits for it in vain."""
+
+    def take_evicted(self) -> list[bytes]:
+        """The keys that were evicted since the last call."""
         ...

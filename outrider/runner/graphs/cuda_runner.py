@@ -234,7 +234,7 @@ class CudaRunner:
         pending = self._run(batch)
         pending.check = self.device_step.ranks.check
         self.device_step.drafting.check_rows()
-        if batch.mode.form is StepForm.SPLIT:
+        if batch.mode.form is StepForm.SPLIT or batch.cache.pages.moves:
             pending.amend = torch.inference_mode()(partial(self.device_step.turns.amend, batch))
         return pending
 

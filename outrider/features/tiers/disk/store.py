@@ -109,6 +109,11 @@ class DiskStore:
         """Delete these objects, and forget them at once in this process."""
         self._queue.drop(list(keys))
 
+    def keys(self) -> list[bytes]:
+        """The keys that are on the disk now, those of other processes included."""
+        self.flush()
+        return [own[TAG_BYTES:] for own in list(self._log.index.stored) if own.startswith(self._tag)]
+
     def flush(self, timeout: float = 10.0) -> bool:
         """Wait until what was stored is on the disk, and what others stored is known. False: not in time."""
         return self._queue.flush(timeout)

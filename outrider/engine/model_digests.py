@@ -1,5 +1,5 @@
 """Digests of everything that a model's results depend on: weight files, config, tokenizer, and the sources of this
-package.
+package. No torch.
 
 The digest of a file is cached under the file's path, size, time and inode, so that gigabytes are hashed once.
 """
@@ -25,7 +25,7 @@ from outrider.engine.text import Tokenizer
 from outrider.models.sources import ModelSource
 from outrider.models.sources.smollm2 import cache_folder
 
-PACKAGE = Path(__file__).parents[2]
+PACKAGE = Path(__file__).parents[1]
 # Folders of the package whose code decides the bits of a token.
 SOURCES = ("formats", "kernels", "layers", "mixers", "models", "sample")
 SUFFIXES = (".py", ".c", ".h")
@@ -48,7 +48,7 @@ def digest_model(source: ModelSource, tokenizer: Tokenizer | None, loaded_at: fl
         files = _weight_files(source.path)
         changed = next((path.name for path in files if path.stat().st_mtime > loaded_at), None)
         if changed is not None:
-            raise ValueError(f"receipt: {changed} has changed since the engine read it, so its digest would be that of "
+            raise ValueError(f"{changed} has changed since the engine read it, so its digest would be that of "
                              "other weights: start the engine again")
         weights = value_digest({path.name: own for path, own in zip(files, _file_digests(files), strict=True)})
     config = value_digest([source.config, source.eos_token_ids])
@@ -123,7 +123,7 @@ def describe_kernels(device_name: str) -> dict[str, str | None]:
     on_cpu = device_name.startswith("CPU")
     return {"outrider": __version__, "torch": _version_of("torch"),
             "triton": None if on_cpu else _version_of("triton"),
-            "device": f"CPU, {_processor()}" if on_cpu else device_name, "sources": _sources_digest()}
+            "device": f"CPU, {_cpu_name()}" if on_cpu else device_name, "sources": _sources_digest()}
 
 
 def _version_of(package: str) -> str | None:
@@ -139,7 +139,7 @@ def _sources_digest() -> str:
     return value_digest({path.relative_to(PACKAGE).as_posix(): file_digest(path) for path in files})
 
 
-def _processor() -> str:
+def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,0 +1,156 @@
+"""PageMedia: which pages and recurrent states lie in places beyond the device, such as host memory or a disk.
+
+This is the scheduler's only account of these places. The worker that copies the bytes reports every change. An account
+may be out of date: a place may have evicted a page, or another engine may have removed it. Then the load fails, the
+key is forgotten here, and the tokens are computed. This file knows neither tokens nor bytes.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.cache.events import DIGEST_BYTES
+from outrider.core.feature_parts import Figure, ResultPart
+from outrider.core.page_moves import OpenedPlaces
+
+PATIENCE = 10.0  # seconds after the start for which requests wait until the places are open
+
+
+class PlaceState(enum.Enum):
+    OPENING = "the worker opens the places"
+    OPEN = "pages are stored and found"
+    UNUSABLE = "the places could not be opened: the engine goes on without them"
+
+
+@dataclass(slots=True)
+class MediaStats(ResultPart):
+    """Counts since the engine started."""
+
+    page_bytes: int = 0
+    num_held: Counter[str] = field(default_factory=Counter)  # pages that a place is known to hold
+    num_stored: Counter[str] = field(default_factory=Counter)  # pages by place
+    num_declined: Counter[str] = field(default_factory=Counter)  # pages that a place did not take
+    num_loaded: Counter[str] = field(default_factory=Counter)  # pages by place
+    num_failed: int = 0  # pages whose load failed
+    num_loads: int = 0  # by requests
+    num_waits: int = 0  # requests that waited for the load of another request
+
+    def figures(self) -> tuple[Figure, ...]:
+        by_place = [figure for name in self.num_held for figure in self._figures_of(name)]
+        return (*by_place,
+                Figure("cache_load_failures", "Pages whose load from beyond the device failed.", self.num_failed),
+                Figure("cache_loads", "Requests that waited for pages from beyond the device.", self.num_loads),
+                Figure("cache_shared_loads", "Requests that waited for another one's pages.", self.num_waits))
+
+    def _figures_of(self, name: str) -> list[Figure]:
+        stored, loaded = self.num_stored[name], self.num_loaded[name]
+        return [Figure(f"cache_{name}_pages", f"Pages that are kept in: {name}.", self.num_held[name], False),
+                Figure(f"cache_{name}_pages_stored", f"Pages that were stored in: {name}.", stored),
+                Figure(f"cache_{name}_pages_loaded", f"Pages that came from: {name}.", loaded),
+                Figure(f"cache_{name}_bytes_stored", f"Bytes that were stored in: {name}.", stored * self.page_bytes),
+                Figure(f"cache_{name}_bytes_loaded", f"Bytes that came from: {name}.", loaded * self.page_bytes),
+                Figure(f"cache_{name}_pages_declined", f"Pages that were not taken by: {name}.",
+                       self.num_declined[name])]
+
+
+class PageMedia:
+    """The account of one engine. It outlives schedulers, which an engine makes anew after an interrupt."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        """names: the places, in the order in which they are asked."""
+        self.names = tuple(names)
+        self.stats = MediaStats()
+        self._state = PlaceState.OPENING
+        self._keys: dict[str, set[bytes]] = {name: set() for name in names}
+        self._domain, self._version = b"", 0
+        self._own = os.urandom(16)  # weights that came by an update are known to this engine alone
+        self._tags: dict[tuple[int, int], bytes] = {}
+        self._until = time.monotonic() + PATIENCE
+
+    @property
+    def is_opening(self) -> bool:
+        return self._state is PlaceState.OPENING
+
+    @property
+    def is_open(self) -> bool:
+        return self._state is PlaceState.OPEN
+
+    @property
+    def keeps_waiting(self) -> bool:
+        """Whether requests still wait for the places to be opened."""
+        return self.is_opening and time.monotonic() < self._until
+
+    def open(self, opened: OpenedPlaces) -> None:
+        if not opened.keys:
+            self._state = PlaceState.UNUSABLE
+            return
+        self._domain, self._state = opened.domain, PlaceState.OPEN
+        self._tags.clear()
+        for name, keys in opened.keys.items():
+            self._keys[name].update(keys)
+        self._count()
+
+    def use_weights(self, version: int) -> None:
+        """Make this version of the weights a part of all keys. Versions above 0 have keys of this engine alone: another
+        engine that has updated its weights as often may have other weights."""
+        self._version = version
+        self._tags.clear()
+
+    # Keys
+
+    def key_of(self, group: int, digest: bytes, index: int = 0) -> bytes:
+        """The key of a page: the digest of its prefix, then a digest of everything else that its bytes depend on.
+        `index`: which of the pages of a recurrent state it is."""
+        tag = self._tags.get((group, index))
+        if tag is None:
+            version = self._own + self._version.to_bytes(8, "little") if self._version else b""
+            place = group.to_bytes(4, "little") + index.to_bytes(4, "little")
+            tag = hashlib.blake2b(self._domain + place + version, digest_size=16).digest()
+            self._tags[group, index] = tag
+        return digest[:DIGEST_BYTES] + tag
+
+    # Places
+
+    def has(self, key: bytes) -> bool:
+        return any(key in own for own in self._keys.values())
+
+    def is_everywhere(self, key: bytes) -> bool:
+        return all(key in own for own in self._keys.values())
+
+    def add(self, key: bytes, places: Sequence[str]) -> None:
+        """Note which places took a page that was ordered to be stored."""
+        for name, own in self._keys.items():
+            if name in places:
+                own.add(key)
+                self.stats.num_stored[name] += 1
+            else:
+                own.discard(key)
+                self.stats.num_declined[name] += 1
+        self._count()
+
+    def evict(self, name: str, keys: Sequence[bytes]) -> None:
+        """Note pages that a place has evicted."""
+        self._keys[name].difference_update(keys)
+        self._count()
+
+    def remove(self, key: bytes) -> None:
+        """Forget a page that could not be loaded."""
+        for own in self._keys.values():
+            own.discard(key)
+        self._count()
+
+    def forget(self) -> None:
+        """Find none of the pages again that the places hold now."""
+        for own in self._keys.values():
+            own.clear()
+        self._count()
+
+    def _count(self) -> None:
+        for name, own in self._keys.items():
+            self.stats.num_held[name] = len(own)

@@ -1,0 +1,411 @@
+"""CacheWithMedia: a CacheManager whose pages also lie in places beyond the device, so that they outlive its memory.
+
+    published        a page's content is final: it is stored with the next batch
+    evicted          a page that no place holds yet is stored before the batch that reuses it overwrites it
+    on its way       a request begins with pages that only other places hold: it waits, and others run
+    arrived          all bytes have come and were verified: the pages are published, and the request finds them
+    failed           the page is freed, its key is forgotten, and the request computes the tokens
+
+A request never runs on a page whose bytes have not arrived. Nothing here is imported unless an engine has such places.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import NamedTuple
+
+from outrider.cache.checkpoints import HANDED_OUT, Checkpoint, Checkpoints
+from outrider.cache.events import STATE_BYTES, PageContent
+from outrider.cache.groups import CacheLayout
+from outrider.cache.lookup import PrefixLookup
+from outrider.cache.manager import CacheManager, CacheStats, Start
+from outrider.cache.media import MediaStats, PageMedia
+from outrider.cache.pages import PageKey, PagePool
+from outrider.cache.prefix import longest_hit
+from outrider.core import Limits, PageChanges, StepResult
+from outrider.core.feature_parts import Figure
+from outrider.core.input_part import NO_INPUTS, InputParts
+from outrider.core.page_moves import LoadedPages, PageLoad, PageMoves, PageStore
+
+MOST_LOADS = 3  # of one request: what was loaded may be evicted again before the request starts
+_load_ids = count(1)  # unique in a process: a worker may still carry out a load of an earlier scheduler
+
+
+class PageQueue:
+    """Pages to be stored with the next batch, by page."""
+
+    def __init__(self, media: PageMedia, state_group: int) -> None:
+        self.media, self._state_group = media, state_group
+        self.is_boundary = True  # of the pages that are published now
+        self._stores: dict[int, PageStore] = {}
+
+    def __len__(self) -> int:
+        return len(self._stores)
+
+    def add(self, page: int, page_key: PageKey) -> None:
+        if not self.media.is_open:
+            return
+        group, digest = page_key
+        index = int.from_bytes(digest[STATE_BYTES:], "little") if group == self._state_group else 0
+        key = self.media.key_of(group, digest, index)
+        if not self.media.is_everywhere(key):
+            self._stores[page] = PageStore(page, key, self.is_boundary)
+
+    def evict(self, page: int, page_key: PageKey) -> None:
+        """Store an evicted page that no place has. The pages of a recurrent state are evicted one by one, and some of
+        them do not help, so these are left."""
+        group, digest = page_key
+        if page not in self._stores and group != self._state_group and self.media.is_open:
+            if not self.media.has(self.media.key_of(group, digest)):
+                self.add(page, page_key)
+
+    def take(self, pool: PagePool) -> list[PageStore]:
+        """Return the pages to store, and forget them. Blank pages are left out: from now on their bytes are
+        undefined."""
+        blank = set(pool.blank_pages()) if self._stores else ()
+        stores = [store for page, store in self._stores.items() if page not in blank]
+        self._stores.clear()
+        return stores
+
+    def clear(self) -> None:
+        self._stores.clear()
+
+
+class WantedPage(NamedTuple):
+    """A page of a prefix that only other places hold."""
+
+    key: bytes
+    group: int
+    page_key: PageKey | None  # None: a page of a recurrent state
+    content: PageContent | None = None  # for the record of cache events, if there is one
+
+
+@dataclass(slots=True)
+class Arrival:
+    """The pages of one prefix that are on their way, and the requests that wait for them."""
+
+    requests: set[int]
+    wanted: list[WantedPage]
+    pages: list[int]  # one for each of `wanted`
+    present: list[int]  # pages of the prefix that are on the device, held so that they are not evicted meanwhile
+    digest: bytes = b""  # of the tokens before the recurrent state, if one is among them
+
+    @property
+    def held(self) -> list[int]:
+        return [*self.pages, *self.present]
+
+
+@dataclass(slots=True)
+class Pending:
+    """What the worker was told and has not answered."""
+
+    num_batches: int = 0  # batches with orders
+    num_stores: int = 0
+    loads: dict[int, Arrival] = field(default_factory=dict)  # by id
+
+
+class ObservedPool(PagePool):
+    """A PagePool that queues pages to be stored when they become findable and when they are evicted."""
+
+    def __init__(self, num_pages: int, queue: PageQueue) -> None:
+        super().__init__(num_pages)
+        self.queue = queue
+        self.arriving = Pending()
+
+    def check(self, held: dict[int, int]) -> None:
+        arriving = [page for arrival in self.arriving.loads.values() for page in arrival.held]
+        super().check(Counter(held) + Counter(arriving))
+
+    def publish(self, page: int, key: PageKey, content: PageContent | None = None) -> None:
+        known = self.find(key)
+        super().publish(page, key, content)
+        if known != page and self.find(key) == page:
+            self.queue.add(page, key)
+
+    def allocate(self, group: int, *, is_overwritten: bool = False) -> int:
+        if not self._num_blank:
+            page = next(iter(self._cached))
+            key = self._key[page]
+            assert key is not None, f"page {page} is cached without content"
+            self.queue.evict(page, key)
+        return super().allocate(group, is_overwritten=is_overwritten)
+
+
+class MarkedCheckpoints(Checkpoints):
+    """Checkpoints that mark states inside a prompt when they are published: other places evict these first."""
+
+    pool: ObservedPool
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def _publish(self, checkpoint: Checkpoint, digest: bytes) -> None:
+        self.pool.queue.is_boundary = not self._is_interior(checkpoint)
+        super()._publish(checkpoint, digest)
+        self.pool.queue.is_boundary = True
+
+    def _is_interior(self, checkpoint: Checkpoint) -> bool:
+        if checkpoint.state is not HANDED_OUT or checkpoint.boundary % self.kind.interval:
+            return False
+        return checkpoint.boundary != self.kind.last_boundary(self._requests[checkpoint.request_id].known)
+
+
+class WideLookup(PrefixLookup):
+    """A PrefixLookup that also knows what other places hold."""
+
+    def __init__(self, layout: CacheLayout, inner: PrefixLookup, media: PageMedia, *, has_lookahead: bool) -> None:
+        super().__init__(layout, inner.pool, inner.checkpoints, inner.promises, has_lookahead=has_lookahead)
+        self._media, self._state_group = media, len(layout.groups)
+
+    def reach(self, request_id: int, token_ids: Sequence[int], inputs: InputParts) -> int:
+        """The number of tokens of the longest prefix whose pages and state are published on the device or lie in
+        another place."""
+        digest_at, kind = self.digest_at(request_id, token_ids), self._kind
+
+        def has_page(key: PageKey) -> bool:
+            return self.pool.find(key) is not None or self._media.has(self._media.key_of(*key))
+
+        def has_state(boundary: int) -> bool:
+            digest = digest_at(boundary)
+            found = self.checkpoints.states.find(digest)
+            return found is not None or all(map(self._media.has, self.state_keys(digest)))
+
+        return longest_hit(has_page, self._target_groups, self._hashes[request_id], token_ids, len(token_ids) - 1,
+                           lambda most: kind.serves(has_state, inputs.last_cut(most)))
+
+    def state_keys(self, digest: bytes) -> list[bytes]:
+        """The keys of the pages of the recurrent state after the tokens of this digest."""
+        return [self._media.key_of(self._state_group, digest, index)
+                for index in range(self.checkpoints.capacity.checkpoint_pages)]
+
+
+@dataclass(slots=True)
+class StatsWithMedia(CacheStats):
+    media: MediaStats = field(default_factory=MediaStats)
+
+    def figures(self) -> tuple[Figure, ...]:
+        return self.media.figures()
+
+
+class CacheWithMedia(CacheManager):
+    pool: ObservedPool
+
+    def __init__(self, layout: CacheLayout, pool: ObservedPool, limits: Limits, *, enable_prefix_caching: bool = True,
+                 lookahead: int = 0) -> None:
+        super().__init__(layout, pool, limits, enable_prefix_caching=enable_prefix_caching, lookahead=lookahead)
+        self.queue, self.media = pool.queue, pool.queue.media
+        self.checkpoints = self._marked = MarkedCheckpoints(self.states, len(self.groups), pool, limits)
+        self.lookup.checkpoints = self.checkpoints
+        self.lookup = self._wide = WideLookup(layout, self.lookup, self.media, has_lookahead=lookahead > 0)
+        self.stats = self._stats = StatsWithMedia(media=self.media.stats)
+        pool.arriving = self._pending = Pending()
+        self._waits_for: dict[int, int] = {}  # request to load
+        self._num_loads: dict[int, int] = {}  # by request
+        self._unsent: list[PageLoad] = []
+        self._cancelled: list[int] = []
+
+    # Looking up
+
+    def find_start(self, request_id: int, token_ids: Sequence[int], keys: tuple[str, ...] = (), *,
+                   use_prefix: bool = True, inputs: InputParts = NO_INPUTS, step: int | None = None) -> Start:
+        """Look up a request's cached prefix. If other places hold more of it than the device, begin to load that, and
+        have the request wait."""
+        reads_cache = self.enable_prefix_caching and use_prefix
+        if request_id in self._waits_for or reads_cache and self.media.keeps_waiting:
+            return Start(token_ids, 0, 0, 0, must_wait=True)
+        start = super().find_start(request_id, token_ids, keys, use_prefix=use_prefix, inputs=inputs, step=step)
+        if not reads_cache or start.must_wait or not self.can_start(start):
+            return start
+        return replace(start, must_wait=self._waits(request_id, token_ids, inputs, start.hit))
+
+    def _waits(self, request_id: int, token_ids: Sequence[int], inputs: InputParts, hit: int) -> bool:
+        """Whether the request should wait for pages from another place. If so, they are on their way."""
+        if not self.media.is_open or self._num_loads.get(request_id, 0) >= MOST_LOADS:
+            return False
+        reach = self._wide.reach(request_id, token_ids, inputs)
+        if reach <= hit:
+            return False
+        arrival = self._plan(request_id, token_ids, reach)
+        coming = {wanted.key: load for load, other in self._pending.loads.items() for wanted in other.wanted}
+        for key in [wanted.key for wanted in arrival.wanted]:
+            if key in coming:  # another request has asked for it
+                self._pending.loads[coming[key]].requests.add(request_id)
+                self._waits_for[request_id] = coming[key]
+                self.media.stats.num_waits += 1
+                return True
+        new = len(arrival.wanted) + sum(not self.pool.is_held(page) for page in arrival.present)
+        if new > self.pool.num_free or not arrival.wanted:
+            return False
+        self._load(request_id, arrival)
+        return True
+
+    def _plan(self, request_id: int, token_ids: Sequence[int], reach: int) -> Arrival:
+        """The pages of a prefix, tails first. Pages of a drafter's group may be missing."""
+        arrival = Arrival({request_id}, [], [], [])
+        for group in self._freed_in_order:
+            count_ = reach // group.page_tokens
+            digests = self.lookup.digests(request_id, group.page_tokens, token_ids, count_)
+            for column in range(count_ - 1, group.kind.first_needed(reach) - 1, -1):
+                page_key = group.index, digests[column]
+                page, key = self.pool.find(page_key), self.media.key_of(*page_key)
+                if page is not None:
+                    arrival.present.append(page)
+                elif self.media.has(key):
+                    content = self.lookup.content(request_id, group, column, token_ids)
+                    arrival.wanted.append(WantedPage(key, group.index, page_key, content))
+                else:
+                    assert not group.is_target, "the reach names a page that no place has"
+                    break
+        if self.layout.recurrent.layers:
+            digest = self.lookup.digest_at(request_id, token_ids)(reach)
+            state = self.states.find(digest)
+            if state is not None:
+                arrival.present += state
+            else:
+                arrival.digest = digest
+                arrival.wanted += [WantedPage(key, len(self.groups), None) for key in self._wide.state_keys(digest)]
+        return arrival
+
+    def _load(self, request_id: int, arrival: Arrival) -> None:
+        for page in arrival.present:  # first: what is held is not evicted
+            self.pool.hold(page)
+        arrival.pages = [self.pool.allocate(wanted.group, is_overwritten=True) for wanted in arrival.wanted]
+        load = next(_load_ids)
+        self._pending.loads[load] = arrival
+        self._waits_for[request_id] = load
+        self._num_loads[request_id] = self._num_loads.get(request_id, 0) + 1
+        self.media.stats.num_loads += 1
+        keys = [wanted.key for wanted in arrival.wanted]
+        self._unsent.append(PageLoad(load, tuple(zip(arrival.pages, keys, strict=True))))
+
+    def admit(self, request_id: int, row: int, start: Start) -> int:
+        self._num_loads.pop(request_id, None)
+        return super().admit(request_id, row, start)
+
+    # Batches
+
+    @property
+    def has_orders(self) -> bool:
+        pending = self._pending
+        awaits = pending.loads or pending.num_stores or self.media.keeps_waiting
+        return bool(super().has_orders or self.queue or self._unsent or awaits and not pending.num_batches)
+
+    def take_changes(self) -> PageChanges:
+        changes, pending = super().take_changes(), self._pending
+        stores = self.queue.take(self.pool)
+        is_opening = self.media.is_opening
+        if stores or self._cancelled or pending.loads or pending.num_stores or is_opening:
+            changes.moves = PageMoves(stores, self._unsent, is_opening, self._cancelled)
+            self._unsent, self._cancelled = [], []
+            pending.num_batches += 1
+            pending.num_stores += len(stores)
+        return changes
+
+    def settle_moves(self, result: StepResult) -> None:
+        report = result.moved
+        if report is None:
+            return
+        self._pending.num_batches -= 1
+        if report.opened is not None:
+            self.media.open(report.opened)
+        self._pending.num_stores -= len(report.stored)
+        for key, places in report.stored:
+            self.media.add(key, places)
+        for name, keys in report.evicted:
+            self.media.evict(name, keys)
+        for loaded in report.loaded:
+            self._arrive(loaded)
+
+    def _arrive(self, loaded: LoadedPages) -> None:
+        """Publish the pages of a load whose bytes have come, and free all of them: they are cached as the most recently
+        used, and the requests that waited look them up again."""
+        arrival = self._pending.loads.pop(loaded.id, None)
+        if arrival is None:
+            return  # cancelled meanwhile
+        state: list[int] = []
+        failed: list[int] = []
+        for wanted, page, place in zip(arrival.wanted, arrival.pages, loaded.places, strict=True):
+            if place is None:
+                failed.append(page)
+                self.media.remove(wanted.key)
+                self.media.stats.num_failed += 1
+                continue
+            self.media.stats.num_loaded[place] += 1
+            if wanted.page_key is None:
+                state.append(page)
+            else:
+                self.pool.publish(page, wanted.page_key, wanted.content)
+        if state and len(state) == len(self._wide.state_keys(arrival.digest)):
+            self.states.publish(arrival.digest, self._marked.next_id(), state)
+        else:
+            failed += state  # without its other pages a state is nothing
+        self._release(arrival, failed)
+
+    def _release(self, arrival: Arrival, unwritten: Sequence[int]) -> None:
+        for page in arrival.held:
+            self.pool.free(page)
+        if unwritten:
+            self.pool.mark_unclean(unwritten)
+        for request_id in arrival.requests:
+            del self._waits_for[request_id]
+
+    def _cancel_loads(self) -> None:
+        """Free the pages of all loads. The worker is told with the next batch, before their pages are used again."""
+        self._cancelled += self._pending.loads
+        for arrival in self._pending.loads.values():
+            self._release(arrival, arrival.pages)
+        self._pending.loads.clear()
+        self._unsent.clear()
+
+    # Forgetting
+
+    def forget_unsettled(self, changes: Sequence[PageChanges]) -> None:
+        self._cancel_loads()
+        self.queue.clear()
+        cancelled, self._cancelled = self._cancelled, []
+        super().forget_unsettled(changes)
+        self.pool.arriving = self._pending = Pending()
+        self._cancelled = cancelled
+
+    def use_weights(self, version: int) -> None:
+        self._cancel_loads()
+        self.queue.clear()
+        super().use_weights(version)
+        self.media.use_weights(version)
+
+    def forget_cached(self) -> bool:
+        """Forget the pages that no request holds, here and in all other places."""
+        self._cancel_loads()
+        self.queue.clear()
+        self.media.forget()
+        return super().forget_cached()
+
+    def forget(self, request_id: int) -> None:
+        super().forget(request_id)
+        self._num_loads.pop(request_id, None)
+        load = self._waits_for.pop(request_id, None)
+        if load is not None:
+            self._pending.loads[load].requests.discard(request_id)
+
+    # Looking
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        waiting = {request: load for load, own in self._pending.loads.items() for request in own.requests}
+        assert waiting == self._waits_for, "a request waits for pages that are not on their way"
+        for arrival in self._pending.loads.values():
+            assert len(arrival.pages) == len(arrival.wanted), "a page on its way has no place"
+
+
+def add_media(plain: CacheManager, media: PageMedia) -> CacheWithMedia:
+    """Make an empty cache like `plain`, whose pages also lie in other places."""
+    if isinstance(plain, CacheWithMedia):
+        raise ValueError("two features keep pages beyond the device, and only one may: start the engine without one of "
+                         "them, or let one feature have all places")
+    media.stats.page_bytes = plain.layout.page_bytes
+    pool = ObservedPool(plain.pool.num_pages, PageQueue(media, state_group=len(plain.groups)))
+    return CacheWithMedia(plain.layout, pool, plain.limits, enable_prefix_caching=plain.enable_prefix_caching,
+                          lookahead=plain.lookahead)

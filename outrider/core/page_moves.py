@@ -1,0 +1,61 @@
+"""PageMoves: copies of cache pages to and from places beyond the device, as orders of a batch and reports of a step.
+No torch.
+
+The scheduler's side decides which page goes where; the worker's side copies bytes and knows the places by name. A page
+is ordered to be stored only when its content is final, and the order is carried out before any later work of the batch
+may overwrite the page. A loaded page belongs to no request until its report has come.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class PageStore(NamedTuple):
+    """An order to copy a page to every place that lacks it."""
+
+    page: int
+    key: bytes
+    is_boundary: bool  # the end of a prompt or a turn: kept longest
+
+
+class PageLoad(NamedTuple):
+    """An order to fill pages with the bytes of these keys. The pages are done together, in any step from now on."""
+
+    id: int
+    pages: tuple[tuple[int, bytes], ...]
+
+
+@dataclass(slots=True)
+class PageMoves:
+    """Orders of one batch. Every batch that has them gets a report, so a batch without orders asks for news."""
+
+    stores: list[PageStore] = field(default_factory=list)
+    loads: list[PageLoad] = field(default_factory=list)
+    asks_places: bool = False  # whether the scheduler does not know the places yet
+    cancelled: list[int] = field(default_factory=list)  # ids of loads whose pages may be overwritten from now on
+
+
+class LoadedPages(NamedTuple):
+    """The end of a load: for each page the place that its bytes came from, or None if none had them."""
+
+    id: int
+    places: tuple[str | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedPlaces:
+    """What the places hold when the worker has opened them. Without places: they could not be opened."""
+
+    domain: bytes  # digest of everything that the bytes of all pages depend on
+    keys: Mapping[str, Sequence[bytes]]  # by the place's name
+
+
+@dataclass(slots=True)
+class MovesReport:
+    opened: OpenedPlaces | None = None  # if the orders ask for it and the places are open
+    stored: list[tuple[bytes, tuple[str, ...]]] = field(default_factory=list)  # keys, and the places that took them
+    loaded: list[LoadedPages] = field(default_factory=list)
+    evicted: list[tuple[str, list[bytes]]] = field(default_factory=list)  # keys that places have no more, where told

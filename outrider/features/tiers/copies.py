@@ -1,0 +1,146 @@
+"""Copies between the device's pages and buffers of the host: straight on a CPU, on streams of their own on a GPU."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from outrider.features.tiers.loader import StagedPage
+from outrider.mixers.pool import DevicePool
+
+Store = Callable[[memoryview], None]  # takes the bytes of a page
+
+
+def buffer_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor in the host's memory."""
+    return memoryview(tensor.view(torch.uint8).numpy())
+
+
+class PageCopies(ABC):
+    """Called on the thread that queues steps, before the work of a step."""
+
+    @abstractmethod
+    def make_buffer(self, num_bytes: int) -> memoryview:
+        """Make a buffer for `fill`. Any thread may call this."""
+
+    @abstractmethod
+    def store(self, pages: Sequence[tuple[int, Store]]) -> None:
+        """Copy pages to the host as they are before this step. Each function is called when its page's bytes have come,
+        now or in a later `settle`."""
+
+    @abstractmethod
+    def fill(self, staged: Sequence[StagedPage]) -> None:
+        """Copy buffers to their pages."""
+
+    def join(self) -> None:
+        """Have this step's work begin after all copies to the device, because pages of cancelled ones are free."""
+
+    @abstractmethod
+    def settle(self, *, waits: bool = False) -> list[StagedPage]:
+        """Finish the copies that have ended. Returns the pages that are filled: later steps may read them.
+        waits: wait for all copies."""
+
+
+class HostCopies(PageCopies):
+    """Copies of a CPU, where pages lie in the host's memory: they are done at once."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        self._pool = pool
+        self._filled: list[StagedPage] = []
+
+    def make_buffer(self, num_bytes: int) -> memoryview:
+        return memoryview(bytearray(num_bytes))
+
+    def store(self, pages: Sequence[tuple[int, Store]]) -> None:
+        for page, store in pages:
+            store(buffer_of(self._pool.data[page]))
+
+    def fill(self, staged: Sequence[StagedPage]) -> None:
+        for each in staged:
+            if each.place is not None:
+                page = self._pool.data[each.page].view(torch.uint8).numpy()
+                page[:] = np.frombuffer(each.data, dtype=np.uint8)  # other threads run meanwhile, unlike with buffers
+        self._filled += staged
+
+    def settle(self, *, waits: bool = False) -> list[StagedPage]:
+        filled, self._filled = self._filled, []
+        return filled
+
+
+@dataclass(slots=True)
+class Queued:
+    """Copies that were queued together, and the event after them."""
+
+    ended: torch.cuda.Event
+    stores: list[tuple[memoryview, Store]]
+    filled: list[StagedPage]
+
+
+class StreamCopies(PageCopies):
+    """Copies of a GPU: from and to pinned memory, on one stream for each direction. The host never waits for them.
+
+    Pages are read before this step's work overwrites any of them: the step's stream waits for the stream of stores, on
+    the device. Filled pages belong to no request until the copy's event has come, so no step waits for loads. Buffers
+    live until their event has come. The class has not run on a GPU yet."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        self._pool = pool
+        self._to_host, self._to_device = torch.cuda.Stream(), torch.cuda.Stream()
+        self._queued: deque[Queued] = deque()
+        self._misses: list[StagedPage] = []
+
+    def make_buffer(self, num_bytes: int) -> memoryview:
+        return buffer_of(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
+
+    def store(self, pages: Sequence[tuple[int, Store]]) -> None:
+        if not pages:
+            return
+        main = torch.cuda.current_stream()
+        self._to_host.wait_stream(main)  # the steps that wrote the pages
+        stores: list[tuple[memoryview, Store]] = []
+        with torch.cuda.stream(self._to_host):
+            for page, store in pages:
+                buffer = torch.empty(self._pool.layout.page_bytes, dtype=torch.uint8, pin_memory=True)
+                buffer.copy_(self._pool.data[page].view(torch.uint8), non_blocking=True)
+                stores.append((buffer_of(buffer), store))
+        self._queue(self._to_host, Queued(torch.cuda.Event(), stores, []))
+        main.wait_stream(self._to_host)  # before the step overwrites them
+
+    def fill(self, staged: Sequence[StagedPage]) -> None:
+        found = [each for each in staged if each.place is not None]
+        self._misses += [each for each in staged if each.place is None]
+        if not found:
+            return
+        self._to_device.wait_stream(torch.cuda.current_stream())  # steps of the pages' last holders
+        with torch.cuda.stream(self._to_device):
+            for each in found:
+                source = torch.frombuffer(each.data, dtype=torch.uint8)
+                self._pool.data[each.page].view(torch.uint8).copy_(source, non_blocking=True)
+        self._queue(self._to_device, Queued(torch.cuda.Event(), [], found))
+
+    def settle(self, *, waits: bool = False) -> list[StagedPage]:
+        filled, self._misses = self._misses, []
+        for queued in list(self._queued):
+            if waits:
+                queued.ended.synchronize()
+            elif not queued.ended.query():
+                continue
+            self._queued.remove(queued)
+            for data, store in queued.stores:
+                store(data)
+            filled += queued.filled
+        if filled:  # what a step reads from now on was written by the other stream
+            torch.cuda.current_stream().wait_stream(self._to_device)
+        return filled
+
+    def join(self) -> None:
+        torch.cuda.current_stream().wait_stream(self._to_device)
+
+    def _queue(self, stream: torch.cuda.Stream, queued: Queued) -> None:
+        queued.ended.record(stream)
+        self._queued.append(queued)

@@ -1,0 +1,150 @@
+"""PageMover: the part of a step that copies pages to and from places beyond the device."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from outrider.core import ScheduledBatch, StepResult
+from outrider.core.page_moves import LoadedPages, MovesReport, OpenedPlaces, PageStore
+from outrider.features.tiers.copies import HostCopies, PageCopies, StreamCopies
+from outrider.features.tiers.loader import Loader, StagedPage
+from outrider.features.tiers.medium import ListsKeys, PageMedium, TellsEvictions
+from outrider.mixers.pool import DevicePool
+from outrider.runner.host_turn import ReportingPart
+
+log = logging.getLogger("outrider")
+POLL_SECONDS = 0.005  # that a batch without requests waits for pages, so that an idle engine does not spin
+
+
+class OpenPlaces:
+    """The places of a worker, opened on a thread of their own: digests of a model's files and lists of files take
+    time."""
+
+    def __init__(self, open_places: Callable[[], tuple[bytes, Sequence[PageMedium]]]) -> None:
+        """open_places: returns the digest of what all pages depend on, and the places in the order in which they are
+        asked."""
+        self._open_places = open_places
+        self._ended = threading.Event()
+        self._domain, self._media, self._keys = b"", list[PageMedium](), dict[str, Sequence[bytes]]()
+        self._thread = threading.Thread(target=self._open, name="outrider-open-cache", daemon=True)
+        self._thread.start()
+
+    def _open(self) -> None:
+        try:
+            self._domain, media = self._open_places()
+            self._keys = {medium.name: medium.keys() if isinstance(medium, ListsKeys) else [] for medium in media}
+            self._media = list(media)
+        except Exception as error:
+            log.error("the cache beyond the device cannot be used: %s", error)
+        self._ended.set()
+
+    def wait(self, seconds: float) -> Sequence[PageMedium] | None:
+        """The places; None while they are being opened."""
+        return self._media if self._ended.wait(seconds) else None
+
+    def report(self) -> OpenedPlaces:
+        return OpenedPlaces(self._domain, self._keys)
+
+    def close(self) -> None:
+        self._thread.join()
+        for medium in self._media:
+            try:
+                medium.close()
+            except Exception:
+                log.exception("%s: not everything was written", medium.name)
+
+
+class PageMover(ReportingPart):
+    def __init__(self, pool: DevicePool, open_places: Callable[[], tuple[bytes, Sequence[PageMedium]]]) -> None:
+        self._copies: PageCopies = HostCopies(pool) if pool.data.device.type == "cpu" else StreamCopies(pool)
+        self._page_bytes = pool.layout.page_bytes
+        self._open_places = open_places
+        self._places: OpenPlaces | None = None  # made by the first batch: a step that only measures memory has none
+        self._media: Sequence[PageMedium] = ()
+        self._loader: Loader | None = None
+        self._loading: dict[int, list[str | None]] = {}  # by load: the place of each page; "" until it is filled
+        self._reports: dict[int, MovesReport] = {}  # by step
+        self._stored: list[tuple[bytes, tuple[str, ...]]] = []
+
+    def begin(self, batch: ScheduledBatch) -> None:
+        moves = batch.cache.pages.moves
+        if moves is None:
+            return
+        report = self._reports[batch.step] = MovesReport()
+        wait = 0.0 if batch.num_requests else POLL_SECONDS
+        loader = self._loader or self._open(wait)
+        if loader is None or self._places is None:
+            return
+        if moves.asks_places:
+            report.opened = self._places.report()
+        if moves.cancelled:
+            self._forget(moves.cancelled)
+            self._copies.join()
+        self._copies.store([(store.page, partial(self._store, store)) for store in moves.stores])
+        for load in moves.loads:
+            self._loading[load.id] = [""] * len(load.pages)
+        loader.begin(moves.loads)
+        self._copies.fill(loader.take(wait))
+        for filled in self._copies.settle():
+            self._fill(filled, report)
+            loader.give_back(filled)
+        report.stored, self._stored = self._stored, []
+        report.evicted = [(medium.name, medium.take_evicted()) for medium in self._media
+                          if isinstance(medium, TellsEvictions)]
+
+    def report(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
+        report = self._reports.pop(batch.step, None)
+        return result if report is None else replace(result, moved=report)
+
+    def reset(self) -> None:
+        self._forget(list(self._loading))
+        self._reports.clear()
+
+    def close(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+        self._copies.settle(waits=True)
+        if self._places is not None:
+            self._places.close()
+
+    def _open(self, wait: float) -> Loader | None:
+        """Begin to open the places, and return their loader once they are open."""
+        if self._places is None:
+            self._places = OpenPlaces(self._open_places)
+        media = self._places.wait(wait)
+        if media is not None:
+            self._media = media
+            self._loader = Loader(media, self._page_bytes, self._copies.make_buffer)
+        return self._loader
+
+    def _forget(self, loads: Sequence[int]) -> None:
+        for load in loads:
+            self._loading.pop(load, None)
+        if self._loader is not None:
+            self._loader.cancel(loads)
+
+    def _store(self, store: PageStore, payload: memoryview) -> None:
+        """Give a page's bytes to every place."""
+        took = tuple(medium.name for medium in self._media if self._gives(medium, store, payload))
+        self._stored.append((store.key, took))
+
+    def _gives(self, medium: PageMedium, store: PageStore, payload: memoryview) -> bool:
+        try:
+            return medium.store(store.key, payload, boundary=store.is_boundary)
+        except Exception:  # whatever a place fails of, the page is not there
+            log.exception("%s: a page could not be stored", medium.name)
+            return False
+
+    def _fill(self, filled: StagedPage, report: MovesReport) -> None:
+        """Note a filled page. A load is reported with its last one."""
+        places = self._loading.get(filled.load)
+        if places is None:
+            return  # cancelled
+        places[filled.position] = filled.place
+        if "" not in places:
+            report.loaded.append(LoadedPages(filled.load, tuple(places)))
+            del self._loading[filled.load]

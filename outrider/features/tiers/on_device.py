@@ -1,0 +1,57 @@
+"""TiersOnDevice: the worker's part of caches beyond the device. It opens the places and gives each step a PageMover."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from outrider.config import EngineConfig
+from outrider.core import Limits
+from outrider.core.lazy_exports import LateModule
+from outrider.features.tiers.domain import domain_digest
+from outrider.features.tiers.medium import PageMedium
+from outrider.features.tiers.mover import PageMover
+from outrider.models.base import Model
+from outrider.runner.step import DeviceStep
+from outrider.runner.worker_feature import WorkerFeature
+
+if TYPE_CHECKING:
+    from outrider.features.tiers import disk, host_store
+else:
+    disk = LateModule("outrider.features.tiers.disk")
+    host_store = LateModule("outrider.features.tiers.host_store")
+
+MakeMedia = Callable[[bytes, int], Sequence[PageMedium]]  # by the digest of what pages depend on, and bytes of a page
+
+
+class TiersOnDevice(WorkerFeature):
+    name = "cache beyond the device"
+
+    def __init__(self, config: EngineConfig, make_media: MakeMedia | None = None) -> None:
+        """make_media: makes the places, in the order in which they are asked; by default those of the settings."""
+        self._config = config
+        self._make_media = make_media or partial(media_of_settings, config)
+
+    def attach(self, step: DeviceStep, model: Model, limits: Limits) -> None:
+        loaded_at, page_bytes = time.time(), step.pool.layout.page_bytes
+
+        def open_places() -> tuple[bytes, Sequence[PageMedium]]:
+            domain = domain_digest(self._config, model, step.drafter, step.pool.layout, loaded_at)
+            return domain, self._make_media(domain, page_bytes)
+
+        mover = PageMover(step.pool, open_places)
+        step.add_part(mover)
+        step.turns.reporters = (*step.turns.reporters, mover)
+
+
+def media_of_settings(config: EngineConfig, domain: bytes, page_bytes: int) -> list[PageMedium]:
+    """Make the places that the settings ask for: host memory first, which is faster."""
+    media: list[PageMedium] = []
+    if config.host_cache_memory:
+        media.append(host_store.HostStore(config.host_cache_memory, cell_bytes=page_bytes))
+    if config.disk_cache_dir is not None:
+        about = {"model": config.model, "exact": config.exact}
+        media.append(disk.DiskStore(config.disk_cache_dir, domain, config.disk_cache_size, about=about))
+    return media

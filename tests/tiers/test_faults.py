@@ -1,0 +1,301 @@
+"""Places that fail, and engines that change while pages are on their way: a request has its own text, or fewer hits."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from outrider import feature_list
+from outrider.cache.with_media import Arrival
+from outrider.core.outputs import RequestOutput
+from outrider.engine.maintenance import Maintenance
+from outrider.feature_list import FeatureEntry, register_feature
+from outrider.features.tiers.in_engine import TiersInEngine
+from outrider.features.tiers.on_device import TiersOnDevice
+from outrider.runner.commands import NamedArray, UpdateWeights
+from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, random_model, tiny_model
+from tests.tiers.rigs import KINDS, Kind, answers_of, asks_of, assert_equal, cache_of, cached_of, stats_of
+
+FAMILIES = ("full", "full and sliding", "mamba2, mtp", "gated delta")
+
+
+@dataclass
+class Gated:
+    """A place whose loads wait for the test, and whose bytes it may spoil."""
+
+    name: str = "gated"
+    pages: dict[bytes, bytes] = field(default_factory=dict)
+    gate: threading.Event = field(default_factory=threading.Event)
+    fails: set[int] = field(default_factory=set)  # loads, by number
+    error: Exception | None = None
+    num_loads: int = 0
+    flags: dict[bytes, bool] = field(default_factory=dict)
+
+    def contains(self, key: bytes) -> bool:
+        return key in self.pages
+
+    def keys(self) -> list[bytes]:
+        return list(self.pages)
+
+    def store(self, key: bytes, payload: memoryview, *, boundary: bool = False) -> bool:
+        assert self.pages.get(key, bytes(payload)) == bytes(payload), "two pages have one key"
+        self.pages[key], self.flags[key] = bytes(payload), boundary
+        return True
+
+    def load(self, key: bytes, into: memoryview) -> bool:
+        assert self.gate.wait(20)
+        self.num_loads += 1
+        if self.num_loads in self.fails:
+            into[:] = b"\xff" * len(into)
+            if self.error is not None:
+                raise self.error
+            return False
+        into[:] = self.pages[key]
+        return True
+
+    def touch(self, key: bytes) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def place() -> Iterator[Gated]:
+    place = Gated()
+    place.gate.set()
+    register_feature(FeatureEntry(
+        "gated", worker=lambda config: TiersOnDevice(config, lambda domain, page_bytes: [place]),
+        engine=partial(TiersInEngine, names=[place.name])))
+    yield place
+    place.gate.set()
+    feature_list._registered.pop("gated")
+
+
+def cold(kind: Kind, path: Path, asks: list[Ask]) -> Any:
+    with kind.open(path, enable_prefix_caching=False) as rig:
+        return answers_of(rig.run_one_by_one(asks))
+
+
+def begin(rig: Rig, ask: Ask, name: str = "waiting") -> None:
+    """Add a request, and step until its pages are on their way."""
+    rig.outputs.add(name, ask.prompt, ask.params)
+    for _ in range(20):
+        rig.outputs.step()
+        if cache_of(rig)._pending.loads:
+            return
+    raise AssertionError("nothing is loaded")
+
+
+def finish(rig: Rig) -> Any:
+    outputs: dict[str, RequestOutput] = {}
+    while rig.engine.has_work:
+        outputs |= {output.request_id: output for output in rig.outputs.step() if output.finished}
+    rig.assert_clean()
+    return outputs
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("fails", [{1}, {2, 3}, set(range(1, 99))])
+def test_a_failed_load_is_a_miss(name: str, fails: set[int], place: Gated, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    asks = asks_of(kind, (70, 49))
+    expected = cold(kind, tmp_path, asks)
+    place.fails, place.error = fails, OSError("the disk is gone") if 2 in fails else None
+    with kind.open(tmp_path) as rig:
+        rig.run_one_by_one(asks)
+        rig.engine.rest()
+        outputs = rig.run_one_by_one(asks)
+        assert_equal(answers_of(outputs), expected)
+        assert stats_of(rig).num_failed == min(len(fails), place.num_loads)
+        rig.engine.rest()
+        assert_equal(answers_of(rig.run(asks)), expected)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_others_run_while_pages_come(name: str, place: Gated, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    slow, other = asks_of(kind, (70, 49))
+    expected = cold(kind, tmp_path, [slow, other])
+    with kind.open(tmp_path) as rig:
+        rig.run([slow])
+        rig.engine.rest()
+        place.gate.clear()
+        begin(rig, slow)
+        rig.outputs.add("other", other.prompt, other.params)
+        outputs: dict[str, RequestOutput] = {}
+        while "other" not in outputs:
+            outputs |= {output.request_id: output for output in rig.outputs.step() if output.finished}
+            rig.scheduler.check_integrity()
+        assert "waiting" not in outputs
+        place.gate.set()
+        outputs |= finish(rig)
+        assert_equal(answers_of([outputs["waiting"], outputs["other"]]), expected)
+        assert cached_of([outputs["waiting"]])[0] >= 32
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("change", ["abort", "sleep", "reset", "preempt", "failed step"])
+def test_changes_while_pages_come(name: str, change: str, place: Gated, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    (ask,) = asks_of(kind, (70,))
+    expected = cold(kind, tmp_path, [ask])
+    with kind.open(tmp_path) as rig:
+        rig.run([ask])
+        rig.engine.rest()
+        place.gate.clear()
+        begin(rig, ask)
+        match change:
+            case "abort":
+                rig.engine.abort("waiting")
+            case "sleep":
+                maintenance = Maintenance(rig.engine)
+                maintenance.sleep()
+                maintenance.wake_up()
+            case "reset":
+                rig.engine.forget_cached()
+            case "preempt":
+                rig.scheduler.preempt_all()
+            case "failed step":
+                run = rig.step.run
+
+                def fail_once(*args: Any) -> Any:
+                    rig.step.run = run  # type: ignore[method-assign]
+                    raise RuntimeError("a step fails")
+
+                rig.step.run = fail_once  # type: ignore[assignment, method-assign]
+                rig.outputs.step()
+                rig.outputs.step()
+        rig.scheduler.check_integrity()
+        place.gate.set()
+        outputs = finish(rig)
+        if change != "abort":
+            assert_equal(answers_of([outputs["waiting"]]), expected)
+        outputs = rig.run([ask])
+        assert_equal(answers_of(outputs), expected)
+        assert cached_of(outputs)[0] >= 32
+
+
+def test_requests_with_one_prefix_wait_for_one_load(place: Gated, tmp_path: Path) -> None:
+    kind = KINDS["full"]
+    (ask,) = asks_of(kind, (70,))
+    expected = cold(kind, tmp_path, [ask])
+    with kind.open(tmp_path) as rig:
+        rig.run([ask])
+        rig.engine.rest()
+        outputs = rig.run([ask, ask, ask])
+        assert_equal(answers_of(outputs), expected * 3)
+        assert stats_of(rig).num_loads == 1 and stats_of(rig).num_waits == 2 and place.num_loads == 4
+
+
+def test_a_hit_has_pages_of_the_device_and_of_a_place(place: Gated, tmp_path: Path) -> None:
+    kind = KINDS["full and sliding"]
+    long, other = asks_of(kind, (70, 90))
+    long_cold, other_cold = cold(kind, tmp_path, [long, other])
+    mixed = 0
+    for num_pages in (11, 12, 13, 14):
+        with kind.open(tmp_path, num_pages=num_pages) as rig:
+            cache = cache_of(rig)
+
+            def count_mixed(request_id: int, arrival: Arrival, load: Any = cache._load) -> None:
+                nonlocal mixed
+                mixed += bool(arrival.present)
+                load(request_id, arrival)
+
+            cache._load = count_mixed  # type: ignore[method-assign]
+            outputs = rig.run_one_by_one([long, other, long, other])
+            assert_equal(answers_of(outputs), 2 * [long_cold, other_cold])
+            assert not stats_of(rig).num_failed
+    assert mixed and place.num_loads
+
+
+def test_a_place_without_room_costs_nothing_but_hits(tmp_path: Path) -> None:
+    kind = KINDS["mamba2, mtp"]
+    asks = asks_of(kind, (70, 49))
+    expected = cold(kind, tmp_path, asks)
+    with kind.open(tmp_path, host_cache_memory=1) as rig:
+        for _ in range(2):
+            assert_equal(answers_of(rig.run(asks)), expected)
+            rig.engine.rest()
+        assert not stats_of(rig).num_loads
+    with kind.open(tmp_path, host_cache_memory=0) as rig:
+        assert_equal(answers_of(rig.run(asks)), expected)
+        assert type(rig.scheduler.cache).__name__ == "CacheManager"
+
+
+def test_damaged_files_are_misses(tmp_path: Path) -> None:
+    kind = KINDS["gated delta"]
+    asks = asks_of(kind, (70, 49))
+    expected = cold(kind, tmp_path, asks)
+    tiers = {"disk_cache_dir": str(tmp_path / "cache")}
+    with kind.open(tmp_path, **tiers) as rig:
+        rig.run(asks)
+    sizes = [path.stat().st_size for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    for path in (tmp_path / "cache").rglob("*"):
+        if path.is_file() and path.stat().st_size == max(sizes):
+            data = bytearray(path.read_bytes())
+            data[-5] ^= 4
+            path.write_bytes(data)
+    with kind.open(tmp_path, **tiers) as rig:
+        assert_equal(answers_of(rig.run(asks)), expected)
+        assert stats_of(rig).num_failed and not stats_of(rig).num_loaded["disk"]
+        assert_equal(answers_of(rig.run(asks)), expected)
+
+
+def updated(seed: int) -> UpdateWeights:
+    source = tiny_model("llama")
+    arrays = []
+    for name, slot in source.weights().items():
+        tensor = slot.target.reshape(slot.shape)
+        arrays.append(NamedArray(name, "float64", tuple(slot.shape),
+                                 (tensor * (1 + seed / 10)).contiguous().reshape(-1).numpy().view("uint8")))
+    return UpdateWeights(arrays=tuple(arrays))
+
+
+def test_engines_with_other_weights_share_no_pages(place: Gated, tmp_path: Path) -> None:
+    """Both engines have updated their weights once, to other weights."""
+    ask = Ask(prompt_of(70, 70), greedy(5, logprobs=2))
+    answers = []
+    for seed in (1, 2, 1):
+        model = random_model(CONFIGS["llama"], torch.float64, 5)
+        with Rig(model) as rig:
+            rig.run([ask])
+            Maintenance(rig.engine).update_weights(updated(seed))
+            before = place.num_loads
+            answers += answers_of(rig.run([ask]))
+            assert place.num_loads == before, "a page of other weights is loaded"
+            rig.engine.rest()
+            assert_equal(answers_of(rig.run([ask])), answers[-1:])
+            assert place.num_loads > before, "pages of these weights are not found"
+    assert answers[0] == answers[2] != answers[1]
+
+
+def test_states_inside_a_prompt_are_marked(place: Gated, tmp_path: Path) -> None:
+    kind = KINDS["mamba2"]
+    (ask,) = asks_of(kind, (90,), max_tokens=2)
+    with kind.open(tmp_path, checkpoint_interval=32, max_num_batched_tokens=16) as rig:
+        rig.run([ask])
+        num_pages = cache_of(rig).checkpoints.capacity.checkpoint_pages
+    marked = list(place.flags.values()).count(False)
+    assert marked == 2 * num_pages, "those after 32 and 64 tokens, and not that after 80"
+
+
+def test_host_memory_that_is_too_small_evicts(tmp_path: Path) -> None:
+    kind = KINDS["full"]
+    asks = asks_of(kind, (70, 60, 50, 80, 75, 65))
+    expected = cold(kind, tmp_path, asks)
+    with kind.open(tmp_path) as rig:
+        page = rig.step.pool.layout.page_bytes
+    with kind.open(tmp_path, host_cache_memory=8 * page, num_pages=9) as rig:
+        for _ in range(3):
+            assert_equal(answers_of(rig.run_one_by_one(asks)), expected)
+        assert 0 < stats_of(rig).num_held["host"] <= 8, "the account keeps what was evicted"
+        figures = {figure.name: figure.value for figure in cache_of(rig).stats.figures()}
+        assert figures["cache_host_bytes_stored"] == stats_of(rig).num_stored["host"] * page > 0
