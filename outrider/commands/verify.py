@@ -71,7 +71,7 @@ def _variants(drafts: bool) -> list[Variant]:
     ]
 
 
-ONE_RANK = Variant("one rank", settings=(("tensor_parallel_size", 1),))
+ONE_RANK = Variant("one rank", settings=(("tensor_parallel_size", 1), ("nnodes", 1)))
 
 
 def all_variants(speculative: bool) -> list[Variant]:
