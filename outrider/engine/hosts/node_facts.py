@@ -37,14 +37,13 @@ class NodeFacts:
 
     node: int
     versions: dict[str, str]
-    model: str  # digests
-    settings: dict[str, Any]
+    settings: dict[str, Any]  # of node 0 all; of another node those that it was given
 
     @classmethod
-    def of_this_node(cls, config: EngineConfig, source: ModelSource) -> NodeFacts:
+    def of_this_node(cls, config: EngineConfig) -> NodeFacts:
         found = {name: _version_of(name) for name in PACKAGES}
         found |= {"outrider's code": code_digest(), "python": ".".join(platform.python_version_tuple()[:2])}
-        return cls(config.node_rank, found, model_digest(config, source), settings_of(config))
+        return cls(config.node_rank, found, settings_of(config) if config.node_rank == 0 else given_settings(config))
 
     def to_json(self) -> bytes:
         return json.dumps(vars(self)).encode()
@@ -57,7 +56,7 @@ class NodeFacts:
             own = cls(**given)
         except (TypeError, RecursionError) as error:
             raise ValueError(f"not the facts of a node: {error}") from None
-        kinds = {"node": int, "versions": dict, "model": str, "settings": dict}
+        kinds = {"node": int, "versions": dict, "settings": dict}
         if any(type(given[name]) is not kind for name, kind in kinds.items()):
             raise ValueError("not the facts of a node")
         return own
@@ -68,13 +67,10 @@ def differences(here: NodeFacts, there: NodeFacts) -> list[str]:
     found = [f"{name} is {shown(here.versions.get(name))} on node 0 and {shown(there.versions.get(name))} on node "
              f"{there.node}" for name in here.versions | there.versions
              if here.versions.get(name) != there.versions.get(name)]
-    if here.model != there.model:
-        found.append(f"the model's digest is {here.model} on node 0 and {there.model} on node {there.node}: the files "
-                     "must be the same on both")
-    for name, value in here.settings.items():
-        theirs = there.settings.get(name)
-        if theirs is not None and theirs != value:  # what is not given there is taken from node 0
-            found.append(f"{name} is {shown(value)} on node 0 and {shown(theirs)} on node {there.node}")
+    for name, theirs in there.settings.items():
+        if name not in here.settings or here.settings[name] != theirs:
+            found.append(f"{name} is {shown(here.settings.get(name))} on node 0 and {shown(theirs)} on node "
+                         f"{there.node}")
     return found
 
 
@@ -82,6 +78,12 @@ def settings_of(config: EngineConfig) -> dict[str, Any]:
     """The settings that must be the same on every node, as JSON has them."""
     given = {own.name: getattr(config, own.name) for own in fields(config) if not _is_own(own.name)}
     return json.loads(json.dumps(given, default=_name_of))
+
+
+def given_settings(config: EngineConfig) -> dict[str, Any]:
+    """The settings that are not at their defaults. A node takes the others from node 0."""
+    defaults = settings_of(EngineConfig(config.model))
+    return {name: value for name, value in settings_of(config).items() if value != defaults[name]}
 
 
 def with_own_settings(config: EngineConfig, own: EngineConfig) -> EngineConfig:

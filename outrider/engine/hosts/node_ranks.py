@@ -25,9 +25,8 @@ log = logging.getLogger("outrider")
 
 @dataclass(frozen=True)
 class RankJob:
-    """What a node needs to start its ranks, beside its own files."""
+    """What a node needs to start its ranks, beside the settings and its own files."""
 
-    config: EngineConfig  # of node 0
     features: tuple[str, ...]
     level: int
     host: HostPlace
@@ -47,7 +46,7 @@ def start_over_nodes(config: EngineConfig,
     try:
         started = RankStarter(config, source, features, level, host).start(ends)
         for node in nodes:
-            job = bytes(ForkingPickler.dumps(RankJob(config, features, level, node.place)))
+            job = bytes(ForkingPickler.dumps(RankJob(features, level, node.place)))
             node.start(job, {own.rank: links[own.rank][1] for own in node.ranks})
     except BaseException:
         for node in nodes:
