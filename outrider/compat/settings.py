@@ -89,8 +89,8 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "data_parallel_size": Refused("replicas are the server's: outrider serve --replicas N", (None, 1)),
     "disable_cascade_attn": Refused("there is no cascade attention to switch", (None, True), is_switch=True),
     "disable_sliding_window": Refused("a model attends as it was trained", (None, False), is_switch=True),
-    "distributed_executor_backend": Refused("ranks are processes of one machine; replicas run on a Ray cluster with "
-                                            "outrider serve --ray", (None, "mp", "uni")),
+    "distributed_executor_backend": Refused("ranks are processes that each node starts (nnodes); replicas run on "
+                                            "a Ray cluster with outrider serve --ray", (None, "mp", "uni")),
     "enable_expert_parallel": Refused(ONE_DEVICE, (None, False), is_switch=True),
     "enable_sleep_mode": Explained("every engine can sleep", is_switch=True),
     "generation_config": Refused("defaults are those of SamplingParams: pass sampling parameters", (None, "vllm")),

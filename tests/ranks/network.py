@@ -46,16 +46,26 @@ class Hosts:
     def inside(self, host: int, *words: str, check: bool = True) -> subprocess.CompletedProcess[str]:
         return ip("ip", "netns", "exec", self.name(host), *words, check=check)
 
+    def listening(self, host: int) -> set[tuple[str, int]]:
+        """The addresses and ports at which the host's processes listen."""
+        lines = self.inside(host, "ss", "-ltnH").stdout.splitlines()
+        found = [line.split()[3].rpartition(":") for line in lines]
+        return {(address, int(port)) for address, _, port in found}
+
     def cut_off(self, host: int) -> None:
         ip("ip", "link", "set", f"orv{host}", "down")
 
     def connect(self, host: int) -> None:
         ip("ip", "link", "set", f"orv{host}", "up")
 
-    def slow_down(self, host: int, *how: str) -> bool:
-        """Returns False if this kernel cannot."""
-        done = self.inside(host, "tc", "qdisc", "replace", "dev", "eth0", "root", "netem", *how, check=False)
-        return done.returncode == 0
+    def slow_down(self, host: int) -> None:
+        """Delay and lose what the host sends, or limit its bytes where the kernel cannot."""
+        queue = ("tc", "qdisc", "replace", "dev", "eth0", "root")
+        if self.inside(host, *queue, "netem", "delay", "10ms", "5ms", "loss", "1%", check=False).returncode:
+            self.inside(host, *queue, "tbf", "rate", "400kbit", "burst", "16kbit", "latency", "400ms")
+
+    def speed_up(self, host: int) -> None:
+        self.inside(host, "tc", "qdisc", "del", "dev", "eth0", "root")
 
 
 def remove(count: int) -> None:
