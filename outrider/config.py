@@ -63,6 +63,10 @@ class EngineConfig:
     dtype: Annotated[str, OneOf(DTYPES, meant=DTYPES_MEANT)] = "auto"
     device: Annotated[str, OneOf(DEVICES, r"cuda:\d{1,3}", "cuda:N", {"gpu": "cuda"})] = "auto"
     tensor_parallel_size: Annotated[int, Range(1, 64)] = 1  # ranks that hold the model together, each in a process
+    nnodes: Annotated[int, Range(1, 64)] = 1  # machines that share the ranks evenly
+    node_rank: Annotated[int, Range(0, 63)] = 0  # this machine's number; node 0 has the engine
+    master_addr: Text = "127.0.0.1"  # of node 0, at which it waits for the others
+    master_port: Annotated[int, Range(1, 65535)] = 29501
     max_model_len: Count | None = None  # the model's own, lowered to what the pool can hold
     max_num_seqs: Annotated[int, Range(1, MAX_REQUESTS)] | None = None
     max_num_batched_tokens: Count | None = None
@@ -123,6 +127,9 @@ class EngineConfig:
         if self.checkpoint_interval < self.page_size:
             raise ValueError(f"checkpoint_interval must be at least page_size ({self.page_size} tokens), got "
                              f"{self.checkpoint_interval}: states are kept where pages end")
+        if self.node_rank >= self.nnodes or self.tensor_parallel_size % self.nnodes:
+            raise ValueError(f"nnodes={self.nnodes} must be above node_rank ({self.node_rank}) and divide "
+                             f"tensor_parallel_size ({self.tensor_parallel_size}): every node has equally many ranks")
         if self.num_pages is not None and self.kv_cache_memory_bytes is not None:
             raise ValueError("num_pages and kv_cache_memory_bytes say the same thing: give one of them")
         if self.logits_processors:

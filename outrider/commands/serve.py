@@ -31,6 +31,13 @@ def run(args: argparse.Namespace) -> int:
     except ModuleNotFoundError as error:
         raise ValueError(f"{NEEDS} ({error.name} is missing)") from None
     engine, config, names = settings_of(args)
+    if engine.node_rank > 0:
+        from outrider.commands.serve_node import serve_node
+
+        return serve_node(engine_config(args))  # settings of streams are node 0's
+    if engine.nnodes > 1 and config.replicas > 1:
+        raise ValueError(f"replicas={config.replicas}: nnodes={engine.nnodes} is for one engine over several machines: "
+                         "start one server for each engine")
     check_files(engine, chat_template(config.chat_template))
     return (serve_engine if config.replicas == 1 else serve_replicas)(engine, config, names)
 

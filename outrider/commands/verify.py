@@ -89,7 +89,7 @@ def tier_variants(drafts: bool, folder: str) -> list[Variant]:
     ]
 
 
-ONE_RANK = Variant("one rank", settings=(("tensor_parallel_size", 1),))
+ONE_RANK = Variant("one rank", settings=(("tensor_parallel_size", 1), ("nnodes", 1)))
 
 
 def all_variants(speculative: bool) -> list[Variant]:

@@ -3,7 +3,7 @@ torch."""
 
 from __future__ import annotations
 
-from outrider.compat.settings import NO_IMAGES, ONE_DEVICE, Explained, Meaning, Refused
+from outrider.compat.settings import NO_IMAGES, Explained, Meaning, Refused
 
 OFF = (None, False)
 NO_OWN_CODE = "the server imports nothing by name: put a proxy in front of it"
@@ -54,5 +54,5 @@ VLLM_SERVER_SETTINGS: dict[str, Meaning] = {
     **dict.fromkeys(("data_parallel_supervisor_port", "dp_supervisor_probe_failure_threshold",
                      "dp_supervisor_probe_interval_s", "dp_supervisor_probe_timeout_s"),
                     Explained("--replicas starts replicas and watches over them")),
-    "headless": Refused(ONE_DEVICE, OFF, is_switch=True),
+    "headless": Explained("a node with a node_rank above 0 serves no requests", is_switch=True),
 }

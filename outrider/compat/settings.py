@@ -90,8 +90,8 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "data_parallel_size": Refused("replicas are the server's: outrider serve --replicas N", (None, 1)),
     "disable_cascade_attn": Refused("there is no cascade attention to switch", (None, True), is_switch=True),
     "disable_sliding_window": Refused("a model attends as it was trained", (None, False), is_switch=True),
-    "distributed_executor_backend": Refused("ranks are processes of one machine; replicas run on a Ray cluster with "
-                                            "outrider serve --ray", (None, "mp", "uni")),
+    "distributed_executor_backend": Refused("ranks are processes that each node starts (nnodes); replicas run on "
+                                            "a Ray cluster with outrider serve --ray", (None, "mp", "uni")),
     "enable_expert_parallel": Refused(ONE_DEVICE, (None, False), is_switch=True),
     "enable_sleep_mode": Explained("every engine can sleep", is_switch=True),
     "generation_config": Refused("defaults are those of SamplingParams: pass sampling parameters", (None, "vllm")),
@@ -159,8 +159,7 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "use_tqdm_on_load": Explained("a terminal shows a bar, and nothing else does", is_switch=True),
     "worker_extension_cls": Refused("there is one worker", (None, "")),
     **dict.fromkeys(("data_parallel_rank", "data_parallel_size_local", "data_parallel_address", "device_ids",
-                     "node_rank", "master_addr", "master_port", "nnodes", "eplb_config", "numa_bind_nodes",
-                     "numa_bind_cpus"),
+                     "eplb_config", "numa_bind_nodes", "numa_bind_cpus"),
                     Refused(ONE_DEVICE, (None, 0, 1))),
     **dict.fromkeys(("enable_elastic_ep", "data_parallel_hybrid_lb", "data_parallel_external_lb", "worker_use_ray",
                      "ray_workers_use_nsight", "numa_bind"), Refused(ONE_DEVICE, (None, False), is_switch=True)),

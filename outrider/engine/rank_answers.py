@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -39,8 +40,10 @@ class _Asked:
 class RankAnswers:
     """Collects the answers of ranks to steps and commands. May be used by several threads."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, places: Sequence[str] = ()) -> None:
+        """places: where there are several machines, words for each rank's."""
         self._num_ranks = num_ranks
+        self._names = [f"rank {rank}{place}" for rank, place in enumerate(places or [""] * num_ranks)]
         self._lock = threading.Lock()
         # By number: an interrupt may come between what is noted here and what is sent.
         self._asked: dict[int, _Asked] = {}
@@ -69,17 +72,17 @@ class RankAnswers:
             asked = self._asked.get(number)
             if asked is None:  # rank 0 has answered before
                 assert isinstance(answer, Failure), "two answers to one step"
-                return _alone(rank, number, answer)
+                return self._alone(rank, number, answer)
             asked.answers[rank] = answer
             failures, is_step = asked.failures, asked.command is None
             if failures and asked.first_failure is None:
                 asked.first_failure = time.monotonic()
             if is_step and 0 < len(failures) < len(asked.answers):  # rank 0 has run it
-                return _alone_of(number, failures)
+                return self._alone_of(number, failures)
             if len(asked.answers) < self._num_ranks and (failures or not is_step):
                 return None
             if failures and (len(failures) < self._num_ranks or _is_lost(failures)):
-                return _alone_of(number, failures)
+                return self._alone_of(number, failures)
             del self._asked[number]
         self._resolve(asked)
         return None
@@ -90,7 +93,7 @@ class RankAnswers:
         with self._lock:
             for number, asked in self._asked.items():
                 if asked.first_failure is not None and time.monotonic() - asked.first_failure > seconds:
-                    return _alone_of(number, asked.failures)
+                    return self._alone_of(number, asked.failures)
         return None
 
     def fail_all(self, error: WorkerDied) -> None:
@@ -108,6 +111,18 @@ class RankAnswers:
         except BaseException as error:
             asked.future.set_exception(error)
 
+    def _alone_of(self, number: int, failures: dict[int, Failure]) -> WorkerDied:
+        """Make the error that names the first rank that failed by itself. A rank that failed only because it lost
+        another rank is named only if there is no such rank."""
+        by_cause = sorted(failures.items(), key=lambda own: (issubclass(own[1].kind, RankLost), own[0]))
+        return self._alone(by_cause[0][0], number, by_cause[0][1])
+
+    def _alone(self, rank: int, number: int, failure: Failure) -> WorkerDied:
+        error = WorkerDied(f"{self._names[rank]} failed in step or command {number}, and ranks cannot go on from "
+                           f"there: {failure.kind.__name__}: {failure.message}")
+        error.add_note(f"In the process of rank {rank}:\n{failure.trace}")
+        return error
+
 
 def fail(future: Future[Any], error: WorkerDied) -> None:
     with suppress(InvalidStateError):  # told already
@@ -116,17 +131,3 @@ def fail(future: Future[Any], error: WorkerDied) -> None:
 
 def _is_lost(failures: dict[int, Failure]) -> bool:
     return any(issubclass(own.kind, RankLost) for own in failures.values())
-
-
-def _alone_of(number: int, failures: dict[int, Failure]) -> WorkerDied:
-    """Make the error that names the first rank that failed by itself. A rank that failed only because it lost another
-    rank is named only if there is no such rank."""
-    by_cause = sorted(failures.items(), key=lambda own: (issubclass(own[1].kind, RankLost), own[0]))
-    return _alone(by_cause[0][0], number, by_cause[0][1])
-
-
-def _alone(rank: int, number: int, failure: Failure) -> WorkerDied:
-    error = WorkerDied(f"rank {rank} failed in step or command {number}, and ranks cannot go on from there: "
-                       f"{failure.kind.__name__}: {failure.message}")
-    error.add_note(f"In the process of rank {rank}:\n{failure.trace}")
-    return error

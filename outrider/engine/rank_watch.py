@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from multiprocessing.process import BaseProcess
+from typing import Protocol
 
 from outrider.engine.script_import import UNGUARDED, UNGUARDED_ADVICE
 from outrider.runner.interface import WorkerDied
@@ -26,17 +26,37 @@ COMMAND_SECONDS = 3600.0  # the same for start-up and commands, which may read w
 STRAGGLER_SECONDS = 30.0  # that ranks may take to fail in a step in which another rank failed
 
 
+class Process(Protocol):
+    """What a parent uses of a rank's process, which may run on another machine."""
+
+    @property
+    def pid(self) -> int | None: ...
+
+    @property
+    def exitcode(self) -> int | None: ...
+
+    def join(self, timeout: float | None = None) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 @dataclass
 class RankProcess:
     """A rank's process, with the status that the process shares with its parent."""
 
     rank: int
-    process: BaseProcess
+    process: Process
     status: RankStatus
+    place: str = ""  # where there are several machines: words for the rank's
 
     @property
     def words(self) -> str:
-        return f"rank {self.rank} (process {self.process.pid}) {self.status.words}"
+        return f"rank {self.rank}{self.place} (process {self.process.pid}) {self.status.words}"
+
+    @property
+    def loss(self) -> str:
+        """Why the parent knows nothing of the process any more; empty for a process of its own."""
+        return ""
 
 
 class RankWatch:
@@ -83,6 +103,8 @@ class RankWatch:
 def death_of(own: RankProcess, num_ranks: int, when: str = "") -> WorkerDied:
     """Make the error for a rank whose process has died. when: words for the time of its death, in place of the rank's
     last activity."""
+    if own.loss:
+        return WorkerDied(own.loss)
     code = own.process.exitcode
     if code == UNGUARDED:
         return WorkerDied(UNGUARDED_ADVICE)
@@ -90,6 +112,6 @@ def death_of(own: RankProcess, num_ranks: int, when: str = "") -> WorkerDied:
     if num_ranks == 1:
         who = f"the worker process died {when}".rstrip()
     else:
-        who = f"the process of rank {own.rank} died {when or f'when it {own.status.words}'}"
+        who = f"the process of rank {own.rank}{own.place} died {when or f'when it {own.status.words}'}"
     return WorkerDied(f"{who} ({how}): its own messages may say why; on Linux, SIGKILL often means that the machine "
                       "had no memory left")

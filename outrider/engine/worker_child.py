@@ -162,7 +162,7 @@ class _ToParent(logging.Handler):
     def __init__(self, pipe: Connection, link: RankLink) -> None:
         super().__init__()
         self._pipe, self._sending = pipe, threading.Lock()
-        self._prefix = "" if link.count == 1 else f"rank {link.rank}: "
+        self._prefix = "" if link.count == 1 else f"rank {link.rank}{link.host.words}: "
 
     def send(self, *messages: Any) -> None:
         pickled = [ForkingPickler.dumps(message) for message in messages]

@@ -9,34 +9,36 @@ to the children. This file imports no torch; the children do.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from itertools import count
-from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from multiprocessing.util import Finalize
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from outrider.config import EngineConfig
 from outrider.core import ScheduledBatch, StepResult
+from outrider.core.lazy_exports import LateModule
 from outrider.core.ranks import RankLost
 from outrider.engine import rank_watch
 from outrider.engine.errand_answers import ErrandAnswers
 from outrider.engine.rank_answers import RankAnswers, fail
+from outrider.engine.rank_processes import RankStarter, make_links
 from outrider.engine.rank_watch import RankProcess, RankWatch, death_of
-from outrider.engine.spawned import check_sent, spawn_process
-from outrider.engine.worker_child import RankPlace, serve
 from outrider.engine.worker_messages import ErrandDone, Failure, OfCommand, OfErrand
 from outrider.feature_list import registered_names
 from outrider.models.rank_sizes import check_heads
 from outrider.models.sources.model_source import ModelSource
 from outrider.runner.commands import Answer, Command, Errand, PrepareIdle
 from outrider.runner.interface import WorkerDied, WorkerInfo
-from outrider.runner.rank_link import STATUS_FIELDS, RankLink, RankStatus
+
+if TYPE_CHECKING:
+    from outrider.engine.hosts import node_ranks
+else:
+    node_ranks = LateModule("outrider.engine.hosts.node_ranks")
 
 AT_EXIT = 0  # when this process ends: before multiprocessing asks its children to end by SIGTERM, and waits for them
 CLOSE_SECONDS = 30.0  # until children that were asked to end are ended
@@ -48,6 +50,16 @@ log = logging.getLogger("outrider")
 Given = TypeVar("Given")
 
 
+class RankPipe(Protocol):
+    """What a parent uses of the pipe to a rank, which may run on another machine."""
+
+    def send_bytes(self, data: bytes | memoryview, /) -> None: ...
+
+    def recv_bytes(self) -> bytes: ...
+
+    def recv(self) -> Any: ...
+
+
 class WorkerProcess:
     """A Runner whose worker lives in child processes. The constructor starts the children and waits until they are
     ready."""
@@ -57,9 +69,10 @@ class WorkerProcess:
     def __init__(self, config: EngineConfig, source: ModelSource) -> None:
         num_ranks = config.tensor_parallel_size
         check_heads(source.config, num_ranks, str(source.config_file))
-        self._ranks, self._pipes = _start(config, source, num_ranks)
+        start = _start if config.nnodes == 1 else node_ranks.start_over_nodes
+        self._ranks, self._pipes = start(config, source)
         Finalize(None, _kill, args=(self._ranks,), exitpriority=AT_EXIT)
-        self._answers = RankAnswers(num_ranks)
+        self._answers = RankAnswers(num_ranks, [own.place for own in self._ranks])
         self._errands = ErrandAnswers(num_ranks)
         self._numbers = count()
         self._sending = threading.RLock()  # steps come from one thread, and errands from any
@@ -158,7 +171,7 @@ class WorkerProcess:
 
     # Threads that read the pipes and watch the children
 
-    def _read(self, rank: int, pipe: Connection) -> None:
+    def _read(self, rank: int, pipe: RankPipe) -> None:
         while True:
             try:
                 message = pipe.recv()
@@ -245,31 +258,16 @@ class WorkerProcess:
         error = cause.to_error()
         is_common = len(causes) == len(self._ranks) and len({own.message for own in causes.values()}) == 1
         if not is_common:
-            error.args = (f"rank {rank}: {cause.message}",)
+            error.args = (f"rank {rank}{self._ranks[rank].place}: {cause.message}",)
         return error
 
 
-def _start(config: EngineConfig, source: ModelSource,
-           num_ranks: int) -> tuple[list[RankProcess], list[Connection]]:
+def _start(config: EngineConfig, source: ModelSource) -> tuple[Sequence[RankProcess], Sequence[RankPipe]]:
     """Start a process for each rank. Returns the processes and the pipes to them, in the order of ranks."""
-    check_sent(config, source)
-    context = multiprocessing.get_context("spawn")
-    links = [context.Pipe() for _ in range(num_ranks - 1)]  # between rank 0 and each other rank
-    ranks, pipes, process_ids = [], [], context.RawArray("q", num_ranks)
-    for rank in range(num_ranks):
-        own, theirs = context.Pipe()
-        ends = tuple(first for first, _ in links) if rank == 0 else (links[rank - 1][1],)
-        numbers = context.RawArray("q", STATUS_FIELDS)
-        place = RankPlace(RankLink(rank, num_ranks, ends), numbers, process_ids, registered_names())
-        process = spawn_process(serve, (theirs, config, source, log.getEffectiveLevel(), place),
-                                name=f"outrider-worker-{rank}" if num_ranks > 1 else "outrider-worker", daemon=True)
-        theirs.close()  # or the pipe would not end with the child
-        ranks.append(RankProcess(rank, process, RankStatus(numbers)))
-        pipes.append(own)
-    for link in links:
-        for end in link:
-            end.close()
-    return ranks, pipes
+    links = make_links(range(1, config.tensor_parallel_size))
+    ends = {0: tuple(first for first, _ in links.values())} | {rank: (end,) for rank, (_, end) in links.items()}
+    started = RankStarter(config, source, registered_names(), log.getEffectiveLevel()).start(ends)
+    return [one.own for one in started], [one.pipe for one in started]
 
 
 def _kill(ranks: Sequence[RankProcess]) -> None:

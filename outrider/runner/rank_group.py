@@ -4,6 +4,7 @@ and picks each rank's device."""
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -19,8 +20,10 @@ from outrider.runner.worker_ranks import DEVICE_SECONDS, ONE_RANK, WatchedRanks,
 
 if TYPE_CHECKING:
     from outrider.runner import device_ranks as on_devices
-else:  # with Triton, which a CPU need not have
-    on_devices = LateModule("outrider.runner.device_ranks")
+    from outrider.runner import nodes
+else:
+    on_devices = LateModule("outrider.runner.device_ranks")  # with Triton, which a CPU need not have
+    nodes = LateModule("outrider.runner.nodes")
 
 # The parent watches the ranks and ends them much earlier than a sum gives up; during start-up one rank may read its
 # weights for long while another waits in a sum.
@@ -40,10 +43,10 @@ def device_of_rank(name: str, link: RankLink) -> str:
     if _shares_device():
         return "cuda:0"
     found = torch.cuda.device_count()
-    if link.count > found:
+    if link.num_local > found:
         raise ValueError(f"tensor_parallel_size={link.count}, and this machine has {found} CUDA device"
-                         f"{'s' * (found != 1)} that torch can use: use at most {found} ranks")
-    return f"cuda:{link.rank}"
+                         f"{'s' * (found != 1)} that torch can use: use at most {found * link.host.num_nodes} ranks")
+    return f"cuda:{link.rank % link.num_local}"
 
 
 def join_ranks(link: RankLink, status: RankStatus, device_name: str) -> WorkerRanks:
@@ -54,29 +57,40 @@ def join_ranks(link: RankLink, status: RankStatus, device_name: str) -> WorkerRa
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // link.count))  # ranks share the cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // link.num_local))  # ranks share the cores
     is_shared = device.type != "cuda" or _shares_device()
     uses_memory = link.count <= MAX_DEVICE_RANKS and all(link.gather(_reaches_all(device, link)))
-    if sys.platform == "linux":
+    if link.host.num_nodes > 1:
+        nodes.check_alike(link, device)
+        nodes.use_interface_of(link.host.address)
+    elif sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine
     seconds = timedelta(seconds=GROUP_SECONDS)
-    # The system chooses the port, so that no other program can hold it.
-    own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if link.rank == 0 else None
-    port = link.decide(lambda: own.port if own is not None else 0)
-    store = own or dist.TCPStore("127.0.0.1", port, is_master=False, timeout=seconds)
+    own = _listening_store(link.host.address) if link.rank == 0 else None
+    address, port = link.decide(lambda: (link.host.address, own.port if own is not None else 0))
+    store = own or dist.TCPStore(address, port, is_master=False, timeout=seconds)
     backend = "gloo" if uses_memory or device.type != "cuda" else "nccl"
     dist.init_process_group(backend, store=store, rank=link.rank, world_size=link.count,
                             timeout=seconds)
-    num_sharing = link.count if is_shared else 1
+    num_sharing = link.num_local if is_shared else 1
     if not uses_memory:
         return WorkerRanks(link, WatchedRanks(ProcessRanks(), status), num_sharing)
     device_ranks = on_devices.DeviceRanks(device, DEVICE_SECONDS)
     return WorkerRanks(link, WatchedRanks(device_ranks, status), num_sharing, device_ranks)
 
 
+def _listening_store(address: str) -> dist.TCPStore:
+    """Make the store in which ranks find each other. It listens at the given address alone; the system chooses the
+    port, so that no other program can hold it."""
+    family = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0][0]
+    listener = socket.create_server((address, 0), family=family, backlog=128)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(address, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+
+
 def _reaches_all(device: torch.device, link: RankLink) -> bool:
     """Whether the rank's GPU can read the memory of all other ranks' GPUs."""
-    if device.type != "cuda":
+    if device.type != "cuda" or link.host.num_nodes > 1:
         return False
     others = [other for other in range(link.count) if other != link.rank]
     return _shares_device() or all(torch.cuda.can_device_access_peer(device, other) for other in others)

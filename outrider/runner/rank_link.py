@@ -96,6 +96,19 @@ class RankStatus:
 
 
 @dataclass(frozen=True)
+class HostPlace:
+    """The machine ("node") of a rank. Every node has equally many ranks, in the order of nodes."""
+
+    node: int = 0
+    num_nodes: int = 1
+    address: str = "127.0.0.1"  # at which the ranks of other nodes reach it
+
+    @property
+    def words(self) -> str:
+        return f" on node {self.node} ({self.address})" if self.num_nodes > 1 else ""
+
+
+@dataclass(frozen=True)
 class RankLink:
     """Pipes between the host processes of the ranks. Every rank calls the same methods in the same order, from one
     thread at a time."""
@@ -104,6 +117,12 @@ class RankLink:
     count: int = 1
     pipes: tuple[Connection, ...] = ()  # on rank 0 one to every other rank, in their order; elsewhere the one to rank 0
     status: RankStatus = field(default_factory=lambda: RankStatus([0] * STATUS_FIELDS))  # a parent may look at it
+    host: HostPlace = HostPlace()
+
+    @property
+    def num_local(self) -> int:
+        """The number of ranks on this rank's machine."""
+        return self.count // self.host.num_nodes
 
     def decide(self, make: Callable[[], Value]) -> Value:
         """Call `make` on rank 0, and return its value on every rank. If `make` raises, this raises on every rank."""

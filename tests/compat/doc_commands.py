@@ -141,6 +141,10 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
     "tests/ray/test_ray_serve.py": (
         "outrider serve MODEL --ray --replicas 4", "serve run outrider.ray:app model=MODEL replicas=1 max_replicas=4",
     ),
+    "tests/ranks/test_node_network.py": (
+        "outrider serve MODEL -tp 4 --nnodes 2 --node-rank 0 --master-addr 10.0.0.1",
+        "outrider serve MODEL -tp 4 --nnodes 2 --node-rank 1 --master-addr 10.0.0.1",
+    ),
     "tests/engine/test_kv_events.py": (
         'outrider serve MODEL --kv-events-config \'{"enable_kv_cache_events": true, "endpoint": "tcp://*:5557", '
         '"replay_endpoint": "tcp://*:5558", "token_ids": true}\'',
