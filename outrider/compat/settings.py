@@ -227,7 +227,7 @@ VLLM_SETTINGS |= {
     "tokens_only": Refused("give token ids, and skip_tokenizer_init=True", (None, False), is_switch=True),
     "watermark": Explained("a preempted request is computed again"),
     "watermark_config": Refused("texts get no watermark"),
-    "weight_transfer_config": Refused("LLM.update_weights replaces weights by tensors or by a folder's"),
+    "weight_transfer_config": Refused("LLM.load_weights takes tensors, and the server has --weight-transfer-config"),
     **dict.fromkeys(("aux_output_config", "ec_manager_config", "video_pruning_rate", "video_pruning_method"),
                     Refused(NO_IMAGES, (None, {}, "evs"))),
     **dict.fromkeys(("interleave_mm_strings", "mm_encoder_only"), Refused(NO_IMAGES, (None, False), is_switch=True)),
