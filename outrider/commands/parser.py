@@ -58,6 +58,7 @@ ENGINE_HELP = flag_help() | {
     "hf_overrides": "values of config.json to replace or add, a JSON object",
     "kv_events_config": "publish what the prefix cache holds, as vLLM does; a JSON object (docs/replicas.md)",
     "profiler_dir": "the folder that profiles are written to",
+    "worker_extension_cls": "a class for collective_rpc, as package.module.Class; trainers set it",
     "skip_tokenizer_init": "read no tokenizer: token ids in, token ids out",
     "logits_processors": "a class that changes logits, as package.module:Class (repeat for several)",
     "logprobs_mode": "log-probabilities of raw logits, or of processed ones",

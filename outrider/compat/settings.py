@@ -157,7 +157,6 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "skip_mm_profiling": Refused(NO_IMAGES, (None, False), is_switch=True),
     "stream_interval": Explained("a stream gets every token that its reader has not seen"),
     "use_tqdm_on_load": Explained("a terminal shows a bar, and nothing else does", is_switch=True),
-    "worker_extension_cls": Refused("there is one worker", (None, "")),
     **dict.fromkeys(("data_parallel_rank", "data_parallel_size_local", "data_parallel_address", "device_ids",
                      "node_rank", "master_addr", "master_port", "nnodes", "eplb_config", "numa_bind_nodes",
                      "numa_bind_cpus"),

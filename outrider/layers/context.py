@@ -26,11 +26,11 @@ import torch
 from outrider.core import StepPart
 from outrider.core.step_messages import DeltaReach
 from outrider.formats import activate
-from outrider.kernels.delta_tables import DeltaTables, RowSlots, TargetRange
 from outrider.layers.given_rows import GivenRows
 from outrider.mixers import Attend, WantedRows
 
 if TYPE_CHECKING:
+    from outrider.kernels.delta_tables import DeltaTables, RowSlots, TargetRange
     from outrider.kernels.moe import Routed
 
 

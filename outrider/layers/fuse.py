@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from outrider.kernels import cpu
 from outrider.kernels.cpu import BoundLayer, LayerWeights
-from outrider.kernels.delta_tables import TargetRange
 from outrider.kernels.vendor_products import MANY_ROWS
 from outrider.layers.base import DecoderLayer, FormatModule, LayeredModule, Module, find_modules
 from outrider.layers.context import AuxRecord, RowDeltas, StepContext
@@ -25,6 +24,9 @@ from outrider.layers.rotary import Angles
 from outrider.mixers import PagedLayer, WantedRows
 from outrider.mixers.paged.backend import KeyValueCache
 from outrider.mixers.paged.native_backend import NativeBackend
+
+if TYPE_CHECKING:
+    from outrider.kernels.delta_tables import TargetRange
 
 
 class FusedLayer(DecoderLayer):
