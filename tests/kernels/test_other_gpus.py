@@ -43,6 +43,19 @@ def compiled_for(gpu: str, launches: Path, tmp_path: Path) -> list[dict[str, Any
     return list(json.loads(done.stdout.splitlines()[-1]))
 
 
+AMD_REFUSES = {  # as the table in docs/deployment.md says
+    "attention.decode._decode_kernel", "attention.exact_attention._exact_kernel", "attention.packs._packed_kernel",
+    "gated_delta.prepare._prepare_kernel", "gated_delta.steps._delta_kernel", "index.choice._choice_kernel",
+    "index.prefill._search_kernel", "linear.split._split_kernel", "recurrent.mamba2._mamba2_kernel",
+    "sampling.edits._edit_kernel", "sampling.filtered_draw._weigh_kernel",
+}
+
+
+@pytest.mark.long
+def test_what_stands_in_the_way_of_amd(launches: Path, tmp_path: Path) -> None:
+    assert {each["name"] for each in compiled_for("gfx942", launches, tmp_path) if "error" in each} == AMD_REFUSES
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("gpu", ["75", "80", "86", "89", "90", "100", "103", "120"])
 def test_kernels_compile_for_a_generation_of_nvidia(gpu: str, launches: Path, tmp_path: Path) -> None:
