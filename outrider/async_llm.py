@@ -12,6 +12,7 @@ from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from itertools import count
 from threading import Event
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Never, cast
 
 from outrider.adapter_loading import load, need_adapters, with_adapter
@@ -251,6 +252,19 @@ class AsyncLLM(Front):
             self._owner.call(action).result()
 
         await asyncio.to_thread(self._maintenance.load_weights, weights, run)
+
+    async def collective_rpc(self, method: str | Callable[..., Any], timeout: float | None = None,
+                             args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> list[Any]:
+        """Call a method of `worker_extension_cls` in a thread of this process. See `LLM.collective_rpc`."""
+        def load_weights(weights: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> None:
+            self._maintenance.load_weights(weights, lambda action: self._owner.call(action).result())
+
+        return await asyncio.to_thread(self._call_worker, load_weights, method, args, kwargs)
+
+    @property
+    def output_processor(self) -> SimpleNamespace:
+        """The place where OpenRLHF asks how many requests have not ended."""
+        return SimpleNamespace(get_num_unfinished_requests=lambda: self.engine.num_requests)
 
     async def finish_weight_update(self) -> UpdateReport:
         """End the update that `start_weight_update` began. See `LLM.finish_weight_update`."""

@@ -110,6 +110,7 @@ class EngineConfig:
     skip_tokenizer_init: bool = False  # token ids in, token ids out
     kv_events_config: dict[str, Any] | None = None  # tell others' routers what the prefix cache holds
     profiler_dir: Text | None = None  # the folder that stop_profile writes to
+    worker_extension_cls: Text | None = None  # "package.module.Class", whose methods collective_rpc calls
     enable_lora: bool = False  # requests may name adapters
     max_loras: Annotated[int, Range(1, 4096)] = 8  # adapters on the device at once
     max_lora_rank: Annotated[int, Range(1, 4096)] = 16  # the largest rank that an adapter may have

@@ -3,6 +3,7 @@ vLLM is not supported."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -19,17 +20,21 @@ from outrider.feature_list import feature_object
 
 if TYPE_CHECKING:
     from outrider.compat import vllm_config as vllm_configs
+    from outrider.compat import worker_extension as extensions
     from outrider.compat.engine_args import EngineArgs
     from outrider.compat.vllm_config import ModelConfig, VllmConfig
+    from outrider.compat.worker_extension import ExtendedWorker
     from outrider.engine import maintenance
     from outrider.engine.maintenance import Maintenance
 else:
+    extensions = LateModule("outrider.compat.worker_extension")
     maintenance = LateModule("outrider.engine.maintenance")
     vllm_configs = LateModule("outrider.compat.vllm_config")
 
 
 class Front:
     _streams = False  # whether tokens are read as they come
+    _extension: ExtendedWorker | None = None  # of collective_rpc, made by its first call
     _config: EngineConfig | None = None  # None: built around an engine, whose settings are not known
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
@@ -79,6 +84,11 @@ class Front:
     def get_model_config(self) -> ModelConfig:
         """The same as `model_config`. Earlier versions of vLLM have this method."""
         return self.model_config
+
+    def _call_worker(self, load_weights: Callable[[Any], None], *call: Any) -> list[Any]:
+        if self._extension is None:
+            self._extension = extensions.ExtendedWorker(self._config, load_weights)
+        return self._extension.call(*call)
 
     def _profile_dir(self) -> str:
         """The folder for profiles. Raises an error if none is set, before a profile begins."""

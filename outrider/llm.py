@@ -303,6 +303,12 @@ class LLM(Front):
         raise WeightsIncomplete until a complete update has come."""
         self._maintenance.load_weights(weights, self._loop.run)
 
+    def collective_rpc(self, method: str | Callable[..., Any], timeout: float | None = None, args: Sequence[Any] = (),
+                       kwargs: Mapping[str, Any] | None = None) -> list[Any]:
+        """Call a method of `worker_extension_cls`, whose object finds `model_runner.model.load_weights` in itself. It
+        runs in this process, once for all ranks; the list has its result."""
+        return self._call_worker(self.load_weights, method, args, kwargs)
+
     def finish_weight_update(self) -> UpdateReport:
         """End the update that `start_weight_update` began. If weights are missing, raises WeightsIncomplete with their
         names."""

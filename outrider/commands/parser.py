@@ -65,6 +65,7 @@ ENGINE_HELP = flag_help() | {
     "disk_cache_dir": "a folder for pages of the cache, which the next start finds again (docs/cache.md)",
     "disk_cache_size": "the most bytes in that folder, as 50GiB",
     "profiler_dir": "the folder that profiles are written to",
+    "worker_extension_cls": "a class for collective_rpc, as package.module.Class; trainers set it",
     "skip_tokenizer_init": "read no tokenizer: token ids in, token ids out",
     "logits_processors": "a class that changes logits, as package.module:Class (repeat for several)",
     "logprobs_mode": "log-probabilities of raw logits, or of processed ones",

@@ -16,6 +16,8 @@ SERVER_HELP = {
     "lora_modules": "an adapter as name=folder, served as a model of this name; needs --enable-lora (repeat)",
     "lora_root": "with --admin and --api-key: clients may load adapters from folders below this one",
     "weights_root": "with --admin and --api-key: trainers may give weights in files below this folder, as /dev/shm",
+    "weight_transfer_config": "with --admin: a trainer may send weights, for which the server connects to it; a JSON "
+                              'object as {"backend": "nccl"}',
     "served_model_name": "name of the model in requests and answers (repeat for several)",
     "chat_template": "a file with a chat template, or the name of one of the model's",
     "default_chat_template_kwargs": "variables of the chat template for requests that do not set them, a JSON object",

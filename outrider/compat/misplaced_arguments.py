@@ -23,7 +23,6 @@ NOT_SERVED = {
     "get_metrics": "outputs have metrics of their requests, and the server has /metrics",
     "llm_engine": "AsyncLLM has the methods itself, such as get_tokenizer",
     "set_tokenizer": "give tokenizer= when the engine starts",
-    "collective_rpc": "docs/extending.md says how to send commands to a worker, of which every rank gets them",
 }
 # Arguments of vLLM's methods that are not there, with what to do instead. None asks for nothing, and is accepted.
 NO_ARGUMENTS = {

@@ -73,11 +73,11 @@ class Engine:
     def has_work(self) -> bool:
         if self.pause.is_on:
             return bool(self._held)
-        return self.has_requests or self.worker.num_in_flight > 0 or self.scheduler.has_work or bool(self._held)
+        return bool(self._requests) or self.worker.num_in_flight > 0 or self.scheduler.has_work or bool(self._held)
 
     @property
-    def has_requests(self) -> bool:
-        return len(self._requests) > 0
+    def num_requests(self) -> int:
+        return len(self._requests)
 
     def is_live(self, request_id: str) -> bool:
         """Whether the request has been added and has not ended."""
@@ -241,7 +241,7 @@ class Engine:
         if result.drafting is not None:
             self.reports |= {type(report): report for report in result.drafting.reports}
         self.trace.finish(result)
-        updates = self.scheduler.update(result, self.worker.seconds_since_last(has_requests=self.has_requests))
+        updates = self.scheduler.update(result, self.worker.seconds_since_last(has_requests=bool(self._requests)))
         self.stats.observe_runs([part for _, part in updates])
         return updates
 

@@ -335,7 +335,7 @@ class Maintenance:
         """Pause the engine if all requests have ended. Returns whether it is paused. Raises ValueError if the requests
         will not run to their ends."""
         wait.check()
-        if not wait.is_met and self._engine.has_requests:
+        if not wait.is_met and self._engine.num_requests:
             if self._engine.pause.is_on:
                 raise ValueError(f"pause_generation: requests could not run to their ends: {self._engine.pause.reason}")
             return False
@@ -362,7 +362,7 @@ class Maintenance:
     def _stop_steps(self, asked: PauseMode | PauseWait, clears_cache: bool) -> None:
         """Pause the engine. Calls that still wait until all requests have ended fail if any requests are left."""
         self._engine.settle()
-        clears_cache |= self._end_waits(OVERTAKEN if self._engine.has_requests else "")
+        clears_cache |= self._end_waits(OVERTAKEN if self._engine.num_requests else "")
         self._paused_by = asked
         self._pause()
         if asked is PauseMode.ABORT:
@@ -389,7 +389,7 @@ class Maintenance:
 
     @property
     def _keeps_rows(self) -> bool:
-        return self._paused_by is PauseMode.IN_PLACE and self._engine.has_requests
+        return self._paused_by is PauseMode.IN_PLACE and self._engine.num_requests > 0
 
     def start_profile(self, prefix: str | None = None) -> None:
         self._engine.command(profiling.StartProfile(prefix))

@@ -234,7 +234,7 @@ class RequestLoop:
     def _finish_steps(self) -> None:
         """Wait for the steps in flight if no request is left: they hold pages, and there may be no later call to do
         it."""
-        while self._engine.has_work and not self._engine.has_requests:
+        while self._engine.has_work and not self._engine.num_requests:
             self._step_engine()
 
     # After interrupts, and after callers that have left

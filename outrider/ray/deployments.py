@@ -37,7 +37,7 @@ from outrider.server.errors import ApiError
 from outrider.server.guard import Message
 from outrider.server.service import Service
 from outrider.server.settings import ServerConfig
-from outrider.server.trainer_routes import FINISH_UPDATE, START_UPDATE, UPDATE
+from outrider.server.trainer_routes import FINISH_UPDATE, INIT_TRANSFER, START_UPDATE, UPDATE
 from outrider.server.work import DONE, event
 
 MOST_DEATHS = 1  # a request during which more replicas died is not tried again: it may be what killed them
@@ -49,7 +49,7 @@ ADAPTERS_AT_START = ("on Ray adapters are given at start, by lora_modules: repli
 WEIGHTS_AT_START = ("on Ray weights are those of the model's files: replicas that Ray starts later would lack an "
                     "update. Serve with --replicas and without --ray to update weights over HTTP")
 REFUSED = (dict.fromkeys((LOAD_ADAPTER, UNLOAD_ADAPTER), ADAPTERS_AT_START)
-           | dict.fromkeys((START_UPDATE, UPDATE, FINISH_UPDATE), WEIGHTS_AT_START))
+           | dict.fromkeys((INIT_TRANSFER, START_UPDATE, UPDATE, FINISH_UPDATE), WEIGHTS_AT_START))
 log = logging.getLogger("outrider")
 
 

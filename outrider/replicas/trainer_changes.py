@@ -16,7 +16,7 @@ from outrider.replicas.all_replicas import JSON_HEADERS, ask_all, ask_whole, che
 from outrider.replicas.replica import Replica, ReplicaState
 from outrider.replicas.upstream import Headers
 from outrider.server.errors import ApiError
-from outrider.server.trainer_routes import FINISH_UPDATE, PAUSE, RESUME, START_UPDATE, UPDATE
+from outrider.server.trainer_routes import FINISH_UPDATE, INIT_TRANSFER, PAUSE, RESUME, START_UPDATE, UPDATE
 
 WholeAnswer = tuple[int, Headers, bytes]
 log = logging.getLogger("outrider")
@@ -33,7 +33,7 @@ class TrainerChanges:
                    body: bytes) -> WholeAnswer:
         """Carry out a trainer's request on every replica. Raises ApiError if a replica does not serve or answer."""
         match method, path:
-            case "POST", found if found in (START_UPDATE, FINISH_UPDATE):
+            case "POST", found if found in (START_UPDATE, FINISH_UPDATE, INIT_TRANSFER):
                 raise ApiError(400, f"{path} needs a server without replicas: POST all weights as one file to {UPDATE}")
             case "POST", found if found == UPDATE:  # replicas carry it out even if the client does not wait for it
                 return await asyncio.shield(self._update(replicas, target, headers, body))

@@ -40,6 +40,7 @@ from outrider.server.protocol import (
 from outrider.server.reference_page import reference_page
 from outrider.server.responses import response_routes
 from outrider.server.service import Service
+from outrider.server.token_generation import GenerateRequest, generate_tokens
 from outrider.server.work import api_error, compact
 
 log = logging.getLogger("outrider")
@@ -48,7 +49,6 @@ WRITTEN_AT_ONCE = 20_000  # token ids
 # Routes of vLLM that are not here, with what to do instead.
 NOT_SERVED = {
     **dict.fromkeys(admin.PATHS, admin.NEEDS_FLAG),
-    "/server_info": "the server's first log lines say how it was started",
     "/v1/audio/transcriptions": "text is the only modality", "/v1/audio/translations": "text is the only modality",
 }
 
@@ -113,6 +113,11 @@ def _openai_routes(service: Service) -> APIRouter:
     @routes.post("/v1/chat/completions")
     async def create_chat(body: ChatRequest, request: Request) -> Response:
         return await chat_completions(service, body, request.scope[TENANT])
+
+    @routes.post("/inference/v1/generate")
+    async def create_tokens(body: GenerateRequest, request: Request) -> Response:
+        """Generate from token ids, and answer with token ids alone."""
+        return await generate_tokens(service, body, request.scope[TENANT])
 
     @routes.post("/v1/messages")
     async def create_anthropic(body: MessagesRequest, request: Request) -> Response:

@@ -154,7 +154,7 @@ class EngineHost:
             return
         steps = llm.engine.stats.num_steps
         is_paused = llm.engine.pause.is_on  # it sleeps, say: requests wait for an administrator
-        if steps != self._progress[0] or not llm.engine.has_requests or is_paused:
+        if steps != self._progress[0] or not llm.engine.num_requests or is_paused:
             self._progress = (steps, now)
         waited = now - self._progress[1]
         stalled = waited > self._stall_timeout

@@ -14,6 +14,7 @@ from outrider.server.parsers.formats import REASONING_FORMATS, TOOL_FORMATS
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug", "trace")
+TRANSFER_BACKENDS = ("gloo", "nccl")  # weights come by gloo under both names: NCCL would need a GPU for each process
 RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of chat templates that bodies have fields for
 
 
@@ -32,6 +33,7 @@ class ServerConfig:
     lora_modules: tuple[Text, ...] = ()  # adapters as name=folder, or as JSON objects
     lora_root: Text | None = None  # the folder below which /v1/load_lora_adapter may load; None: it loads nothing
     weights_root: Text | None = None  # the folder below which /update_weights may read; None: it reads nothing
+    weight_transfer_config: dict[str, Any] | None = None  # {"backend": ...}; None: no trainer may send weights
     served_model_name: tuple[Text, ...] = ()  # none: the model's own name
     chat_template: Text | None = None  # a file, a template's name or a template
     default_chat_template_kwargs: dict[str, Any] | None = None  # of requests that do not set them
@@ -74,6 +76,7 @@ class ServerConfig:
                              "those clients have")
         if self.weights_root is not None and not Path(self.weights_root).is_dir():
             raise ValueError(f"weights_root must be a folder, got {shown(self.weights_root)}")
+        self._check_transfer()
         for name in self.served_model_name:
             if name != name.strip() or not name.isprintable():
                 raise ValueError(f"served_model_name must be a name without spaces around it, got {shown(name)}")
@@ -110,3 +113,17 @@ class ServerConfig:
     def image_body_bytes(self) -> int:
         """How much larger than others the body of a request with images may be: two files of full size in base64."""
         return 2 * -(-self.image_max_bytes // 3) * 4
+
+    def _check_transfer(self) -> None:
+        given = self.weight_transfer_config
+        if given is None:
+            return
+        if set(given) != {"backend"} or given["backend"] not in TRANSFER_BACKENDS:
+            raise ValueError(f'weight_transfer_config must be {{"backend": "gloo"}}, or with "nccl" as trainers write '
+                             f"it, got {shown(given)}")
+        if self.replicas > 1:
+            raise ValueError("weight_transfer_config needs a server without replicas, to which a trainer sends weights "
+                             "once: leave out one of the two")
+        if not self.admin:
+            raise ValueError("weight_transfer_config lets clients replace weights: set admin, and let only trainers "
+                             "reach the server")

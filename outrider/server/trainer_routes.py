@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,12 +19,14 @@ from outrider.server.body_errors import check_query, truth
 from outrider.server.errors import ApiError
 from outrider.server.protocol import Body
 from outrider.server.service import Service
+from outrider.server.weight_receiver import Announced, InitTransferRequest, WeightReceiver
 from outrider.server.work import carried_out
 
 PAUSE, RESUME = "/pause", "/resume"
 START_UPDATE, UPDATE, FINISH_UPDATE = "/start_weight_update", "/update_weights", "/finish_weight_update"
+INIT_TRANSFER = "/init_weight_transfer_engine"
 TRAINER_PATHS = (PAUSE, RESUME, "/is_paused", "/weight_checker", "/weights_checker", START_UPDATE, UPDATE,
-                 FINISH_UPDATE)
+                 FINISH_UPDATE, INIT_TRANSFER, "/get_world_size", "/server_info")
 
 
 class WeightCheckerRequest(Body):
@@ -33,10 +36,13 @@ class WeightCheckerRequest(Body):
 
 
 class UpdateInfo(Body):
-    path: Annotated[str, Field(min_length=1, max_length=4096, description="below --weights-root")]
-    names: list[str] | None = Field(default=None, description="of tensors whose bytes are all that the file has")
+    path: Annotated[str, Field(min_length=1, max_length=4096)] | None = Field(
+        default=None, description="below --weights-root; without one, the weights come from a trainer that has joined")
+    names: list[str] | None = Field(
+        default=None, description="of tensors whose bytes are all that the file has, or that the trainer sends")
     dtype_names: list[str] | None = None
     shapes: list[list[int]] | None = None
+    packed: bool | None = Field(default=None, description="is read, and makes no difference")
 
 
 class UpdateWeightsRequest(Body):
@@ -100,6 +106,7 @@ def trainer_routes(service: Service) -> APIRouter:
     routes = APIRouter()
     _add_pauses(routes, service)
     _add_updates(routes, service)
+    _add_state(routes, service)
     return routes
 
 
@@ -126,7 +133,13 @@ def _add_pauses(routes: APIRouter, service: Service) -> None:
 
 
 def _add_updates(routes: APIRouter, service: Service) -> None:
-    checker = WeightChecker()
+    checker, receiver = WeightChecker(), WeightReceiver(service.config.weight_transfer_config is not None)
+
+    @routes.post(INIT_TRANSFER)
+    async def init_weight_transfer_engine(body: InitTransferRequest) -> dict[str, str]:
+        """Connect to a trainer that listens, and that sends weights after each /update_weights without a path."""
+        await receiver.join(body.init_info)
+        return {"status": "joined"}
 
     @routes.post(START_UPDATE)
     async def start_weight_update() -> dict[str, str]:
@@ -139,6 +152,11 @@ def _add_updates(routes: APIRouter, service: Service) -> None:
         """Replace weights by those of a file below --weights-root. If an update in chunks has begun, the file is its
         next chunk. Otherwise the file is a complete update, which is applied as a whole or not at all."""
         llm, info = service.host.llm, body.update_info
+        if info.path is None:
+            announced = Announced.from_fields(info.names or [], info.dtype_names or [], info.shapes or [])
+            take: Any = llm.load_weights if llm.has_weight_update else llm.update_weights
+            await carried_out(receiver.receive(announced, take))
+            return {"status": "updated", "weights_version": llm.weights_version}
         path = await asyncio.to_thread(weights_path, service.config.weights_root, info.path)
         try:
             given: Any = path  # the worker reads it
@@ -171,3 +189,31 @@ def _add_updates(routes: APIRouter, service: Service) -> None:
                                 "update that lacks weights is refused anyway", param="action")
         found = await carried_out(service.host.llm.weights_checksum())
         return checker.report(found) if body.action == "checksum" else checker.compare(found, body.baseline)
+
+
+def _add_state(routes: APIRouter, service: Service) -> None:
+    @routes.get("/get_world_size")
+    async def get_world_size(request: Request, include_dp: Annotated[str, Query()] = "true") -> dict[str, int]:
+        """Return how many processes of the server take weights from a trainer: one, which gives them to all ranks."""
+        check_query(request.query_params, ("include_dp",))
+        truth("include_dp", include_dp)
+        return {"world_size": 1}
+
+    @routes.get("/server_info")
+    async def server_info(request: Request, config_format: Annotated[str, Query()] = "json") -> dict[str, Any]:
+        """Return the settings that trainers ask for, as vLLM nests them."""
+        check_query(request.query_params, ("config_format",))
+        if config_format != "json":
+            raise ApiError(400, f"config_format must be json, got {shown(config_format)}", param="config_format")
+        return {"vllm_config": _settings_to_json(service)}
+
+
+def _settings_to_json(service: Service) -> dict[str, Any]:
+    config, engine = service.host.llm.vllm_config, service.host.llm.engine.model.config
+    adapters = {name: getattr(engine, name) for name in ("max_lora_rank", "max_loras")}
+    model = {name: getattr(config.model_config, name) for name in (
+        "model", "dtype", "max_model_len", "max_logprobs", "enforce_eager")}
+    model["logprobs_mode"] = f"{config.model_config.logprobs_mode}_logprobs"
+    return {"weight_transfer_config": service.config.weight_transfer_config,
+            "lora_config": adapters if engine.enable_lora else None,
+            "model_config": model, "parallel_config": asdict(config.parallel_config)}

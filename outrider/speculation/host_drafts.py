@@ -20,11 +20,12 @@ Made = TypeVar("Made")
 
 
 class HostDrafter(Protocol):
-    """A drafter that runs on the host. `propose` guesses the tokens that follow a request's settled tokens. `finish`
-    gives the drafter the text of a request that has ended. tenant: the request's cache salt. Texts of one tenant must
-    not be used for drafts of another tenant."""
+    """A drafter that runs on the host. `propose` guesses the tokens that follow a request's settled tokens, of which
+    the first `prompt_len` are the prompt. `finish` gives the drafter the text of a request that has ended. tenant: the
+    request's cache salt. Texts of one tenant must not be used for drafts of another tenant."""
 
-    def propose(self, request_id: int, token_ids: Sequence[int], num_wanted: int, tenant: str) -> list[int]: ...
+    def propose(self, request_id: int, token_ids: Sequence[int], prompt_len: int, num_wanted: int,
+                tenant: str) -> list[int]: ...
 
     def finish(self, request_id: int, token_ids: Sequence[int], tenant: str) -> None: ...
 
@@ -80,10 +81,13 @@ class HostDrafts:
 
     def _guess(self, request: DraftedRequest, num_wanted: int) -> list[int]:
         """Ask the drafter for at most num_wanted tokens and check them. Returns none if it is off or fails."""
-        own = self._drafter
-        return self._call("propose()", lambda: _checked(own.propose(request.id, request.token_ids, num_wanted,
-                                                                    _tenant(request)), num_wanted,
-                                                        self._vocab_size)) or []
+        own, prompt_len = self._drafter, len(request.input.token_ids)
+
+        def guess() -> list[int]:
+            return _checked(own.propose(request.id, request.token_ids, prompt_len, num_wanted, _tenant(request)),
+                            num_wanted, self._vocab_size)
+
+        return self._call("propose()", guess) or []
 
     def _call(self, name: str, method: Callable[[], Made]) -> Made | None:
         """Call a method of the drafter, unless it is off. Returns None, with the fault noted, if that fails."""

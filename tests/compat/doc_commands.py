@@ -72,6 +72,8 @@ SERVERS: dict[str, tuple[str, ...]] = {
     "outrider serve Qwen/Qwen2.5-7B --enable-lora --lora-modules sql=adapters/sql": (),
     "outrider serve MODEL --replicas 4": ("curl localhost:8000/health",),
     "outrider serve MODEL -tp 2": (),
+    'outrider serve MODEL --admin --weight-transfer-config \'{"backend": "nccl"}\' '
+    "--logprobs-mode processed_logprobs --max-logprobs -1": (),
 }
 
 INSTALL = "installs what it says; tests/compat/packages.py does so in empty environments"

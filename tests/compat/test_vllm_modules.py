@@ -102,8 +102,9 @@ def test_a_missing_module_says_what_to_use(line: str, words: str) -> None:
 
 def test_what_would_send_weights_to_a_server_says_how_they_come() -> None:
     transfer = "outrider.distributed.weight_transfer"
-    with pytest.raises(NotImplementedError, match="^trainer_init is not supported: weights come to an engine in"):
-        import_module(f"{transfer}.nccl_common").trainer_init(master_address="localhost")
+    consumer = import_module(f"{transfer}.packed_tensor").packed_nccl_broadcast_consumer
+    with pytest.raises(NotImplementedError, match="^packed_nccl_broadcast_consumer is not supported: weights come to"):
+        consumer(iterator=())
     with pytest.raises(ImportError, match="nccl_engine.NCCLInitInfo is not supported: weights come"):
         exec(f"from {transfer}.nccl_engine import NCCLInitInfo", {})
     with pytest.raises(ModuleNotFoundError, match="weight_transfer.ipc_engine is not supported: LLM.update_weights"):

@@ -291,7 +291,7 @@ async def main():
 
         async def begin():
             reading = asyncio.create_task(read())
-            while not (llm.engine.has_requests or reading.done()):
+            while not (llm.engine.num_requests or reading.done()):
                 await asyncio.sleep(0.001)
             return reading
 

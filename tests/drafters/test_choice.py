@@ -14,7 +14,7 @@ from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafter, Drafts, Step
 from outrider.drafters.choice import ProposalChoice, _Grades
 from outrider.drafters.combined import CombinedDrafter
-from outrider.drafters.suffix import SuffixDrafter
+from outrider.drafters.suffix import MAX_SIBLINGS, SuffixDrafter
 from outrider.kernels.step import Proposal
 from outrider.speculation.draft_sources import DraftSources
 from tests.drafters.scripted_drafter import ScriptedDrafter
@@ -132,20 +132,43 @@ def test_suffixes_beside_a_drafter_on_the_device_leave_the_text(truth: dict[tupl
 def test_outputs_are_matched_by_requests_of_the_same_tenant_alone() -> None:
     drafter, text = SuffixDrafter(), list(range(40))
     drafter.finish(1, text, "a")
-    assert drafter.propose(2, text[:10], 4, "a") == text[10:14] and drafter.last_match == 10
-    assert drafter.propose(3, text[:10], 4, "b") == [] and drafter.last_match == 0
-    assert drafter.propose(4, text[:10], 4, "") == []
+    assert drafter.propose(2, text[:10], 5, 4, "a") == text[10:14] and drafter.last_match == 10
+    assert drafter.propose(3, text[:10], 5, 4, "b") == [] and drafter.last_match == 0
+    assert drafter.propose(4, text[:10], 5, 4, "") == []
+
+
+def test_running_samples_of_a_prompt_draft_for_each_other() -> None:
+    drafter, prompt, answer = SuffixDrafter(), [1, 2, 3, 4], list(range(20, 40))
+    assert drafter.propose(1, prompt + answer, 4, 3, "a") == []
+    for request_id, tenant, own, wanted in ((2, "a", prompt, answer[6:9]), (3, "b", prompt, []),
+                                            (4, "a", [9, *prompt], [])):
+        found = drafter.propose(request_id, own + answer[:6], len(own), 3, tenant)
+        assert found == wanted, "of this tenant and this prompt alone"
+    drafter.propose(1, prompt + answer + [50, 51], 4, 3, "a")
+    assert drafter.propose(2, prompt + answer, 4, 3, "a") == [50, 51], "as far as it has come"
+    for request_id in (1, 2, 3, 4):
+        drafter.finish(request_id, prompt, "a")
+    assert drafter._own == {} and drafter._groups == {}, "nothing is left of requests that have ended"
+
+
+def test_few_of_many_samples_are_searched() -> None:
+    drafter, prompt = SuffixDrafter(), [1, 2, 3]
+    for sample in range(MAX_SIBLINGS + 2):
+        drafter.propose(sample, [*prompt, 10, 11, 12, 100 + sample], 3, 1, "")
+    newest = drafter.propose(1000, [*prompt, 10, 11, 12], 3, 1, "")
+    assert newest == [100 + MAX_SIBLINGS + 1]
+    assert len(list(drafter._siblings(drafter._own[1000]))) == MAX_SIBLINGS
 
 
 def test_of_equal_matches_the_latest_is_followed() -> None:
-    assert SuffixDrafter().propose(0, [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3], 1, "") == [5]
+    assert SuffixDrafter().propose(0, [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3], 4, 1, "") == [5]
 
 
 def test_a_text_that_is_too_long_to_keep_pushes_no_other_out() -> None:
     drafter = SuffixDrafter(num_kept=3, max_tokens=10)
     drafter.finish(0, [1, 2, 3, 4, 5], "a")
     drafter.finish(1, list(range(20)), "a")
-    assert drafter.num_tokens == 5 and drafter.propose(2, [1, 2, 3], 2, "a") == [4, 5]
+    assert drafter.num_tokens == 5 and drafter.propose(2, [1, 2, 3], 3, 2, "a") == [4, 5]
     for tenant in range(50):
         drafter.finish(3 + tenant, [tenant] * 6, str(tenant))
     assert list(drafter._kept) == ["49"] and drafter.num_tokens == 6, "nothing is left of tenants without texts"
@@ -190,7 +213,7 @@ def test_a_suffix_drafter_follows_a_match_that_goes_on() -> None:
     drafter = SuffixDrafter()
     drafter.finish(0, [9, 1, 2, 3, 4, 5], "")
     drafter.finish(1, [7, 8, 1, 2, 3], "")
-    assert drafter.propose(2, [7, 8, 1, 2, 3], 2, "") == [4, 5] and drafter.last_match == 3
+    assert drafter.propose(2, [7, 8, 1, 2, 3], 5, 2, "") == [4, 5] and drafter.last_match == 3
 
 
 def test_kept_outputs_are_bounded_in_number_and_tokens() -> None:
@@ -198,8 +221,8 @@ def test_kept_outputs_are_bounded_in_number_and_tokens() -> None:
     for index in range(10):
         drafter.finish(index, [index * 50 + i for i in range(20)], "a")
         assert drafter.num_tokens <= 60
-    assert drafter.propose(100, [9 * 50, 9 * 50 + 1, 9 * 50 + 2], 1, "a") == [9 * 50 + 3]
-    assert drafter.propose(101, [6 * 50, 6 * 50 + 1, 6 * 50 + 2], 1, "a") == []
+    assert drafter.propose(100, [9 * 50, 9 * 50 + 1, 9 * 50 + 2], 3, 1, "a") == [9 * 50 + 3]
+    assert drafter.propose(101, [6 * 50, 6 * 50 + 1, 6 * 50 + 2], 3, 1, "a") == []
     for index in range(10, 20):
         drafter.finish(index, list(range(30)), f"tenant {index}")
         assert drafter.num_tokens <= 100

@@ -38,7 +38,7 @@ def llm() -> Iterator[LLM]:
 
 
 def assert_idle(llm: LLM) -> None:
-    assert not llm.engine.has_requests and not llm._loop._followed and not llm._loop._changed
+    assert not llm.engine.num_requests and not llm._loop._followed and not llm._loop._changed
 
 
 def test_threads_take_turns(llm: LLM) -> None:
@@ -132,7 +132,7 @@ def test_outputs_that_grow_do_not_go_to_callers_that_want_ends_alone(llm: LLM) -
 def test_requests_end_with_an_iterator_that_was_never_asked(llm: LLM, method: str, leave: str) -> None:
     prompt = list(SOME_PROMPT) if method == "stream" else [list(SOME_PROMPT)] * 3
     outputs = getattr(llm, method)(prompt, greedy(9))
-    assert llm.engine.has_requests
+    assert llm.engine.num_requests
     if leave == "close":
         outputs.close()
     del outputs
@@ -154,7 +154,7 @@ def test_an_async_stream_that_is_closed_unread_starts_nothing() -> None:
                            async_llm.chat([{"role": "user", "content": "x"}], request_id="mine"),
                            async_llm.encode(list(SOME_PROMPT), request_id="mine")):
                 await opened.aclose()
-                assert not async_llm.engine.has_requests
+                assert not async_llm.engine.num_requests
             async for output in async_llm.generate(list(SOME_PROMPT), greedy(2), request_id="mine"):
                 assert output.request_id == "mine"
 
@@ -242,7 +242,7 @@ def test_a_reader_hears_of_the_end_when_its_stream_is_forgotten(monkeypatch: pyt
         async with AsyncLLM.around(make_llm("llama", drafts=False).engine) as async_llm:
 
             def watched(loop: Any, call: Any, *args: Any) -> bool:
-                left.append(async_llm.engine.has_requests or not async_llm._owner._streams)
+                left.append(async_llm.engine.num_requests or not async_llm._owner._streams)
                 return tell(loop, call, *args)
 
             monkeypatch.setattr(engine_thread, "tell", watched)

@@ -365,7 +365,7 @@ class FaultyHostDrafter:
     def __init__(self, guess: Callable[[int], Any], finish: Callable[[], None] = lambda: None) -> None:
         self._guess, self._finish = guess, finish
 
-    def propose(self, request_id: int, token_ids: Any, num_wanted: int, tenant: str) -> Any:
+    def propose(self, request_id: int, token_ids: Any, prompt_len: int, num_wanted: int, tenant: str) -> Any:
         return self._guess(num_wanted)
 
     def finish(self, request_id: int, token_ids: Any, tenant: str) -> None:

@@ -180,7 +180,7 @@ def test_leases_are_given_back(end: Callable[[FormRig, dict[str, CheckedRequest]
         assert len(leases_of(rig)._kept) == len(compiled) == 3
         end(rig, requests)
         assert_nothing_is_leased(rig)  # though this test still has the requests
-        assert not rig.engine.has_requests or end is close
+        assert not rig.engine.num_requests or end is close
 
 
 def test_requests_that_are_refused_or_never_added_lease_nothing(compiled: list[str],
@@ -202,7 +202,7 @@ def test_requests_that_are_refused_or_never_added_lease_nothing(compiled: list[s
             rig.engine.checks.check("a", params(number))
         with pytest.raises(FormsBusy, match="compiled grammar has been dropped: send the request again"):
             rig.engine.add({"0": first})
-        assert not rig.engine.has_requests
+        assert not rig.engine.num_requests
         assert_nothing_is_leased(rig)
 
 

@@ -145,7 +145,7 @@ def interrupt_at_random_lines(family: str, num_cases: int, seed: int) -> int:
                         assert seen[0][0][0] == wanted[0][0][: len(seen[0][0][0])], where
                     for check, again in CALLS.items() if case % 5 == 0 else [(name, call)]:
                         assert again(llm) == expected[check], where
-                    assert not llm.engine.has_requests and not llm._loop._followed and not llm._loop._changed, where
+                    assert not llm.engine.num_requests and not llm._loop._followed and not llm._loop._changed, where
                     assert not llm.engine.has_work, where
                     llm.engine.scheduler.check_integrity()
                     assert llm.engine.scheduler.cache.usage() == 0, where

@@ -101,7 +101,7 @@ def test_wait_runs_requests_to_their_ends(made: Made) -> None:
         expected = whole(llm, PROMPTS)
         ids = begin(llm, PROMPTS)
         llm.pause_generation("wait")
-        assert not llm.engine.has_requests
+        assert not llm.engine.num_requests
         ended = step_to_ends(llm)
         assert [ended[name].token_ids for name in ids] == [each.token_ids for each in expected]
         assert {each.finish_reason for each in ended.values()} == {"length"}
@@ -143,7 +143,7 @@ def test_who_comes_while_others_run_to_their_ends_waits(tmp_path: Path) -> None:
             late = threading.Thread(target=lambda: whole(llm, PROMPTS[:1]))
             late.start()
         waiter.result()
-        assert late.is_alive() and not llm.engine.has_requests
+        assert late.is_alive() and not llm.engine.num_requests
         llm.resume_generation()
         late.join()
 
@@ -154,7 +154,7 @@ def test_a_wait_that_fails_leaves_the_pause_of_another_caller(tmp_path: Path) ->
             llm.pause_generation("keep")
             with pytest.raises(ValueError, match="another call paused the engine before all requests had ended"):
                 waiter.result()
-            assert llm.is_paused() and llm.engine.has_requests
+            assert llm.is_paused() and llm.engine.num_requests
         llm.resume_generation()
         assert len(step_to_ends(llm)) == len(PROMPTS)
 
@@ -458,9 +458,9 @@ def test_an_abort_just_before_a_pause_or_in_it_ends_a_request_at_once(tmp_path: 
         inside, left = await start("inside"), await start("left")
         await llm.pause_generation(mode="keep")
         await llm.abort("inside")
-        assert (await inside).finish_reason == "abort" and llm.engine.has_requests
+        assert (await inside).finish_reason == "abort" and llm.engine.num_requests
         left.cancel()
-        await until(lambda: not llm.engine.has_requests)
+        await until(lambda: not llm.engine.num_requests)
         assert await llm.is_paused()
 
     with_asyncio(tmp_path, use)

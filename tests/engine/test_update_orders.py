@@ -303,7 +303,7 @@ class Order:
             self.ask()
             self.step()
         self.llm.pause_generation(mode, clear_cache)
-        assert mode == "keep" or not self.llm.engine.has_requests
+        assert mode == "keep" or not self.llm.engine.num_requests
         self.is_in_place = (mode, clear_cache) == ("keep", False)
         for _ in range(self.chance.randrange(4)):
             self.chance.choice([self.update, self.session, self.fail_first, self.ask])()

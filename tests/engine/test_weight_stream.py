@@ -183,7 +183,7 @@ def test_a_later_one_that_does_not_fit_serves_nothing_until_a_whole_update(folde
         for _ in range(2):
             with pytest.raises(WeightsIncomplete, match="until an update with all weights"):
                 llm.generate([list(PROMPTS[0])], greedy(4))
-        assert llm.engine.has_requests and not llm.engine._submit(), "the one that ran waits"
+        assert llm.engine.num_requests and not llm.engine._submit(), "the one that ran waits"
         llm.load_weights({NAME: tensors[NAME]})
         with pytest.raises(WeightsIncomplete, match="the update lacks lm_head.weight, model.embed_tokens.weight"):
             llm.reset_prefix_cache()

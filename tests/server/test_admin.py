@@ -38,7 +38,7 @@ def test_requests_wait_while_the_server_sleeps(served: Served) -> None:
     assert ready.status_code == 503 and "the engine sleeps" in ready.json()["error"]["message"]
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(served.post, "/v1/completions", **body)
-        served.wait_for(lambda: first.engine.has_requests)
+        served.wait_for(lambda: first.engine.num_requests)
         time.sleep(0.8)  # four times the timeout of the watch
         assert served.llm is first and not answer.done()
         assert served.http.post("/wake_up?tags=weights").status_code == 200 and is_sleeping(served)

@@ -193,7 +193,7 @@ def test_requests_may_wait_for_an_engine_that_sleeps() -> None:
         first = served.llm
         asyncio.run(first.sleep(level=1))
         answer = pool.submit(served.post, "/v1/completions", prompt="x", max_tokens=4)
-        served.wait_for(lambda: first.engine.has_requests)
+        served.wait_for(lambda: first.engine.num_requests)
         time.sleep(1.0)
         assert served.llm is first and first.is_running and not answer.done()
         assert served.http.get("/health").status_code == 200

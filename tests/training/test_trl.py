@@ -17,9 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, AsyncLLM, SamplingParams
 from outrider.models.sources import resolve
 from tests.engine.harness import byte_tokenizer
+from tests.server.rig import serving
 
 ROOT = Path(__file__).parents[2]
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed: make test-trl")
@@ -72,6 +73,41 @@ def test_three_steps_of_grpo_on_smollm2_with_sleep(tmp_path: Path) -> None:
     assert len(logs) == 3 and engine["weights_version"] >= 3
 
 
+@needs_trl
+def test_trls_client_gives_weights_to_a_server_and_samples_from_it(tiny: Path) -> None:
+    """TRL's client of a server, unmodified. It looks at nothing of the device but the word cuda."""
+    import outrider.compat
+
+    outrider.compat.install_as_vllm()
+    from transformers import AutoModelForCausalLM
+    from trl.generation.vllm_client import VLLMClient
+
+    from outrider.compat.network import get_open_port
+
+    model: Any = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    settings = {"max_model_len": 64, "num_pages": 64, "logprobs_mode": "processed_logprobs", "max_logprobs": -1}
+    prompts = [[5, 6, 7], [8, 9, 10, 11]]
+    with serving(lambda: AsyncLLM(str(tiny), **settings), admin=True,
+                 weight_transfer_config={"backend": "nccl"}) as served:
+        client = VLLMClient(base_url=str(served.http.base_url), group_port=get_open_port())
+        client.init_communicator(device="cuda")
+        for _ in range(2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(torch.randn_like(parameter) * 0.02)
+            client.update_model_params(model)
+            client.reset_prefix_cache()
+            found = client.generate(prompts, n=2, max_tokens=8, temperature=1.0, logprobs=0)
+            for index, ids in enumerate(found["completion_ids"]):
+                theirs = scores_of(model, prompts[index // 2], ids)
+                ours = sum(each[0] for each in found["logprobs"][index])
+                assert math.exp(theirs - ours) == pytest.approx(1, abs=1e-4)
+        scored = client.get_sequence_logprobs([prompts[1] + [12, 13]], [4], top_logprobs=-1)
+        ours = sum(each[0] for each in scored["actual_logprobs"][0])
+        assert ours == pytest.approx(scores_of(model, prompts[1], [12, 13]), abs=1e-4)
+        client.close_communicator()
+
+
 @pytest.mark.parametrize("sleeps", [False, True])
 def test_the_calls_of_a_step_of_grpo(tiny: Path, sleeps: bool) -> None:
     """The calls of TRL 1.16, in its order, over two updates."""
@@ -113,8 +149,12 @@ def test_the_calls_of_a_step_of_grpo(tiny: Path, sleeps: bool) -> None:
 
 def ratio(model: Any, prompt: list[int], sample: Any) -> float:
     """The importance ratio of a sample: the trainer's probability over the engine's."""
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt + sample.token_ids])).logits[0, len(prompt) - 1 : -1]
-    theirs = logits.log_softmax(-1)[range(len(sample.token_ids)), sample.token_ids].sum().item()
     ours = sum(entry[token].logprob for token, entry in zip(sample.token_ids, sample.logprobs, strict=True))
-    return math.exp(theirs - ours)
+    return math.exp(scores_of(model, prompt, sample.token_ids) - ours)
+
+
+def scores_of(model: Any, prompt: list[int], token_ids: list[int]) -> float:
+    """The trainer's log-probability of a sample."""
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + token_ids])).logits[0, len(prompt) - 1 : -1]
+    return float(logits.log_softmax(-1)[range(len(token_ids)), token_ids].sum())

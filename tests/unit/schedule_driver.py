@@ -142,7 +142,8 @@ class HostGuesses:
         self._rng, self._seeds = rng, seeds
         self.num_guesses = 0
 
-    def propose(self, request_id: int, token_ids: Sequence[int], most: int, tenant: str) -> list[int]:
+    def propose(self, request_id: int, token_ids: Sequence[int], prompt_len: int, most: int,
+                tenant: str) -> list[int]:
         guess = guess_after(self._seeds[request_id], token_ids, self._rng.randint(0, most), 0.9, self._rng)
         self.num_guesses += len(guess)
         return guess

@@ -41,7 +41,8 @@ COLUMNS = [
     {"simulation"},
     {"features"},
     {"adapters", "adapter_loading", "compat", "front", "llm", "llm_engine", "async_llm", "beam_search", "server",
-     "receipts", "replicas", "token_scores", "commands", "benchmarks", "training", "ray", "cli", "__main__"},
+     "receipts", "replicas", "token_scores", "commands", "benchmarks", "training", "ray", "cli", "weight_group",
+     "__main__"},
 ]
 COLUMN_OF = {part: i for i, parts in enumerate(COLUMNS) for part in parts}
 TORCH_FREE = ("core", "config", "feature_list", "logits_processors", "lora_request", "pooling_outputs",

@@ -1,10 +1,8 @@
-"""Stands for `vllm.distributed.weight_transfer.nccl_common`. Its names can be imported; calling one raises an error."""
+"""Stands for `vllm.distributed.weight_transfer.nccl_common`: the trainer's end of a connection to a server."""
 
-from outrider.compat.weight_transfer import refuse_name, refuse_transfer
+from outrider.compat.weight_transfer import refuse_name, trainer_init
 
 __all__ = ["trainer_init"]
-
-trainer_init = refuse_transfer("trainer_init")
 
 
 def __getattr__(name: str) -> object:
