@@ -10,11 +10,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from outrider.compat.pooler_config import pooling_refused
-from outrider.compat.profiler_config import profiler_dir
 from outrider.core.fields import shown, unknown_name
+from outrider.core.lazy_exports import LateModule
+
+if TYPE_CHECKING:
+    from outrider.compat import pooler_config, profiler_config
+else:
+    pooler_config = LateModule("outrider.compat.pooler_config")
+    profiler_config = LateModule("outrider.compat.profiler_config")
 
 log = logging.getLogger("outrider")
 
@@ -106,8 +111,8 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "reasoning_parser": Refused("it is a setting of the server: outrider serve --reasoning-parser", (None, "")),
     "rope_scaling": Refused("use hf_overrides={'rope_scaling': ...}", (None, {})),
     "rope_theta": Refused("use hf_overrides={'rope_theta': ...}"),
-    "override_pooler_config": Checked(pooling_refused),
-    "pooler_config": Checked(pooling_refused),
+    "override_pooler_config": Checked(lambda given: pooler_config.pooling_refused(given)),
+    "pooler_config": Checked(lambda given: pooler_config.pooling_refused(given)),
     "runner": Refused(BY_CONFIG, (None, "auto", "generate", "pooling")),
     "served_model_name": Refused("it is a setting of the server: outrider serve --served-model-name"),
     "speculative_model": Refused("use speculative_config={'method': ..., 'model': ...}"),
@@ -391,5 +396,5 @@ def _value(setting: str, value: Any) -> Any:
         log.warning("attention_backend=%s makes no difference: the engine chooses among its own kernels", shown(value))
         return "auto"
     if setting == "profiler_config":
-        return profiler_dir(value)
+        return profiler_config.profiler_dir(value)
     return VALUES.get(setting, {}).get(value, value) if isinstance(value, str) else value

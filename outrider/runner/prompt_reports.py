@@ -39,11 +39,9 @@ class PromptLogprobs:
 
 
 def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, state: RowState, *,
-                    row_by_row: bool = False) -> PromptLogprobs | None:
-    """Compute the log-probabilities of the prompt tokens that this step computes; None if no request asks for any.
-    row_by_row: see `sample`."""
-    if not state.params.report_prompts(scheduled):
-        return None
+                    row_by_row: bool = False) -> PromptLogprobs:
+    """Compute the log-probabilities of the prompt tokens that this step computes. Some request asks for them
+    (`RowParams.report_prompts`). row_by_row: see `sample`."""
     params = state.params.of_rows(scheduled.rows)
     view = inputs.batch.unpadded
     assert isinstance(inputs.shape, EagerShape), "captured steps report no logprobs"
@@ -133,12 +131,10 @@ class HiddenRows:
 
 
 def reported_hidden(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, params: RowParams, *,
-                    exact: bool = False) -> HiddenRows | None:
-    """Collect the hidden states that requests ask for; None if no request does. exact: return every token's vector and
-    leave sums to the host, because sums of chunks would add in an order that depends on how the prompt was chunked."""
+                    exact: bool = False) -> HiddenRows:
+    """Collect the hidden states that some of the requests ask for. exact: return every token's vector and leave sums to
+    the host, because sums of chunks would add in an order that depends on how the prompt was chunked."""
     reports = params.hidden_of(scheduled.rows)
-    if not reports:
-        return None
     assert isinstance(inputs.shape, EagerShape), "captured steps report no hidden states"
     wide = torch.float64 if hidden.final.dtype == torch.float64 else torch.float32
     parts: list[torch.Tensor] = []

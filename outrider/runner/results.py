@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from outrider.core import Finish, RequestResult, ScheduledBatch, StepResult, TokenLogprobs, Uncaptured
+from outrider.core.lazy_exports import LateModule
 from outrider.core.params import NO_TOKEN
 from outrider.kernels.step import FAULT, FAULT_VALUE, WrongValue
 from outrider.runner.plan import RowCheckpoints
-from outrider.runner.prompt_reports import with_hidden
 from outrider.runner.row_state import RowParams
 from outrider.runner.step import DeviceResult
 from outrider.sample.logprobs import HostLogprobs, to_host
+
+if TYPE_CHECKING:
+    from outrider.runner import prompt_reports
+else:
+    prompt_reports = LateModule("outrider.runner.prompt_reports")
 
 FINISHES = tuple(Finish(code) for code in range(len(Finish)))  # an enum's own look-up takes longer
 ERROR = int(Finish.ERROR)
@@ -35,7 +41,7 @@ def read_result(scheduled: ScheduledBatch, result: DeviceResult, seconds: float,
         requests = [part._replace(error=result.failures.get(index, NO_TOKEN)) if part.finish is Finish.ERROR else part
                     for index, part in enumerate(requests)]
     if result.hidden is not None:
-        requests = with_hidden(requests, result.hidden)
+        requests = prompt_reports.with_hidden(requests, result.hidden)
     done = StepResult(scheduled.step, requests, seconds, _written(scheduled, result), uncaptured)
     if not result.drafting:
         return done

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
 from outrider.core import NULL_ROW, Admission, DeltaReach, SamplingParams, ScheduledBatch, StepForm, StepPart
 from outrider.core.checked_request import NO_REQUEST
+from outrider.core.lazy_exports import LateModule
 from outrider.drafters.base import Drafter, HiddenReads, Step
 from outrider.drafters.guard import DrafterGuards
 from outrider.kernels import ops
@@ -58,11 +60,15 @@ from outrider.runner.plan import (
     StepPlanner,
     make_ropes,
 )
-from outrider.runner.prompt_reports import HiddenRows, PromptLogprobs, prompt_logprobs, reported_hidden
 from outrider.runner.row_state import RowState
 from outrider.runner.worker_ranks import ONE_RANK, WorkerRanks
 from outrider.sample import History, LogprobRows
 from outrider.sample.sampler import LogprobsMode, sample, sample_chunk
+
+if TYPE_CHECKING:
+    from outrider.runner import prompt_reports
+else:
+    prompt_reports = LateModule("outrider.runner.prompt_reports")
 
 
 @dataclass(frozen=True)
@@ -72,12 +78,12 @@ class DeviceResult:
     counts: torch.Tensor  # [requests, NUM_COUNTS] columns as in kernels/step.py
     run: torch.Tensor  # [requests, max drafts + 1]
     logprobs: LogprobRows | None
-    prompt_logprobs: PromptLogprobs | None
+    prompt_logprobs: prompt_reports.PromptLogprobs | None
     checkpoints: CheckpointPlan
     written: torch.Tensor  # bool, which checkpoints were: [requests] of row checkpoints, [checkpoints] of listed ones
     folded: torch.Tensor  # [folds] bool, which of the rows that ended reached their checkpoint
     params: Sequence[SamplingParams] = ()  # those of the scheduled requests, if any reports log-probabilities
-    hidden: HiddenRows | None = None
+    hidden: prompt_reports.HiddenRows | None = None
     drafting: DrafterGuards | None = None  # the drafters whose faults the counts report
     shares_drafts: bool = False  # counts of drafts may be the device's: those of a batch that has a `DraftSharing`
     failures: Mapping[int, str] = field(default_factory=dict)  # of edited logits, by the scheduled request's index
@@ -225,14 +231,17 @@ class DeviceStep:
         if scheduled.mode.form is StepForm.SPLIT:
             self.host_turn(scheduled)
         # Before drafters, which may write to the hidden states.
-        prompts = prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state,
-                                  row_by_row=self._samples_row_by_row)
-        hidden = reported_hidden(self.model, scheduled, half.inputs, half.hidden, self.state.params,
-                                 exact=self._exact)
+        params, prompts, hidden = self.state.params, None, None
+        if params.report_prompts(scheduled):
+            prompts = prompt_reports.prompt_logprobs(self.model, scheduled, half.inputs, half.hidden, self.state,
+                                                     row_by_row=self._samples_row_by_row)
+        if params.hidden_of(scheduled.rows):
+            hidden = prompt_reports.reported_hidden(self.model, scheduled, half.inputs, half.hidden, params,
+                                                    exact=self._exact)
         result = self.finish_half(half, plan)
         # Kept with the result: the rows may have other owners when it is read.
         return replace(result, prompt_logprobs=prompts, folded=self._folded, hidden=hidden, failures=plan.failures,
-                       params=self.state.params.reported(scheduled.rows))
+                       params=params.reported(scheduled.rows))
 
     # The parts that can be captured, in one graph or in two: no host data but the shape and the plan
 
