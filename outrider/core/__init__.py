@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from outrider.core.params import SamplingParams
     from outrider.core.row_end import RowEnd
     from outrider.core.step_messages import (
+        NO_ADMISSION,
         Admission,
         CacheOrders,
         CheckpointWrite,
@@ -53,6 +54,7 @@ __all__ = [
     "RequestParams",
     "HostDraft",
     "Limits",
+    "NO_ADMISSION",
     "NULL_PAGE",
     "NULL_ROW",
     "PAGE_TOKENS",

@@ -10,10 +10,11 @@ import enum
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from outrider.core.checked_request import CheckedRequest
+from outrider.core.checked_request import NO_REQUEST, CheckedRequest
 from outrider.core.draft_confidence import DraftSharing
 from outrider.core.drafter_faults import DrafterFault
 from outrider.core.feature_parts import BatchPart, ResultPart, find_part
+from outrider.core.limits import NULL_ROW
 from outrider.core.params import SamplingParams
 from outrider.core.row_end import RowEnd
 from outrider.core.uncaptured import Uncaptured
@@ -68,6 +69,9 @@ class Admission:
     def token_ids(self) -> list[int]:
         """All known tokens: the prompt and the outputs that results have confirmed."""
         return [*self.request.token_ids, *self.output_ids]
+
+
+NO_ADMISSION = Admission(NULL_ROW, NO_REQUEST, computed=1, max_len=2, output_ids=[0])  # of a dead row
 
 
 class PageWrite(NamedTuple):

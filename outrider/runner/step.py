@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.core import NULL_ROW, Admission, DeltaReach, SamplingParams, ScheduledBatch, StepForm, StepPart
-from outrider.core.checked_request import NO_REQUEST
+from outrider.core import NO_ADMISSION, DeltaReach, SamplingParams, ScheduledBatch, StepForm, StepPart
 from outrider.core.lazy_exports import LateModule
 from outrider.drafters.base import Drafter, HiddenReads, Step
 from outrider.drafters.guard import DrafterGuards
@@ -205,8 +204,7 @@ class DeviceStep:
     def load_filling(self, count: int) -> None:
         """Load the kernels that fill the drafter's cache slots for `count` admitted rows, by running them with dead
         rows."""
-        dead = Admission(NULL_ROW, NO_REQUEST, computed=1, max_len=2, output_ids=[0])
-        self.drafting.load_filling([dead] * count, DeadFirstRows(self.state))
+        self.drafting.load_filling([NO_ADMISSION] * count, DeadFirstRows(self.state))
 
     def _deltas_of(self, view: BatchView, reach: DeltaReach) -> RowDeltas | None:
         return self.deltas.of_step(view.rows, view.request_of).within(reach) if reach else None
