@@ -14,7 +14,7 @@ from typing import Any
 
 ANY_TEXT = "/(?s:.*)/"
 MAX_PAIRS = 10_000
-JSON_TYPES = {str: "a string", list: "a list", dict: "an object"}
+JSON_TYPES: dict[type, str] = {str: "a string", list: "a list", dict: "an object"}
 KINDS = ("const_string", "json_schema", "regex", "grammar", "any_text", "sequence", "or", "tag", "triggered_tags",
          "tags_with_separator")
 
