@@ -27,6 +27,10 @@ class VllmPlace:
 
 def executor_around(load_weights: Callable[[Weights], None]) -> VllmPlace:
     """Make an executor whose `driver_worker.model_runner.model.load_weights` calls the given function."""
-    model = VllmPlace("model", load_weights=load_weights)
-    runner = VllmPlace("model_runner", model=model)
-    return VllmPlace("model_executor", driver_worker=VllmPlace("driver_worker", model_runner=runner))
+    worker = VllmPlace("driver_worker", model_runner=runner_around(load_weights))
+    return VllmPlace("model_executor", driver_worker=worker)
+
+
+def runner_around(load_weights: Callable[[Weights], None]) -> VllmPlace:
+    """Make the part of a worker whose `model.load_weights` calls the given function."""
+    return VllmPlace("model_runner", model=VllmPlace("model", load_weights=load_weights))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from outrider.compat.executor import VllmPlace, Weights, executor_around
+from outrider.compat.executor import VllmPlace, Weights, runner_around
 from outrider.config import EngineConfig
 from outrider.core.fields import shown
 from outrider.engine.load import find_model
@@ -58,10 +58,10 @@ class ExtendedWorker:
         _join_alone(torch.distributed)
         own = extension_class(self._config.worker_extension_cls)
         worker = type("Worker", (own,), {})()
-        runner = executor_around(self._load_weights).driver_worker.model_runner
         on_gpu = self._config.device != "cpu" and torch.cuda.is_available()
         vars(worker).update(
-            rank=0, local_rank=0, model_runner=runner, device=torch.device(*(("cuda", 0) if on_gpu else ("cpu",))),
+            rank=0, local_rank=0, device=torch.device("cuda", 0) if on_gpu else torch.device("cpu"),
+            model_runner=runner_around(self._load_weights),
             model_config=VllmPlace("model_config", dtype=getattr(torch, _dtype_of(self._config))))
         return worker
 

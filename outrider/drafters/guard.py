@@ -11,7 +11,7 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import TypeAlias, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 
@@ -22,10 +22,12 @@ from outrider.core.step_messages import DraftingReport
 from outrider.drafters.base import Drafter, Drafts, HiddenReads, Step, ViewOf
 from outrider.drafters.choice import ProposalChoice
 from outrider.drafters.combined import CombinedDrafter
-from outrider.drafters.observer import DraftObserver
 from outrider.formats.ranks import RankGroup, integers_of_rank_0
 from outrider.kernels.buffers import to_device
 from outrider.kernels.step import Proposal, WrongValue
+
+if TYPE_CHECKING:
+    from outrider.drafters.observer import DraftObserver
 
 Made = TypeVar("Made")
 WithoutSums: TypeAlias = Callable[[], AbstractContextManager[None]]

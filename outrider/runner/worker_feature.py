@@ -6,17 +6,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.core.background_work import NO_WORK, BackgroundWork
 from outrider.drafters.base import Drafter
-from outrider.drafters.observer import DraftObserver
 from outrider.feature_list import worker_half
 from outrider.models.base import Model
 from outrider.runner.memory import FeatureBytes
 from outrider.runner.step import DeviceStep
+
+if TYPE_CHECKING:
+    from outrider.drafters.observer import DraftObserver
 
 
 class WorkerFeature:

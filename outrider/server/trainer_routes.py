@@ -46,7 +46,14 @@ class UpdateInfo(Body):
 
 
 class UpdateWeightsRequest(Body):
-    update_info: UpdateInfo
+    update_info: UpdateInfo | None = None
+    weight_dir: Annotated[str, Field(min_length=1, max_length=4096)] | None = Field(
+        default=None, description="prime-rl's way to give a folder below --weights-root")
+
+    def info(self) -> UpdateInfo:
+        if (self.update_info is None) == (self.weight_dir is None):
+            raise ApiError(400, "give either update_info or weight_dir, not both", param="update_info")
+        return self.update_info or UpdateInfo(path=self.weight_dir)
 
 
 class WeightChecker:
@@ -151,7 +158,7 @@ def _add_updates(routes: APIRouter, service: Service) -> None:
     async def update_weights(body: UpdateWeightsRequest) -> dict[str, Any]:
         """Replace weights by those of a file below --weights-root. If an update in chunks has begun, the file is its
         next chunk. Otherwise the file is a complete update, which is applied as a whole or not at all."""
-        llm, info = service.host.llm, body.update_info
+        llm, info = service.host.llm, body.info()
         if info.path is None:
             announced = Announced.from_fields(info.names or [], info.dtype_names or [], info.shapes or [])
             take: Any = llm.load_weights if llm.has_weight_update else llm.update_weights
@@ -209,11 +216,13 @@ def _add_state(routes: APIRouter, service: Service) -> None:
 
 
 def _settings_to_json(service: Service) -> dict[str, Any]:
-    config, engine = service.host.llm.vllm_config, service.host.llm.engine.model.config
-    adapters = {name: getattr(engine, name) for name in ("max_lora_rank", "max_loras")}
+    config = service.host.llm.vllm_config
+    own = config.model_config.engine_config
+    adapters = None
+    if own is not None and own.enable_lora:
+        adapters = {"max_lora_rank": own.max_lora_rank, "max_loras": own.max_loras}
     model = {name: getattr(config.model_config, name) for name in (
         "model", "dtype", "max_model_len", "max_logprobs", "enforce_eager")}
     model["logprobs_mode"] = f"{config.model_config.logprobs_mode}_logprobs"
-    return {"weight_transfer_config": service.config.weight_transfer_config,
-            "lora_config": adapters if engine.enable_lora else None,
+    return {"weight_transfer_config": service.config.weight_transfer_config, "lora_config": adapters,
             "model_config": model, "parallel_config": asdict(config.parallel_config)}

@@ -148,11 +148,14 @@ def test_weights_come_over_http_in_chunks_of_files_and_shared_memory(served: Ser
     assert served.post("/v1/completions", **body).json()["choices"] == ours
     update(400, path="chunks/cut")
     assert served.post("/v1/completions", **body).json()["choices"] == ours
+    assert served.post("/update_weights", weight_dir=str(folder)).json()["weights_version"] == 3, "prime-rl's body"
+    for wrong in ({}, {"weight_dir": "other", "update_info": {"path": "other"}}):
+        assert "either update_info or weight_dir" in served.error("/update_weights", **wrong)["message"]
     served.post("/start_weight_update")
     update(200, path="chunks/1.safetensors")
     assert "the update lacks lm_head.weight" in served.error("/finish_weight_update", 503)["message"]
     assert "the update lacks lm_head.weight" in served.error("/v1/completions", 503, **body)["message"]
-    assert update(200, path="other")["weights_version"] == 3
+    assert update(200, path="other")["weights_version"] == 4
 
 
 def test_a_chunk_after_one_that_was_refused_does_not_go_live_alone(served: Served, folder: Path) -> None:

@@ -297,7 +297,8 @@ def test_what_matters_least_gives_way_even_if_it_asks() -> None:
 class AlwaysFours:
     """A drafter on the host that guesses the same token for ever."""
 
-    def propose(self, request_id: int, token_ids: Sequence[int], most: int, tenant: str) -> list[int]:
+    def propose(self, request_id: int, token_ids: Sequence[int], prompt_len: int, most: int,
+                tenant: str) -> list[int]:
         return [4] * most
 
     def finish(self, request_id: int, token_ids: Sequence[int], tenant: str) -> None: ...
