@@ -18,7 +18,7 @@ from itertools import count
 from typing import NamedTuple
 
 from outrider.cache.checkpoints import HANDED_OUT, Checkpoint, Checkpoints
-from outrider.cache.events import STATE_BYTES, PageContent
+from outrider.cache.events import DIGEST_BYTES, STATE_BYTES, PageContent, PageRemoved
 from outrider.cache.groups import CacheLayout
 from outrider.cache.lookup import PrefixLookup
 from outrider.cache.manager import CacheManager, CacheStats, Start
@@ -41,11 +41,12 @@ class PageQueue:
         self.media, self._state_group = media, state_group
         self.is_boundary = True  # of the pages that are published now
         self._stores: dict[int, PageStore] = {}
+        self.told: dict[bytes, tuple[PageKey, PageContent]] = {}  # of pages to be stored, if events are recorded
 
     def __len__(self) -> int:
         return len(self._stores)
 
-    def add(self, page: int, page_key: PageKey) -> None:
+    def add(self, page: int, page_key: PageKey, content: PageContent | None = None) -> None:
         if not self.media.is_open:
             return
         group, digest = page_key
@@ -53,6 +54,8 @@ class PageQueue:
         key = self.media.key_of(group, digest, index)
         if not self.media.is_everywhere(key):
             self._stores[page] = PageStore(page, key, self.is_boundary)
+            if content is not None:
+                self.told[key] = page_key, content
 
     def evict(self, page: int, page_key: PageKey) -> None:
         """Store an evicted page that no place has. The pages of a recurrent state are evicted one by one, and some of
@@ -72,6 +75,7 @@ class PageQueue:
 
     def clear(self) -> None:
         self._stores.clear()
+        self.told.clear()
 
 
 class WantedPage(NamedTuple):
@@ -123,7 +127,7 @@ class ObservedPool(PagePool):
         known = self.find(key)
         super().publish(page, key, content)
         if known != page and self.find(key) == page:
-            self.queue.add(page, key)
+            self.queue.add(page, key, content)
 
     def allocate(self, group: int, *, is_overwritten: bool = False) -> int:
         if not self._num_blank:
@@ -314,10 +318,28 @@ class CacheWithMedia(CacheManager):
         self._pending.num_stores -= len(report.stored)
         for key, places in report.stored:
             self.media.add(key, places)
+            self._tell_stored(key, places)
         for name, keys in report.evicted:
             self.media.evict(name, keys)
+            self._tell_removed(name, keys)
         for loaded in report.loaded:
             self._arrive(loaded)
+
+    def _tell_stored(self, key: bytes, places: Sequence[str]) -> None:
+        """Record events of the cache, if they are recorded: a page that other places have taken."""
+        stored = self.queue.told.pop(key, None)
+        if stored is not None and self.pool.events is not None:
+            for name in places:
+                self.pool.events.store_page(*stored, medium=name)
+
+    def _tell_removed(self, name: str, keys: Sequence[bytes]) -> None:
+        events = self.pool.events
+        if events is None:
+            return
+        for key in keys:
+            group = self.media.group_of(key)
+            if group is not None and group < len(self.groups) and self.groups[group].is_target:
+                events.add(PageRemoved(group, key[:DIGEST_BYTES], name))
 
     def _arrive(self, loaded: LoadedPages) -> None:
         """Publish the pages of a load whose bytes have come, and free all of them: they are cached as the most recently
@@ -330,7 +352,8 @@ class CacheWithMedia(CacheManager):
         for wanted, page, place in zip(arrival.wanted, arrival.pages, loaded.places, strict=True):
             if place is None:
                 failed.append(page)
-                self.media.remove(wanted.key)
+                for name in self.media.remove(wanted.key):
+                    self._tell_removed(name, [wanted.key])
                 self.media.stats.num_failed += 1
                 continue
             self.media.stats.num_loaded[place] += 1
