@@ -14,7 +14,7 @@ import torch
 
 from outrider import feature_list
 from outrider.cache.events import CacheEvents
-from outrider.cache.with_media import Arrival
+from outrider.cache.observed_pool import Arrival
 from outrider.core.outputs import RequestOutput
 from outrider.engine.kv_event_wire import EventWriter
 from outrider.engine.maintenance import Maintenance
