@@ -34,11 +34,13 @@ class PageStored(NamedTuple):
     digest: bytes
     content: PageContent | None
     labels: tuple[tuple[str, str], ...] = ()  # keys of the content that have a public name, and the names
+    medium: str = ""  # the place beyond the device; "": the device
 
 
 class PageRemoved(NamedTuple):
     group: int
     digest: bytes
+    medium: str = ""
 
 
 class AllRemoved(NamedTuple):
@@ -61,11 +63,14 @@ class CacheEvents:
         self._states: set[bytes] = set()  # digest and checkpoint of every state that can be found
         self._events: list[CacheEvent] = []
 
-    def store_page(self, key: tuple[int, bytes], content: PageContent | None) -> None:
+    def add(self, event: CacheEvent) -> None:
+        self._events.append(event)
+
+    def store_page(self, key: tuple[int, bytes], content: PageContent | None, medium: str = "") -> None:
         if key[0] in self._target_groups:
             keys = () if content is None else content.keys
             labels = tuple((word, label) for word in keys if (label := self._labels.get(word)) is not None)
-            self._events.append(PageStored(*key, content, labels))
+            self._events.append(PageStored(*key, content, labels, medium))
 
     def store_state(self, digest: bytes, page_key: tuple[int, bytes]) -> None:
         """Note that from now on a recurrent state can be found. `page_key`: the key of one of the state's pages."""

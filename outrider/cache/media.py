@@ -115,6 +115,10 @@ class PageMedia:
             self._tags[group, index] = tag
         return digest[:DIGEST_BYTES] + tag
 
+    def group_of(self, key: bytes) -> int | None:
+        """The group of a page of these weights, by its key. None: the page is of other weights or of another engine."""
+        return next((group for (group, _), tag in self._tags.items() if tag == key[DIGEST_BYTES:]), None)
+
     # Places
 
     def has(self, key: bytes) -> bool:
@@ -139,11 +143,13 @@ class PageMedia:
         self._keys[name].difference_update(keys)
         self._count()
 
-    def remove(self, key: bytes) -> None:
-        """Forget a page that could not be loaded."""
-        for own in self._keys.values():
-            own.discard(key)
+    def remove(self, key: bytes) -> list[str]:
+        """Forget a page that could not be loaded. Returns the places that were thought to hold it."""
+        lost = [name for name, own in self._keys.items() if key in own]
+        for name in lost:
+            self._keys[name].remove(key)
         self._count()
+        return lost
 
     def forget(self) -> None:
         """Find none of the pages again that the places hold now."""

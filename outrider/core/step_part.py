@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from outrider.core.step_messages import Admission, ScheduledBatch
+    from outrider.core.step_messages import Admission, ScheduledBatch, StepResult
 
 
 class StepPart:
@@ -23,6 +23,10 @@ class StepPart:
 
     def prepare(self, batch: ScheduledBatch) -> None:
         """Called when all rows are complete, before the forward pass."""
+
+    def amend_result(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
+        """Add the part's report to a result, if the batch asks for one. Must not read the device."""
+        return result
 
     def reset(self) -> None:
         """Forget all rows: a step has failed, so the content of the device is unknown."""

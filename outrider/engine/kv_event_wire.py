@@ -34,7 +34,8 @@ from outrider.cache.kinds import ChunkedSpec, FullSpec, LatentSpec, PagedSpec
 Event = dict[str, Any]
 ADAPTER_KEY = re.compile(r"\w+=[0-9a-f]+")  # keys of adapters end in the digest of their files
 ID_DIGITS = 7  # of the digest
-MEDIUM = "GPU"  # vLLM's name for the memory that the engine computes in, whatever the device
+# vLLM's names of media. GPU is the memory that the engine computes in, whatever the device.
+MEDIA, STORAGE = {"": "GPU", "host": "CPU"}, "STORAGE"
 HASH_BYTES = 8
 STATES = "mamba"  # vLLM's name for groups of recurrent states
 
@@ -55,31 +56,31 @@ class EventWriter:
         """Convert events into the wire format. Pages that follow one another in a prompt, or are removed one after
         another, share one event."""
         written: list[Event] = []
-        last: tuple[type[CacheEvent], int, bytes] | None = None  # of the event before: its type, group and digest
+        last: tuple[type[CacheEvent], int, bytes, str] | None = None  # of the event before: type, group, digest, medium
         for event in events:
             match event:
                 case AllRemoved():
                     written.append({"type": "AllBlocksCleared"})
                     last = None
                     continue
-                case PageStored(group, digest, content):
+                case PageStored(group, digest, content, _, medium):
                     parent = None if content is None else content.parent
-                    if content is not None and parent is not None and last == (PageStored, group, parent):
+                    if content is not None and parent is not None and last == (PageStored, group, parent, medium):
                         written[-1]["block_hashes"].append(self._hash(digest))
                         written[-1]["token_ids"] += content.token_ids if self._tells_tokens else ()
                         if "extra_keys" in written[-1]:
                             written[-1]["extra_keys"].append(self._extra_keys(event))
                     else:
                         written.append(self._stored(event))
-                case PageRemoved(group, digest):
-                    if last is not None and last[:2] == (PageRemoved, group):
+                case PageRemoved(group, digest, medium):
+                    if last is not None and (last[0], last[1], last[3]) == (PageRemoved, group, medium):
                         written[-1]["block_hashes"].append(self._hash(digest))
                     else:
                         written.append({"type": "BlockRemoved", "block_hashes": [self._hash(digest)],
-                                        "medium": MEDIUM, "group_idx": group})
+                                        "medium": MEDIA.get(medium, STORAGE), "group_idx": group})
                 case _:
                     assert_never(event)
-            last = type(event), group, digest
+            last = type(event), group, digest, medium
         return written
 
     def _stored(self, event: PageStored) -> Event:
@@ -90,7 +91,7 @@ class EventWriter:
             "parent_block_hash": None if content is None or content.parent is None else self._hash(content.parent),
             "token_ids": list(content.token_ids) if content is not None and self._tells_tokens else [],
             "block_size": self._sizes.get(event.group, self._state_size),
-            "lora_id": None, "lora_name": None, "medium": MEDIUM}
+            "lora_id": None, "lora_name": None, "medium": MEDIA.get(event.medium, STORAGE)}
         for key, label in event.labels:
             if ADAPTER_KEY.fullmatch(key):  # a number that stands for the adapter's files
                 written |= {"lora_id": int(key.partition("=")[2][:ID_DIGITS], 16), "lora_name": label}

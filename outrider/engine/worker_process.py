@@ -216,6 +216,8 @@ class WorkerProcess:
         with self._change:
             if self._died is None:
                 self._died = WorkerDied("the worker was closed") if self._is_closing else error
+                if self._is_ready and not self._is_closing and len(self._ranks) > 1:
+                    log.error("%s", error)  # an idle engine has no request that would tell it
             self._change.notify_all()
         _kill(self._ranks)
         self._answers.fail_all(self._died)

@@ -25,7 +25,7 @@ which feature implements them:
 | is loaded by | a setting | a setting | a setting | a request | a request | a request | a request, a setting |
 
 `tiers` has places beyond the device where cached pages lie: it makes the cache of a scheduler
-(`EngineFeature.make_cache`), and its part of a step copies pages and reports it (`runner/host_turn.py` ReportingPart).
+(`EngineFeature.make_cache`), and its part of a step copies pages and reports it (`StepPart.amend_result`).
 
 A part has an interface of its own if two features need it, or if a feature from outside the package may need it. Events
 of the cache are still in the core.

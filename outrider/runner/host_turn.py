@@ -33,19 +33,13 @@ class HostTurn(StepPart):
         return result
 
 
-class ReportingPart(StepPart):
-    @abstractmethod
-    def report(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
-        """Return the result with the part's report, if the batch asks for one. Must not read the device."""
-
-
 class HostTurns:
     """All features that act between the halves of split steps, in the order in which they are called."""
 
     def __init__(self, runs_ahead: bool) -> None:
         self.runs_ahead = runs_ahead  # set by the runner of the steps
         self._all: tuple[HostTurn, ...] = ()
-        self.reporters: tuple[ReportingPart, ...] = ()
+        self.reporters: tuple[StepPart, ...] = ()
 
     def add(self, part: HostTurn) -> None:
         self._all = (*self._all, part)
@@ -58,7 +52,7 @@ class HostTurns:
     def amend(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
         """Let the parts correct the result of a step, explain its errors, and report."""
         for reporter in self.reporters:
-            result = reporter.report(batch, result)
+            result = reporter.amend_result(batch, result)
         if batch.mode.form is not StepForm.SPLIT:
             return result
         for part in self._all:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from outrider.cache.with_media import Arrival, CacheWithMedia
+from outrider.cache.observed_pool import Arrival
+from outrider.cache.with_media import CacheWithMedia
 
 NAME = "page published before its bytes"
 TESTS = ["tests/unit/test_media_random.py", "-k", "fail"]

@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from outrider import feature_list
-from outrider.cache.with_media import Arrival
+from outrider.cache.events import CacheEvents
+from outrider.cache.observed_pool import Arrival
 from outrider.core.outputs import RequestOutput
+from outrider.engine.kv_event_wire import EventWriter
 from outrider.engine.maintenance import Maintenance
 from outrider.feature_list import FeatureEntry, register_feature
 from outrider.features.tiers.in_engine import TiersInEngine
@@ -285,6 +287,27 @@ def test_states_inside_a_prompt_are_marked(place: Gated, tmp_path: Path) -> None
         num_pages = cache_of(rig).checkpoints.capacity.checkpoint_pages
     marked = list(place.flags.values()).count(False)
     assert marked == 2 * num_pages, "those after 32 and 64 tokens, and not that after 80"
+
+
+def test_events_tell_where_pages_lie(tmp_path: Path) -> None:
+    kind = KINDS["full"]
+    asks = asks_of(kind, (70, 60, 50, 80))
+    with kind.open(tmp_path) as rig:
+        page = rig.step.pool.layout.page_bytes
+    with kind.open(tmp_path, host_cache_memory=6 * page, disk_cache_dir=str(tmp_path / "cache")) as rig:
+        cache = cache_of(rig)
+        record = cache.pool.events = CacheEvents(cache.layout)
+        rig.run_one_by_one(asks)
+        events = EventWriter(cache.layout).write(record.take())
+        places: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "STORAGE": set()}
+        for event in events:
+            hashes = set(event["block_hashes"])
+            if event["type"] == "BlockStored":
+                places[event["medium"]] |= hashes
+            else:
+                assert event["type"] == "BlockRemoved" and hashes <= places[event["medium"]]
+                places[event["medium"]] -= hashes
+        assert places["GPU"] == places["STORAGE"] and len(places["CPU"]) == 6 < len(places["GPU"])
 
 
 def test_host_memory_that_is_too_small_evicts(tmp_path: Path) -> None:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 from outrider.cache.groups import CacheLayout
 from outrider.cache.manager import CacheManager
 from outrider.cache.media import PageMedia
-from outrider.cache.with_media import CacheWithMedia, ObservedPool, PageQueue
+from outrider.cache.observed_pool import ObservedPool, PageQueue
+from outrider.cache.with_media import CacheWithMedia
 from outrider.core import ScheduledBatch, StepResult
 from outrider.core.page_moves import LoadedPages, MovesReport, OpenedPlaces, PageLoad, PageMoves
 from tests.unit.hash_mixer import POISON, HashMixerRunner

@@ -175,6 +175,27 @@ def test_hosts_take_what_rank_0_decides_and_gather_what_each_has() -> None:
     assert RankLink().gather(5) == [5] and RankLink().decide(lambda: 6) == 6
 
 
+def test_ranks_measure_equally_many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every step is a sum over ranks. Rank 0 finds shorter times again and again, and rank 1 none after the first."""
+    from outrider.runner.graphs import costs
+
+    counts = [0, 0]
+
+    def step_seconds(step: Any, *_: Any) -> float:
+        counts[step.ranks.link.rank] += 1
+        return 1.0 if step.ranks.link.rank == 1 else 0.5 ** counts[0]
+
+    monkeypatch.setattr(costs, "step_seconds", step_seconds)
+    limits: Any = None
+    steps: list[Any] = [SimpleNamespace(ranks=SimpleNamespace(link=link)) for link in linked(2)]
+    threads = [threading.Thread(target=costs._uncaptured, args=(step, limits, [1, 2], False)) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert counts[0] == counts[1] == 2 * costs.MOST_SWEEPS
+
+
 def test_a_host_that_ended_is_named() -> None:
     first, second = linked(2)
     second.pipes[0].close()

@@ -8,13 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from outrider.core import ScheduledBatch, StepResult
+from outrider.core import ScheduledBatch, StepPart, StepResult
 from outrider.core.page_moves import LoadedPages, MovesReport, OpenedPlaces, PageStore
 from outrider.features.tiers.copies import HostCopies, PageCopies, StreamCopies
 from outrider.features.tiers.loader import Loader, StagedPage
 from outrider.features.tiers.medium import ListsKeys, PageMedium, TellsEvictions
 from outrider.mixers.pool import DevicePool
-from outrider.runner.host_turn import ReportingPart
 
 log = logging.getLogger("outrider")
 POLL_SECONDS = 0.005  # that a batch without requests waits for pages, so that an idle engine does not spin
@@ -58,7 +57,7 @@ class OpenPlaces:
                 log.exception("%s: not everything was written", medium.name)
 
 
-class PageMover(ReportingPart):
+class PageMover(StepPart):
     def __init__(self, pool: DevicePool, open_places: Callable[[], tuple[bytes, Sequence[PageMedium]]]) -> None:
         self._copies: PageCopies = HostCopies(pool) if pool.data.device.type == "cpu" else StreamCopies(pool)
         self._page_bytes = pool.layout.page_bytes
@@ -96,7 +95,7 @@ class PageMover(ReportingPart):
         report.evicted = [(medium.name, medium.take_evicted()) for medium in self._media
                           if isinstance(medium, TellsEvictions)]
 
-    def report(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
+    def amend_result(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
         report = self._reports.pop(batch.step, None)
         return result if report is None else replace(result, moved=report)
 

@@ -12,6 +12,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -109,7 +110,8 @@ def _uncaptured(step: DeviceStep, limits: Limits, sizes: Sequence[int],
         before = best
         best = [min(known, step_seconds(step, limits, None, size, 0, SWEEP_REPEATS))
                 if sweep < SWEEPS or size <= SMALL_STEP else known for known, size in zip(before, sizes, strict=True)]
-        if sweep + 1 >= SWEEPS and all(now >= SETTLED * known for now, known in zip(best, before, strict=True)):
+        is_settled = all(now >= SETTLED * known for now, known in zip(best, before, strict=True))
+        if sweep + 1 >= SWEEPS and step.ranks.link.decide(partial(bool, is_settled)):  # ranks run equally many steps
             break
     plain = StepCosts(tuple(sizes), tuple(accumulate(reversed(best), min))[::-1])
     return plain, [_uncaptured_drafting(step, limits, plain.step(1))] if has_network else []

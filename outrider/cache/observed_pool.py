@@ -1,0 +1,117 @@
+"""ObservedPool: a PagePool that queues pages to be stored beyond the device, and knows the pages that are on their way
+from there."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from outrider.cache.events import STATE_BYTES, PageContent
+from outrider.cache.media import PageMedia
+from outrider.cache.pages import PageKey, PagePool
+from outrider.core.page_moves import PageStore
+
+
+class PageQueue:
+    """Pages to be stored with the next batch, by page."""
+
+    def __init__(self, media: PageMedia, state_group: int) -> None:
+        self.media, self._state_group = media, state_group
+        self.is_boundary = True  # of the pages that are published now
+        self._stores: dict[int, PageStore] = {}
+        self.told: dict[bytes, tuple[PageKey, PageContent]] = {}  # of pages to be stored, if events are recorded
+
+    def __len__(self) -> int:
+        return len(self._stores)
+
+    def add(self, page: int, page_key: PageKey, content: PageContent | None = None) -> None:
+        if not self.media.is_open:
+            return
+        group, digest = page_key
+        index = int.from_bytes(digest[STATE_BYTES:], "little") if group == self._state_group else 0
+        key = self.media.key_of(group, digest, index)
+        if not self.media.is_everywhere(key):
+            self._stores[page] = PageStore(page, key, self.is_boundary)
+            if content is not None:
+                self.told[key] = page_key, content
+
+    def evict(self, page: int, page_key: PageKey) -> None:
+        """Store an evicted page that no place has. The pages of a recurrent state are evicted one by one, and some of
+        them do not help, so these are left."""
+        group, digest = page_key
+        if page not in self._stores and group != self._state_group and self.media.is_open:
+            if not self.media.has(self.media.key_of(group, digest)):
+                self.add(page, page_key)
+
+    def take(self, pool: PagePool) -> list[PageStore]:
+        """Return the pages to store, and forget them. Blank pages are left out: from now on their bytes are
+        undefined."""
+        blank = set(pool.blank_pages()) if self._stores else ()
+        stores = [store for page, store in self._stores.items() if page not in blank]
+        self._stores.clear()
+        return stores
+
+    def clear(self) -> None:
+        self._stores.clear()
+        self.told.clear()
+
+
+class WantedPage(NamedTuple):
+    """A page of a prefix that only other places hold."""
+
+    key: bytes
+    group: int
+    page_key: PageKey | None  # None: a page of a recurrent state
+    content: PageContent | None = None  # for the record of cache events, if there is one
+
+
+@dataclass(slots=True)
+class Arrival:
+    """The pages of one prefix that are on their way, and the requests that wait for them."""
+
+    requests: set[int]
+    wanted: list[WantedPage]
+    pages: list[int]  # one for each of `wanted`
+    present: list[int]  # pages of the prefix that are on the device, held so that they are not evicted meanwhile
+    digest: bytes = b""  # of the tokens before the recurrent state, if one is among them
+
+    @property
+    def held(self) -> list[int]:
+        return [*self.pages, *self.present]
+
+
+@dataclass(slots=True)
+class Pending:
+    """What the worker was told and has not answered."""
+
+    num_batches: int = 0  # batches with orders
+    num_stores: int = 0
+    loads: dict[int, Arrival] = field(default_factory=dict)  # by id
+
+
+class ObservedPool(PagePool):
+    """A PagePool that queues pages to be stored when they become findable and when they are evicted."""
+
+    def __init__(self, num_pages: int, queue: PageQueue) -> None:
+        super().__init__(num_pages)
+        self.queue = queue
+        self.arriving = Pending()
+
+    def check(self, held: dict[int, int]) -> None:
+        arriving = [page for arrival in self.arriving.loads.values() for page in arrival.held]
+        super().check(Counter(held) + Counter(arriving))
+
+    def publish(self, page: int, key: PageKey, content: PageContent | None = None) -> None:
+        known = self.find(key)
+        super().publish(page, key, content)
+        if known != page and self.find(key) == page:
+            self.queue.add(page, key, content)
+
+    def allocate(self, group: int, *, is_overwritten: bool = False) -> int:
+        if not self._num_blank:
+            page = next(iter(self._cached))
+            key = self._key[page]
+            assert key is not None, f"page {page} is cached without content"
+            self.queue.evict(page, key)
+        return super().allocate(group, is_overwritten=is_overwritten)
