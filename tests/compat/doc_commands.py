@@ -70,6 +70,7 @@ SERVERS: dict[str, tuple[str, ...]] = {
         '{"type": "string"}, "age": {"type": "integer"}}, "required": ["name", "age"]}}}}\'',
     ),
     "outrider serve Qwen/Qwen2.5-7B --enable-lora --lora-modules sql=adapters/sql": (),
+    "outrider serve smollm2 --disk-cache-dir ~/outrider-cache --disk-cache-size 20GiB": (),
     "outrider serve MODEL --replicas 4": ("curl localhost:8000/health",),
     "outrider serve MODEL -tp 2": (),
     'outrider serve MODEL --admin --weight-transfer-config \'{"backend": "nccl"}\' '
