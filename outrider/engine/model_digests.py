@@ -143,6 +143,6 @@ def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
-        return f"{platform.machine()} {platform.processor()}".strip()
+        return f"{platform.machine()} {platform.uname()[5]}".strip()
     named = dict(line.split(":", 1) for line in reversed(lines) if line.startswith(("model name", "CPU part")))
     return " ".join([platform.machine(), *(value.strip() for value in named.values())])

@@ -86,6 +86,9 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "pip install '.[server]'", "pip install -c constraints.txt '.[server]'", "pip install 'outrider[server,ray]'",
     ),
     TARGETS: ("make demo", "make test"),
+    "tests/tiers/test_engines.py": (
+        "outrider serve smollm2 --disk-cache-dir ~/outrider-cache --disk-cache-size 20GiB",
+    ),
     GPU: (
         "bash bench/h200.sh OUT && python bench/collect_results.py OUT && python bench/plot_results.py",
         "bash bench/h200.sh OUT nemotronh-spread nemotronh-mtp-spread dsv32-spread dsv32-mtp-spread",

@@ -47,6 +47,7 @@ RUN_BY: dict[tuple[str, str], str | tuple[str, int]] = {
     ("docs/extending.md", "A fused layer"): EXTENDING,
     ("docs/extending.md", "A cache kind and its mixer"): ("tests/unit/test_extending_cache.py", 3),
     ("docs/extending.md", "A cache type"): EXTENDING,
+    ("docs/extending.md", "A place for cached pages"): "tests/unit/test_extending_tier.py",
     ("docs/extending.md", "A feature"): "tests/unit/test_extending_feature.py",
     ("docs/extending.md", "An attention backend"): EXTENDING,
     ("docs/extending.md", "A mask"): EXTENDING,
