@@ -62,6 +62,8 @@ RUN_BY: dict[tuple[str, str], str | tuple[str, int]] = {
     ("docs/guide.md", "Prompts that attend in both directions"): "tests/engine/test_spans.py",
     ("docs/guide.md", "Sleeping"): HERE,
     ("docs/guide.md", "Other weights"): HERE,
+    ("docs/images.md", "Images"): "tests/images/test_page.py",
+    ("docs/images.md", "Prompts"): "tests/images/test_page.py",
     ("docs/replicas.md", "On Ray"): "tests/ray/test_ray_serve.py",
     ("docs/scale.md", "Ranks: one model on several devices of a machine"): "tests/ranks/test_commands.py",
     ("docs/serving.md", "Serving"): "tests/server/test_sdk_clients.py",
