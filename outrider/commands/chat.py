@@ -32,8 +32,8 @@ from outrider.models.sources import DEFAULT_MODEL
 COMMANDS = ("/exit", "/help", "/image", "/quit", "/reset")
 COMMAND = re.compile(r"(/[a-z?]*)\s*")
 IMAGE = re.compile(r"/image\s+(\S.*)")
-HELP = ("/image PATH shows the model an image with the next question, /reset forgets the conversation, /help lists the "
-        "commands, /exit or Ctrl-D ends, Ctrl-C stops an answer")
+HELP = ("/reset forgets the conversation, /image PATH shows an image with the next question, /help lists the commands, "
+        "/exit or Ctrl-D ends, Ctrl-C stops an answer")
 
 
 class PromptProgress:

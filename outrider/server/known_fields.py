@@ -111,7 +111,7 @@ LLAMA_CPP: KnownFields = {
     "grammar": RefusedField('use structured_outputs: {"grammar": ...}', ("",)),
     "grammar_lazy": RefusedField("use tools with tool_choice auto", (False,)),
     "grammar_triggers": RefusedField("use tools with tool_choice auto", ([],)),
-    "image_data": RefusedField("use parts of the type image_url in /v1/chat/completions", ([],)),
+    "image_data": RefusedField("use messages with images", ([],)),
     "json_schema": RefusedField("use response_format"),
     "lora": RefusedField("name the adapter as model", ([],)),
     "min_keep": RefusedField("use min_p or top_k", (0, 1)),
