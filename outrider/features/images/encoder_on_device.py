@@ -26,7 +26,7 @@ from outrider.mixers.paged.masks import RangeReach
 from outrider.models.base import Model
 from outrider.models.sources import resolve
 from outrider.models.vision.base import ImageFeatures, VisionTower
-from outrider.models.vision.registry import build_tower, fill_tower
+from outrider.models.vision.towers import build_tower, fill_tower
 from outrider.runner.input_encoder import InputEncoder
 from outrider.runner.memory import FeatureBytes
 from outrider.runner.step import DeviceStep
