@@ -43,8 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
               "vision_config": EYES} for name in ("Qwen2VL", "Qwen2_5_VL")},
     "Qwen3VL": {"text_config": TEXT | {"sliding_window": None, "rope_parameters": {
         "rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}},
-        "vision_config": EYES},
-    "Qwen3VLMoe": {"text_config": TEXT | EXPERTS | {"sliding_window": None}, "vision_config": EYES},
+        "vision_config": EYES | {"deepstack_visual_indexes": [0]}},
+    "Qwen3VLMoe": {"text_config": TEXT | EXPERTS | {"sliding_window": None},
+                   "vision_config": EYES | {"deepstack_visual_indexes": [0]}},
     **{f"{name} around {kind}": {"text_config": BASE | {"model_type": kind}, "vision_config": VISION | {
         "model_type": "siglip_vision_model"}} for name, kind in (
             ("Llava", "llama"), ("LlavaNext", "mistral"), ("LlavaOnevision", "qwen2"))},
