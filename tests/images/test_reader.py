@@ -92,7 +92,7 @@ def test_the_number_of_images_is_limited() -> None:
         with pytest.raises(ValueError, match=r"At most 1 image\(s\) may be provided in one prompt, got 2"):
             ids_of(rig, [SOFT, SOFT], [picture(), picture()])
     for limit in ({"image": -1}, {"image": "2"}, {"video": 2}):
-        with pytest.raises(ValueError, match="limit_mm_per_prompt: "):
+        with pytest.raises(ValueError, match="limit_mm_per_prompt must be an object"):
             EngineConfig("tiny", limit_mm_per_prompt=limit)
     assert EngineConfig("tiny", limit_mm_per_prompt={"image": 2, "video": 0}).takes_images
     assert not EngineConfig("tiny", limit_mm_per_prompt={"image": 0}).takes_images
