@@ -15,8 +15,8 @@ def check_limits(limits: Mapping[str, Any]) -> None:
     for kind in limits:
         count = count_of(limits, kind)
         if type(count) is not int or count < 0 or (count and kind != "image"):
-            raise ValueError("limit_mm_per_prompt must be an object such as {'image': 2}, with a number of images from 0 "
-                             f"and no other media, got {shown(dict(limits))}")
+            raise ValueError("limit_mm_per_prompt must be an object such as {'image': 2}, with a number of images "
+                             f"from 0 and no other media, got {shown(dict(limits))}")
 
 
 def most_images(limits: Mapping[str, Any]) -> int:
