@@ -90,6 +90,7 @@ class StatsWithMedia(CacheStats):
 
 
 class CacheWithMedia(CacheManager):
+    outlives_sleep = True
     pool: ObservedPool
 
     def __init__(self, layout: CacheLayout, pool: ObservedPool, limits: Limits, *, enable_prefix_caching: bool = True,
