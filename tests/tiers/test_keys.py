@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
@@ -93,8 +92,8 @@ def test_engines_that_compute_the_same_bytes_share_pages(tmp_path: Path) -> None
     first = save_folder(tmp_path / "first", CONFIGS["llama"], seed=1)
     copy, cache = shutil.copytree(first, tmp_path / "copy"), tmp_path / "cache"
     expected, _ = answer(first, cache)
-    ngram = {"method": "ngram", "num_speculative_tokens": 3}
-    for model, settings in ((copy, {}), (first, {"max_num_batched_tokens": 16}), (first, {"speculative_config": ngram})):
+    drafts = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+    for model, settings in ((copy, {}), (first, {"max_num_batched_tokens": 16}), (first, drafts)):
         found, hit = answer(model, cache, **settings)
         assert_equal(found, expected)
         assert hit == 48

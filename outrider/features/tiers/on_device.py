@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ else:
     disk = LateModule("outrider.features.tiers.disk")
     host_store = LateModule("outrider.features.tiers.host_store")
 
+log = logging.getLogger("outrider")
 MakeMedia = Callable[[bytes, int], Sequence[PageMedium]]  # by the digest of what pages depend on, and bytes of a page
 
 
@@ -47,11 +49,18 @@ class TiersOnDevice(WorkerFeature):
 
 
 def media_of_settings(config: EngineConfig, domain: bytes, page_bytes: int) -> list[PageMedium]:
-    """Make the places that the settings ask for: host memory first, which is faster."""
-    media: list[PageMedium] = []
+    """Make the places that the settings ask for: host memory first, which is faster. One that cannot be used is left
+    out."""
+    makers: list[Callable[[], PageMedium]] = []
     if config.host_cache_memory:
-        media.append(host_store.HostStore(config.host_cache_memory, cell_bytes=page_bytes))
+        makers.append(partial(host_store.HostStore, config.host_cache_memory, cell_bytes=page_bytes))
     if config.disk_cache_dir is not None:
         about = {"model": config.model, "exact": config.exact}
-        media.append(disk.DiskStore(config.disk_cache_dir, domain, config.disk_cache_size, about=about))
+        makers.append(partial(disk.DiskStore, config.disk_cache_dir, domain, config.disk_cache_size, about=about))
+    media: list[PageMedium] = []
+    for make in makers:
+        try:
+            media.append(make())
+        except (OSError, ValueError) as error:
+            log.error("a cache beyond the device cannot be used: %s", error)
     return media
