@@ -22,9 +22,9 @@ from outrider.engine.maintenance import Maintenance
 from outrider.feature_list import FeatureEntry, register_feature
 from outrider.features.tiers import mover
 from outrider.features.tiers.copies import HostCopies, Store, buffer_of
-from outrider.features.tiers.in_engine import TiersInEngine
 from outrider.features.tiers.loader import StagedPage
-from outrider.features.tiers.on_device import TiersOnDevice
+from outrider.features.tiers.tiers_in_engine import TiersInEngine
+from outrider.features.tiers.tiers_on_device import TiersOnDevice
 from outrider.mixers.pool import DevicePool
 from outrider.runner.commands import NamedArray, UpdateWeights
 from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, random_model, tiny_model
