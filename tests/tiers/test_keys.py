@@ -5,15 +5,20 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from outrider.config import EngineConfig
 from outrider.engine.maintenance import Maintenance
 from outrider.engine.start import start_engine
+from outrider.features.tiers import domain
+from outrider.features.tiers.weights_turn import WeightsTurn
 from outrider.llm import LLM
 from tests.engine.harness import CONFIGS, SETTINGS, Ask, Rig, greedy, prompt_of, random_model, save_folder
 from tests.tiers.rigs import answers_of, assert_equal, stats_of
@@ -117,3 +122,39 @@ def test_a_model_with_one_other_number_shares_no_page(tmp_path: Path) -> None:
     answer(first, tmp_path / "cache")
     for change in ("weights", "config"):
         assert answer(changed(first, tmp_path / change, change), tmp_path / "cache")[1] == 0
+
+
+def test_weights_sleep_when_they_have_been_hashed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask, began, ended = Ask(PROMPT, PARAMS), threading.Event(), threading.Event()
+
+    def slow(*args: Any) -> Any:
+        began.set()
+        time.sleep(0.3)
+        checksum = checksum_of(*args)
+        ended.set()
+        return checksum
+
+    checksum_of = domain.checksum_of
+    monkeypatch.setattr(domain, "checksum_of", slow)
+    with Rig(random_model(CONFIGS["llama"], torch.float64, 1), disk_cache_dir=str(tmp_path / "cache")) as rig:
+        rig.outputs.add("first", ask.prompt, ask.params)
+        rig.outputs.step()
+        assert began.wait(20)
+        maintenance = Maintenance(rig.engine)
+        maintenance.sleep()
+        assert ended.is_set(), "the memory of weights that a thread reads was freed"
+        maintenance.wake_up()
+        while rig.engine.has_work:
+            rig.outputs.step()
+        assert stats_of(rig).num_stored["disk"]
+
+
+def test_an_engine_is_closed_while_weights_sleep_that_are_not_hashed(tmp_path: Path) -> None:
+    turn = WeightsTurn()
+    turn.pause()
+    turn.pause()
+    reader = threading.Thread(target=turn.lock.acquire)
+    reader.start()
+    turn.close()
+    reader.join(20)
+    assert not reader.is_alive()

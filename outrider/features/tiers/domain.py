@@ -6,6 +6,7 @@ Pages with other digests are never found, so this is what keeps a cache that out
 from __future__ import annotations
 
 import hashlib
+from threading import Lock
 from typing import Any
 
 from outrider import __version__
@@ -31,12 +32,12 @@ SETTINGS = (
 
 
 def domain_digest(config: EngineConfig, model: Model, drafter: Drafter | None, layout: CacheLayout,
-                  loaded_at: float) -> bytes:
+                  loaded_at: float, reading: Lock) -> bytes:
     """Hash the files of the model, unless their digests are kept from an earlier start, and the drafter's weights.
-    loaded_at: when the worker had read the files."""
+    loaded_at: when the worker had read the files. reading: held while weights in memory are read."""
     parts = {
-        "form": FORM, "package": __version__, "model": _model_digest(config, model, loaded_at),
-        "drafter": [] if drafter is None else [_weights_digest(own) for own in drafter.modules()],
+        "form": FORM, "package": __version__, "model": _model_digest(config, model, loaded_at, reading),
+        "drafter": [] if drafter is None else [_weights_digest(own, reading) for own in drafter.modules()],
         "layout": [repr(layout.groups), repr(layout.recurrent), repr(layout.page_parts), layout.page_bytes],
         "dtype": [str(model.dtype), model.device.type], "settings": {name: _plain(getattr(config, name))
                                                                       for name in SETTINGS},
@@ -46,11 +47,11 @@ def domain_digest(config: EngineConfig, model: Model, drafter: Drafter | None, l
     return hashlib.sha256(value_digest(parts).encode()).digest()
 
 
-def _model_digest(config: EngineConfig, model: Model, loaded_at: float) -> list[str]:
+def _model_digest(config: EngineConfig, model: Model, loaded_at: float, reading: Lock) -> list[str]:
     try:
         source = find_model(config)
     except SourceError:  # the program gave a model that it holds in memory
-        return ["memory", _weights_digest(model), value_digest(dict(model.file_values))]
+        return ["memory", _weights_digest(model, reading), value_digest(dict(model.file_values))]
     if config.load_format == "dummy":
         return ["random", str(config.seed), value_digest(source.config)]
     digests = digest_model(source, None, loaded_at)
@@ -63,8 +64,9 @@ def _ropes(model: Model) -> list[list[float]]:
     return [table[1:2].flatten().tolist() for table in tables]
 
 
-def _weights_digest(module: LayeredModule) -> str:
-    return checksum_of(module.weights()).sha256
+def _weights_digest(module: LayeredModule, reading: Lock) -> str:
+    with reading:
+        return checksum_of(module.weights()).sha256
 
 
 def _plain(value: Any) -> Any:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from outrider.config import EngineConfig
 from outrider.core import Limits
+from outrider.core.background_work import BackgroundWork
 from outrider.core.lazy_exports import LateModule
 from outrider.features.tiers.domain import domain_digest
 from outrider.features.tiers.medium import PageMedium
 from outrider.features.tiers.mover import PageMover
+from outrider.features.tiers.weights_turn import WeightsTurn
 from outrider.models.base import Model
 from outrider.runner.step import DeviceStep
 from outrider.runner.worker_feature import WorkerFeature
@@ -35,12 +37,16 @@ class TiersOnDevice(WorkerFeature):
         """make_media: makes the places, in the order in which they are asked; by default those of the settings."""
         self._config = config
         self._make_media = make_media or partial(media_of_settings, config)
+        self._turn = WeightsTurn()
+
+    def background(self) -> BackgroundWork:
+        return self._turn
 
     def attach(self, step: DeviceStep, model: Model, limits: Limits) -> None:
         loaded_at, page_bytes = time.time(), step.pool.layout.page_bytes
 
         def open_places() -> tuple[bytes, Sequence[PageMedium]]:
-            domain = domain_digest(self._config, model, step.drafter, step.pool.layout, loaded_at)
+            domain = domain_digest(self._config, model, step.drafter, step.pool.layout, loaded_at, self._turn.lock)
             return domain, self._make_media(domain, page_bytes)
 
         mover = PageMover(step.pool, open_places)
