@@ -59,6 +59,8 @@ class CacheStats(ResultPart):
 
 
 class CacheManager:
+    outlives_sleep = False  # whether pages may be found that were computed before the device's memory was freed
+
     def __init__(self, layout: CacheLayout, pool: PagePool, limits: Limits, *, enable_prefix_caching: bool = True,
                  lookahead: int = 0) -> None:
         assert lookahead <= limits.max_lookahead, "capacities know of no slots beyond these"

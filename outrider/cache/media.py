@@ -92,8 +92,7 @@ class PageMedia:
             return
         self._domain, self._state = opened.domain, PlaceState.OPEN
         self._tags.clear()
-        for name, keys in opened.keys.items():
-            self._keys[name].update(keys)
+        self._keys = {name: set(opened.keys[name]) for name in self.names if name in opened.keys}  # the others failed
         self._count()
 
     def use_weights(self, version: int) -> None:

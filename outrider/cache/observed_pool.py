@@ -87,6 +87,7 @@ class Pending:
 
     num_batches: int = 0  # batches with orders
     num_stores: int = 0
+    num_forgotten: int = 0  # of these, the first ones: pages that are not to be found again
     loads: dict[int, Arrival] = field(default_factory=dict)  # by id
 
 

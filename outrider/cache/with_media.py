@@ -90,6 +90,7 @@ class StatsWithMedia(CacheStats):
 
 
 class CacheWithMedia(CacheManager):
+    outlives_sleep = True
     pool: ObservedPool
 
     def __init__(self, layout: CacheLayout, pool: ObservedPool, limits: Limits, *, enable_prefix_caching: bool = True,
@@ -210,8 +211,10 @@ class CacheWithMedia(CacheManager):
         self._pending.num_batches -= 1
         if report.opened is not None:
             self.media.open(report.opened)
-        self._pending.num_stores -= len(report.stored)
-        for key, places in report.stored:
+        forgotten = min(self._pending.num_forgotten, len(report.stored))
+        self._pending.num_forgotten -= forgotten
+        self._pending.num_stores = max(0, self._pending.num_stores - len(report.stored))  # some may precede a failure
+        for key, places in report.stored[forgotten:]:
             self.media.add(key, places)
             self._tell_stored(key, places)
         for name, keys in report.evicted:
@@ -299,6 +302,7 @@ class CacheWithMedia(CacheManager):
         self._cancel_loads()
         self.queue.clear()
         self.media.forget()
+        self._pending.num_forgotten = self._pending.num_stores
         return super().forget_cached()
 
     def forget(self, request_id: int) -> None:

@@ -134,8 +134,8 @@ class Maintenance:
         report = self._engine.command(WakeUp(wanted))
         if report.are_weights_whole:  # those that were dropped or incomplete have been read from their files
             self._let_requests_run()
-        if report.were_weights_read and self._engine.weights_version:
-            self._engine.take_new_weights()
+        if report.were_weights_read and (self._engine.weights_version or self._engine.scheduler.cache.outlives_sleep):
+            self._engine.take_new_weights()  # the files may have changed
         if WEIGHTS in wanted:
             self._are_dropped = False
         self._asleep -= set(wanted)

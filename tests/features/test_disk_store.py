@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import stat
 import time
 from pathlib import Path
@@ -284,3 +285,22 @@ def test_bad_arguments_are_refused(tmp_path: Path) -> None:
         pass
     with opened(tmp_path / "cache") as store, pytest.raises(ValueError, match="a key is a digest of 32 bytes"):
         store.store(b"short", memoryview(b"x"))
+
+
+def test_what_is_gone_is_told_once(tmp_path: Path) -> None:
+    with opened(tmp_path / "cache", 2 * MIB) as store, opened(tmp_path / "cache", 2 * MIB) as second:
+        for number in range(40):
+            assert put(store, key_of(number), PAGE)
+            assert store.flush()
+        assert second.flush()
+        gone = {key_of(number) for number in range(40) if not store.contains(key_of(number))}
+        for each in (store, second):
+            assert gone and set(each.take_evicted()) == gone and not each.take_evicted()
+
+
+def test_what_could_not_be_written_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with opened(tmp_path / "cache") as store:
+        assert put(store, key_of(1)) and store.flush() and not store.take_evicted()
+        shutil.rmtree(tmp_path / "cache")
+        assert put(store, key_of(2)) and store.flush()
+        assert key_of(2) in store.take_evicted() and not store.contains(key_of(2))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,8 +20,12 @@ from outrider.core.outputs import RequestOutput
 from outrider.engine.kv_event_wire import EventWriter
 from outrider.engine.maintenance import Maintenance
 from outrider.feature_list import FeatureEntry, register_feature
+from outrider.features.tiers import mover
+from outrider.features.tiers.copies import HostCopies, Store, buffer_of
+from outrider.features.tiers.loader import StagedPage
 from outrider.features.tiers.tiers_in_engine import TiersInEngine
 from outrider.features.tiers.tiers_on_device import TiersOnDevice
+from outrider.mixers.pool import DevicePool
 from outrider.runner.commands import NamedArray, UpdateWeights
 from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, random_model, tiny_model
 from tests.tiers.rigs import KINDS, Kind, answers_of, asks_of, assert_equal, cache_of, cached_of, stats_of
@@ -166,13 +171,7 @@ def test_changes_while_pages_come(name: str, change: str, place: Gated, tmp_path
             case "preempt":
                 rig.scheduler.preempt_all()
             case "failed step":
-                run = rig.step.run
-
-                def fail_once(*args: Any) -> Any:
-                    rig.step.run = run  # type: ignore[method-assign]
-                    raise RuntimeError("a step fails")
-
-                rig.step.run = fail_once  # type: ignore[assignment, method-assign]
+                rig.step.run = failing_once(rig)  # type: ignore[method-assign]
                 rig.outputs.step()
                 rig.outputs.step()
         rig.scheduler.check_integrity()
@@ -230,6 +229,38 @@ def test_a_place_without_room_costs_nothing_but_hits(tmp_path: Path) -> None:
     with kind.open(tmp_path, host_cache_memory=0) as rig:
         assert_equal(answers_of(rig.run(asks)), expected)
         assert type(rig.scheduler.cache).__name__ == "CacheManager"
+
+
+def test_a_place_that_cannot_be_used_leaves_the_others(tmp_path: Path) -> None:
+    kind = KINDS["full"]
+    asks = asks_of(kind, (70, 49))
+    expected = cold(kind, tmp_path, asks)
+    (tmp_path / "file").touch()
+    for host, folder, used in ((1, "cache", "disk"), (1 << 20, "file", "host")):
+        with kind.open(tmp_path, host_cache_memory=host, disk_cache_dir=str(tmp_path / folder)) as rig:
+            for _ in range(2):
+                assert_equal(answers_of(rig.run_one_by_one(asks)), expected)
+                rig.engine.rest()
+            assert set(stats_of(rig).num_loaded) == {used} and not stats_of(rig).num_failed
+            assert stats_of(rig).num_stored[used] == stats_of(rig).num_held[used], "pages are stored again"
+
+
+def test_what_the_disk_evicts_is_known(tmp_path: Path) -> None:
+    kind = KINDS["full"]
+    asks = [Ask(prompt_of(seed, 80), greedy(1)) for seed in range(40)]
+    with kind.open(tmp_path, disk_cache_dir=str(tmp_path / "cache"), disk_cache_size=1 << 20) as rig:
+        cache = cache_of(rig)
+        record = cache.pool.events = CacheEvents(cache.layout)
+        rig.run_one_by_one(asks)
+        assert stats_of(rig).num_stored["disk"] == 200
+        for _ in range(200):  # the disk is written by a thread
+            if stats_of(rig).num_held["disk"] < 120:
+                break
+            time.sleep(0.05)
+            rig.run(asks[-1:])
+        assert stats_of(rig).num_held["disk"] < 120, "the account keeps what was evicted"
+        removed = [event for event in EventWriter(cache.layout).write(record.take()) if event["type"] == "BlockRemoved"]
+        assert {event["medium"] for event in removed} == {"GPU", "STORAGE"}
 
 
 def test_damaged_files_are_misses(tmp_path: Path) -> None:
@@ -322,3 +353,61 @@ def test_host_memory_that_is_too_small_evicts(tmp_path: Path) -> None:
         assert 0 < stats_of(rig).num_held["host"] <= 8, "the account keeps what was evicted"
         figures = {figure.name: figure.value for figure in cache_of(rig).stats.figures()}
         assert figures["cache_host_bytes_stored"] == stats_of(rig).num_stored["host"] * page > 0
+
+
+class LateCopies(HostCopies):
+    """Copies whose bytes come when later steps settle them, as those of a GPU do."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        super().__init__(pool)
+        self._late: list[tuple[int, Store, bytes]] = []
+
+    def store(self, pages: Sequence[tuple[int, Store]]) -> None:
+        self._late += [(3, store, bytes(buffer_of(self._pool.data[page]))) for page, store in pages]
+
+    def settle(self, *, waits: bool = False) -> list[StagedPage]:
+        self._late = [(steps - 1, store, data) for steps, store, data in self._late]
+        for _, store, data in self._late:
+            if self._late[0][0] <= 0:
+                store(memoryview(data))
+        self._late = [] if self._late and self._late[0][0] <= 0 else self._late
+        return super().settle(waits=waits)
+
+
+@pytest.mark.parametrize("change", ["none", "reset", "failed step"])
+def test_stores_that_take_several_steps(change: str, place: Gated, tmp_path: Path,
+                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover, "HostCopies", LateCopies)
+    kind = KINDS["full"]
+    (ask,) = asks_of(kind, (70,), max_tokens=1)
+    expected = cold(kind, tmp_path, [ask])
+    with kind.open(tmp_path) as rig:
+        rig.outputs.add("first", ask.prompt, ask.params)
+        while not cache_of(rig)._pending.num_stores:
+            rig.outputs.step()
+        if change == "reset":
+            while rig.scheduler.num_running:
+                rig.outputs.step()
+            rig.engine.forget_cached()
+        elif change == "failed step":
+            monkeypatch.setattr(rig.step, "run", failing_once(rig))
+        for _ in range(100):
+            if not rig.engine.has_work:
+                break
+            rig.outputs.step()
+        assert not rig.engine.has_work, "the engine asks for stores that were reported"
+        rig.engine.rest()
+        outputs = rig.run([ask])
+        assert_equal(answers_of(outputs), expected)
+        if change != "failed step":  # after which reports may be missing
+            assert bool(place.num_loads) is (change != "reset"), "what was forgotten is found"
+
+
+def failing_once(rig: Rig) -> Any:
+    run = rig.step.run
+
+    def fail_once(*args: Any) -> Any:
+        rig.step.run = run  # type: ignore[method-assign]
+        raise RuntimeError("a step fails")
+
+    return fail_once

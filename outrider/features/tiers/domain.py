@@ -6,6 +6,7 @@ Pages with other digests are never found, so this is what keeps a cache that out
 from __future__ import annotations
 
 import hashlib
+from threading import Lock
 from typing import Any
 
 from outrider import __version__
@@ -16,7 +17,7 @@ from outrider.drafters.base import Drafter
 from outrider.engine.load import find_model
 from outrider.engine.model_digests import describe_kernels, digest_model
 from outrider.layers import LayeredModule
-from outrider.models.base import Model
+from outrider.models.base import Decoder, Model
 from outrider.models.sources.model_source import SourceError
 from outrider.runner.device import name_device
 from outrider.runner.weight_digests import checksum_of
@@ -31,33 +32,41 @@ SETTINGS = (
 
 
 def domain_digest(config: EngineConfig, model: Model, drafter: Drafter | None, layout: CacheLayout,
-                  loaded_at: float) -> bytes:
+                  loaded_at: float, reading: Lock) -> bytes:
     """Hash the files of the model, unless their digests are kept from an earlier start, and the drafter's weights.
-    loaded_at: when the worker had read the files."""
+    loaded_at: when the worker had read the files. reading: held while weights in memory are read."""
     parts = {
-        "form": FORM, "package": __version__, "model": _model_digest(config, model, loaded_at),
-        "drafter": None if drafter is None else [_weights_digest(own) for own in drafter.modules()],
+        "form": FORM, "package": __version__, "model": _model_digest(config, model, loaded_at, reading),
+        "drafter": [] if drafter is None else [_weights_digest(own, reading) for own in drafter.modules()],
         "layout": [repr(layout.groups), repr(layout.recurrent), repr(layout.page_parts), layout.page_bytes],
         "dtype": [str(model.dtype), model.device.type], "settings": {name: _plain(getattr(config, name))
                                                                       for name in SETTINGS},
+        "ropes": [value_digest(own) for own in _ropes(model)],
         "kernels": describe_kernels(name_device(model.device)) if config.exact else None,
     }
     return hashlib.sha256(value_digest(parts).encode()).digest()
 
 
-def _model_digest(config: EngineConfig, model: Model, loaded_at: float) -> list[str]:
+def _model_digest(config: EngineConfig, model: Model, loaded_at: float, reading: Lock) -> list[str]:
     try:
         source = find_model(config)
     except SourceError:  # the program gave a model that it holds in memory
-        return ["memory", _weights_digest(model)]
+        return ["memory", _weights_digest(model, reading), value_digest(dict(model.file_values))]
     if config.load_format == "dummy":
         return ["random", str(config.seed), value_digest(source.config)]
     digests = digest_model(source, None, loaded_at)
     return ["files", digests.weights, digests.config]
 
 
-def _weights_digest(module: LayeredModule) -> str:
-    return checksum_of(module.weights()).sha256
+def _ropes(model: Model) -> list[list[float]]:
+    """How each rope turns: its cos and sin at position 1. Those of longrope depend on the length that is served."""
+    tables = [rotary.table for rotary in model.rotaries] if isinstance(model, Decoder) else []
+    return [table[1:2].flatten().tolist() for table in tables]
+
+
+def _weights_digest(module: LayeredModule, reading: Lock) -> str:
+    with reading:
+        return checksum_of(module.weights()).sha256
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from outrider.core.page_moves import PageLoad
 from outrider.features.tiers.medium import PageMedium
 
 log = logging.getLogger("outrider")
+CLOSE_SECONDS = 10.0
 MOST_STAGED = 256 << 20  # bytes of pages that were read and not copied yet
 
 
@@ -77,7 +78,7 @@ class Loader:
             self._is_closed = True
             self._changed.notify_all()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(CLOSE_SECONDS)  # it may wait for a place that does not answer
 
     # In the thread
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -9,10 +10,12 @@ from typing import TYPE_CHECKING
 
 from outrider.config import EngineConfig
 from outrider.core import Limits
+from outrider.core.background_work import BackgroundWork
 from outrider.core.lazy_exports import LateModule
 from outrider.features.tiers.domain import domain_digest
 from outrider.features.tiers.medium import PageMedium
 from outrider.features.tiers.mover import PageMover
+from outrider.features.tiers.weights_turn import WeightsTurn
 from outrider.models.base import Model
 from outrider.runner.step import DeviceStep
 from outrider.runner.worker_feature import WorkerFeature
@@ -23,6 +26,7 @@ else:
     disk = LateModule("outrider.features.tiers.disk")
     host_store = LateModule("outrider.features.tiers.host_store")
 
+log = logging.getLogger("outrider")
 MakeMedia = Callable[[bytes, int], Sequence[PageMedium]]  # by the digest of what pages depend on, and bytes of a page
 
 
@@ -33,12 +37,16 @@ class TiersOnDevice(WorkerFeature):
         """make_media: makes the places, in the order in which they are asked; by default those of the settings."""
         self._config = config
         self._make_media = make_media or partial(media_of_settings, config)
+        self._turn = WeightsTurn()
+
+    def background(self) -> BackgroundWork:
+        return self._turn
 
     def attach(self, step: DeviceStep, model: Model, limits: Limits) -> None:
         loaded_at, page_bytes = time.time(), step.pool.layout.page_bytes
 
         def open_places() -> tuple[bytes, Sequence[PageMedium]]:
-            domain = domain_digest(self._config, model, step.drafter, step.pool.layout, loaded_at)
+            domain = domain_digest(self._config, model, step.drafter, step.pool.layout, loaded_at, self._turn.lock)
             return domain, self._make_media(domain, page_bytes)
 
         mover = PageMover(step.pool, open_places)
@@ -47,11 +55,18 @@ class TiersOnDevice(WorkerFeature):
 
 
 def media_of_settings(config: EngineConfig, domain: bytes, page_bytes: int) -> list[PageMedium]:
-    """Make the places that the settings ask for: host memory first, which is faster."""
-    media: list[PageMedium] = []
+    """Make the places that the settings ask for: host memory first, which is faster. One that cannot be used is left
+    out."""
+    makers: list[Callable[[], PageMedium]] = []
     if config.host_cache_memory:
-        media.append(host_store.HostStore(config.host_cache_memory, cell_bytes=page_bytes))
+        makers.append(partial(host_store.HostStore, config.host_cache_memory, cell_bytes=page_bytes))
     if config.disk_cache_dir is not None:
         about = {"model": config.model, "exact": config.exact}
-        media.append(disk.DiskStore(config.disk_cache_dir, domain, config.disk_cache_size, about=about))
+        makers.append(partial(disk.DiskStore, config.disk_cache_dir, domain, config.disk_cache_size, about=about))
+    media: list[PageMedium] = []
+    for make in makers:
+        try:
+            media.append(make())
+        except (OSError, ValueError) as error:
+            log.error("a cache beyond the device cannot be used: %s", error)
     return media

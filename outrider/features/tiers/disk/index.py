@@ -3,6 +3,7 @@ index and so evicts in the same order."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ class Index:
     entries are replaced and removed, each at once."""
 
     def __init__(self) -> None:
+        self.dropped: deque[bytes] | None = None  # takes the names of stored objects that a record drops
         self.stored: dict[bytes, Entry] = {}
         self.reserved: dict[bytes, Entry] = {}
         self.order: EvictionOrder[bytes] = EvictionOrder()
@@ -46,6 +48,8 @@ class Index:
             case Op.PIN:
                 self.order.pin(name, record.time)
             case Op.DROP:
+                if self.dropped is not None and name in self.stored:
+                    self.dropped.append(name)
                 self._remove(name)
 
     def victims(self, num_bytes: int, now: float) -> list[bytes] | None:

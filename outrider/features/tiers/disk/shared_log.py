@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -34,6 +35,7 @@ SMALL_FILES = 16 << 10  # bytes on the disk of the marker and descriptions, and 
 class SharedLog:
     def __init__(self, folder: CacheFolder) -> None:
         self._folder = folder
+        self.dropped: deque[bytes] | None = None  # takes the names that are stored no more
         self.index = Index()
         self.num_rebuilt = 0  # times that the log was made anew from the folder
         self._file = NOT_OPEN
@@ -135,6 +137,9 @@ class SharedLog:
             index = Index()
             for record in records:
                 index.apply(record)
+            if self.dropped is not None:
+                self.dropped += [name for name in self.index.stored if name not in index.stored]
+            index.dropped = self.dropped
             self.index = index  # at once: other threads look things up in it
         else:
             for record in records:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from collections import deque
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ class DiskStore:
         self._size_bytes = size_bytes
         self._stats = StatsKeeper(self._folder.path)
         self._log = SharedLog(self._folder)
+        self._log.dropped = self._gone = deque[bytes]()
         self._queue = StoreQueue(queue_bytes)
         self._writer = DiskWriter(self._folder, self._log, domain, self._queue, self._stats, about=about or {},
                                   size_bytes=size_bytes, min_free_bytes=min_free_bytes)
@@ -100,6 +102,12 @@ class DiskStore:
 
     def touch(self, key: bytes) -> None:
         self._queue.touch(key)
+
+    def take_evicted(self) -> list[bytes]:
+        """The keys that are gone since the last call: evicted by any process, or taken by `store` and never written."""
+        names = [self._gone.popleft() for _ in range(len(self._gone))]
+        keys = [name[TAG_BYTES:] for name in names if name.startswith(self._tag)]
+        return [key for key in keys if not self.contains(key)]
 
     def pin(self, keys: Iterable[bytes], until: float) -> None:
         """Evict these objects last, until a time of the wall clock, as `time.time` tells it. In all processes."""

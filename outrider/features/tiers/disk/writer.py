@@ -108,8 +108,15 @@ class DiskWriter:
         except Exception as error:  # the engine goes on without this cache
             self._fail(batch, "failure", f"{type(error).__name__}: {error}")
         finally:
-            for item in batch:
-                self._queue.finish(item)
+            self._finish(batch)
+
+    def _finish(self, batch: list[QueuedObject]) -> None:
+        index, gone = self._log.index, self._log.dropped
+        for item in batch:
+            self._queue.finish(item)
+            name = self._tag + item.key
+            if gone is not None and name not in index.stored and name not in index.reserved:
+                gone.append(name)
 
     def _fail(self, batch: list[QueuedObject], reason: str, error: object) -> None:
         if batch:

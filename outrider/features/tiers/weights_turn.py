@@ -1,0 +1,28 @@
+"""WeightsTurn: lets a thread read weights, but not while they sleep or change."""
+
+from __future__ import annotations
+
+import threading
+
+from outrider.core.background_work import BackgroundWork
+
+
+class WeightsTurn(BackgroundWork):
+    """A thread holds `lock` while it reads weights. Their owner holds it from `pause` to `resume`."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._is_paused = False
+
+    def pause(self) -> None:
+        if not self._is_paused:
+            self.lock.acquire()
+            self._is_paused = True
+
+    def resume(self) -> None:
+        if self._is_paused:
+            self._is_paused = False
+            self.lock.release()
+
+    def close(self) -> None:
+        self.resume()  # a thread that waits goes on to its end
