@@ -19,8 +19,10 @@ from outrider.core.shipped_drafters import SHIPPED, ShippedDrafter
 
 if TYPE_CHECKING:
     from outrider import logits_processors as processors
+    from outrider.core import media_limits
 else:
     processors = LateModule("outrider.logits_processors")
+    media_limits = LateModule("outrider.core.media_limits")
 
 __path__: list[str] = []  # vLLM has a package of this name: imports of its modules say what to use (compat/not_here.py)
 DEVICES = ("auto", "cpu", "cuda")
@@ -138,7 +140,8 @@ class EngineConfig:
         if self.max_cpu_loras is not None and self.max_cpu_loras < self.max_loras:
             raise ValueError(f"max_cpu_loras ({self.max_cpu_loras}) must be at least max_loras ({self.max_loras}): "
                              "every adapter on the device is kept in the host's memory too")
-        self._check_media()
+        if self.limit_mm_per_prompt is not None:
+            media_limits.check_limits(self.limit_mm_per_prompt)
         if isinstance(self.speculative_config, dict):
             SpeculativeConfig.parse(self.speculative_config)
         if self.adapt_drafter:
@@ -146,20 +149,10 @@ class EngineConfig:
         if self.kv_events_config is not None:
             KVEventsConfig.parse(self.kv_events_config)
 
-    def _check_media(self) -> None:
-        """Raise ValueError if limit_mm_per_prompt asks for anything but a number of images."""
-        for kind, given in (self.limit_mm_per_prompt or {}).items():
-            count = given.get("count", 0) if isinstance(given, dict) else given
-            if type(count) is not int or count < 0:
-                raise ValueError(f"limit_mm_per_prompt: the number of {kind}s must be an integer from 0, got {given!r}")
-            if count and kind != "image":
-                raise ValueError(f"limit_mm_per_prompt: {kind} is not served, only images are: leave it out, or give 0")
-
     @property
     def takes_images(self) -> bool:
         """Whether prompts may have images, if the model sees."""
-        given = (self.limit_mm_per_prompt or {}).get("image")
-        return (given.get("count") if isinstance(given, dict) else given) != 0
+        return self.limit_mm_per_prompt is None or media_limits.most_images(self.limit_mm_per_prompt) != 0
 
     def _check_adapting(self) -> None:
         """Raise ValueError if adapt_drafter is set and no drafter of this config can learn while it serves. Whether a

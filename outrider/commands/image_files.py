@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from pathlib import Path
 
-from outrider.features.images.limits import DEFAULT_LIMITS
+from outrider.feature_list import feature_object
 
 KINDS = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}  # by first bytes
 
@@ -15,7 +15,7 @@ def image_url(path: str) -> str:
     file = Path(path.strip().strip("'\"")).expanduser()
     if not file.is_file():
         raise ValueError(f"there is no file {file}")
-    DEFAULT_LIMITS.check_bytes(file.stat().st_size)
+    feature_object("images", "outrider.features.images.limits:DEFAULT_LIMITS").check_bytes(file.stat().st_size)
     data = file.read_bytes()
     kind = next((kind for begin, kind in KINDS.items() if data.startswith(begin)), None)
     if kind is None:

@@ -23,7 +23,7 @@ drafter" is what comes with a family's checkpoints besides. Weights are read fro
 {methods}, and from GGUF files where that column has a name.
 
 Of checkpoints that see images (`...ForConditionalGeneration`) the text is served, and their [images](images.md) too
-where that column names them. A config key that no code reads is refused by name; [checkpoints.md](checkpoints.md) shows
+where that column says so. A config key that no code reads is refused by name; [checkpoints.md](checkpoints.md) shows
 the result for some hundred well-known checkpoints.
 
 | family | architectures | images | own drafter | GGUF | on the hub |

@@ -23,10 +23,11 @@ import torch
 from outrider.cache.groups import LayerCache
 from outrider.cache.kinds import Part
 from outrider.core import Admission, Axis, Limits
-from outrider.drafters.base import Drafter, Drafts, Step, ViewOf
+from outrider.drafters.base import Drafter, Drafts, Step
 from outrider.drafters.batches import DraftingBatches, committed_requests, drafting_rows
 from outrider.drafters.draw import draw_drafts
 from outrider.drafters.native_chain import NativeChain
+from outrider.drafters.view_of import ViewOf
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.drafting import AdmittedRows, DrafterCacheState, DraftPasses, DraftSamplingKeys

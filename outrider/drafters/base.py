@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import enum
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,10 +19,11 @@ from outrider.core import Admission, Limits
 from outrider.kernels.accept import Accepted
 from outrider.kernels.sampling_keys import SamplingKeys
 from outrider.layers import LayeredModule
-from outrider.mixers import AttentionLayer, BatchView, CachedLayers, ForwardBatch
+from outrider.mixers import AttentionLayer, CachedLayers, ForwardBatch
 from outrider.models.base import Hidden, Model
 
 if TYPE_CHECKING:
+    from outrider.drafters.view_of import ViewOf
     from outrider.layers import GivenRows
 
 
@@ -86,21 +86,6 @@ class Step:
         """Return the final hidden state of each request's last computed token. token_rows: the token rows of these
         tokens."""
         return self.hidden.last_final(token_rows, self.first_logit + self.accepted.num_accepted)
-
-
-class ViewOf(Protocol):
-    """Makes batches of admitted rows."""
-
-    def __call__(self, admissions: Sequence[Admission], /) -> BatchView:
-        """Make the batch of the first token that each row computes, padded perhaps. It has the tokens' positions, page
-        tables and lengths, and the slots of no group."""
-
-    def given_rows(self, admissions: Sequence[Admission], /) -> GivenRows | None:
-        """Return the vectors in place of these tokens' embeddings; None if all embed their ids."""
-
-    def components_before(self, admissions: Sequence[Admission], /) -> torch.Tensor | None:
-        """Return the components [3, rows] of the positions before these tokens; None if they are equal, and equal to
-        the positions."""
 
 
 @dataclass(frozen=True)

@@ -33,11 +33,12 @@ from outrider.cache.groups import LayerCache
 from outrider.cache.kinds import Part, pages_for
 from outrider.config import SpeculativeConfig
 from outrider.core import Admission, Axis, Limits
-from outrider.drafters.base import DraftBuild, Drafter, Drafts, HiddenReads, Step, ViewOf
+from outrider.drafters.base import DraftBuild, Drafter, Drafts, HiddenReads, Step
 from outrider.drafters.batches import committed_requests, drafting_rows
 from outrider.drafters.draw import draw_drafts
 from outrider.drafters.eagle import warn_beyond
 from outrider.drafters.files import drafter_source
+from outrider.drafters.view_of import ViewOf
 from outrider.kernels import ops
 from outrider.kernels.buffers import buffer, to_device
 from outrider.kernels.drafting import AdmittedRows, BlockPasses, BlockRows, DrafterCacheState, DraftPass, Tables

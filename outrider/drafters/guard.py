@@ -19,7 +19,7 @@ from outrider.core import Admission, Limits, ScheduledBatch, StepPart
 from outrider.core.drafter_faults import FaultKind, FaultRecord, words_of
 from outrider.core.ranks import RankLost
 from outrider.core.step_messages import DraftingReport
-from outrider.drafters.base import Drafter, Drafts, HiddenReads, Step, ViewOf
+from outrider.drafters.base import Drafter, Drafts, HiddenReads, Step
 from outrider.drafters.choice import ProposalChoice
 from outrider.drafters.combined import CombinedDrafter
 from outrider.formats.ranks import RankGroup, integers_of_rank_0
@@ -28,6 +28,7 @@ from outrider.kernels.step import Proposal, WrongValue
 
 if TYPE_CHECKING:
     from outrider.drafters.observer import DraftObserver
+    from outrider.drafters.view_of import ViewOf
 
 Made = TypeVar("Made")
 WithoutSums: TypeAlias = Callable[[], AbstractContextManager[None]]
@@ -160,12 +161,14 @@ class DrafterGuards(StepPart):
         return bool(self._guards)
 
     def bind(self, row_tensors: Sequence[torch.Tensor], limits: Limits, device: torch.device,
-             view_of: ViewOf) -> None:
-        """row_tensors: row state that drafters see and must not write to. view_of: makes the batch of the tokens of
-        admitted rows."""
+             make_view_of: Callable[[], ViewOf]) -> None:
+        """row_tensors: row state that drafters see and must not write to. make_view_of: makes what makes the batch of
+        the tokens of admitted rows. Called if there are drafters."""
         self._choice = ProposalChoice(len(self._guards), limits, device) if len(self._guards) > 1 else None
         self.is_on = torch.ones(len(self._guards), dtype=torch.int64, device=device)
-        self._num_told_off, self._view_of = 0, view_of
+        self._num_told_off = 0
+        if self._guards:
+            self._view_of = make_view_of()
         for guard in self._guards:
             guard.watch(row_tensors)
         for observer in self._observers:

@@ -12,7 +12,8 @@ from outrider.engine.rank_watch import RankProcess
 from outrider.engine.spawned import check_sent, spawn_process
 from outrider.engine.worker_child import RankPlace, serve
 from outrider.models.sources.model_source import ModelSource
-from outrider.runner.rank_link import STATUS_FIELDS, HostPlace, RankLink, RankStatus
+from outrider.runner.rank_link import HostPlace, RankLink
+from outrider.runner.rank_status import STATUS_FIELDS, RankStatus
 
 
 @dataclass(frozen=True)

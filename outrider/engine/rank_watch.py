@@ -14,7 +14,7 @@ from typing import Protocol
 
 from outrider.engine.script_import import UNGUARDED, UNGUARDED_ADVICE
 from outrider.runner.interface import WorkerDied
-from outrider.runner.rank_link import RankStatus
+from outrider.runner.rank_status import RankStatus
 
 LOOK_SECONDS = 0.5  # between two looks at the ranks
 SILENT_SECONDS = 60.0  # without a sign of life, until a rank is given up

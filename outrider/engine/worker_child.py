@@ -33,7 +33,8 @@ from outrider.feature_list import require_registered
 from outrider.kernels.compiler_start import hash_compiler_ahead
 from outrider.models.sources.model_source import ModelSource
 from outrider.runner.interface import RunningWorker
-from outrider.runner.rank_link import Doing, RankLink, RankStatus
+from outrider.runner.rank_link import RankLink
+from outrider.runner.rank_status import Doing, RankStatus
 
 if TYPE_CHECKING:
     from outrider.runner import rank_group

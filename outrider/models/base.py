@@ -124,12 +124,6 @@ class Model(LayeredModule, ABC):
         raise NotImplementedError
 
 
-def read_placeholders(config: ConfigReader) -> tuple[int, ...]:
-    """Read the tokens that stand for images or sound, from the whole model's config."""
-    keys = ("image_token_id", "video_token_id", "audio_token_id")
-    return tuple(config.required(key, int) for key in keys if config.has(key))
-
-
 class DecoderNames(NamedTuple):
     """The names of a decoder's parts in the checkpoint."""
 

@@ -14,7 +14,7 @@ import torch
 
 from outrider.kernels.moe import RouteRule
 from outrider.layers import RopeParams, Rotary
-from outrider.models.base import Decoder, DecoderNames, read_placeholders
+from outrider.models.base import Decoder, DecoderNames
 from outrider.models.component_rope import make_component_rotary, read_sections
 from outrider.models.config import ConfigReader
 from outrider.models.gemma3 import Gemma3
@@ -22,6 +22,7 @@ from outrider.models.lfm2 import Lfm2
 from outrider.models.llama import Llama, Qwen2, Qwen3
 from outrider.models.ministral3 import Ministral3, TemperedMistral
 from outrider.models.mistral4 import Mistral4
+from outrider.models.placeholders import read_placeholders
 from outrider.models.qwen3_moe import Qwen3Moe
 from outrider.models.sources.quantization import KEY
 

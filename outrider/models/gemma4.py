@@ -38,9 +38,10 @@ from outrider.layers import (
     rotate,
 )
 from outrider.mixers import HeadNorms, PagedLayer, WantedRows
-from outrider.models.base import Decoder, DecoderNames, read_placeholders
+from outrider.models.base import Decoder, DecoderNames
 from outrider.models.config import FULL, LEAST_SOFTCAP, SLIDING, ConfigReader, Sizes, rope_params
 from outrider.models.gemma4_config import ACTIVATION, LayerShape, is_unified, read_shapes, read_sizes
+from outrider.models.placeholders import read_placeholders
 
 ROPES = (FULL, SLIDING)  # the order of a model's rotaries
 DEFAULT_ROPES: dict[str, dict[str, object]] = {

@@ -9,10 +9,11 @@ from __future__ import annotations
 import torch
 
 from outrider.layers import RopeParams, Rotary
-from outrider.models.base import DecoderNames, read_placeholders
+from outrider.models.base import DecoderNames
 from outrider.models.component_rope import make_component_rotary, read_sections
 from outrider.models.config import ConfigReader
 from outrider.models.hybrid import pass_over_components
+from outrider.models.placeholders import read_placeholders
 from outrider.models.qwen3_next import Qwen3Next
 
 

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from outrider.core.lazy_exports import LateModule
 from outrider.runner.device import pick_device
-from outrider.runner.rank_link import RankLink, RankStatus
+from outrider.runner.rank_link import RankLink
+from outrider.runner.rank_status import RankStatus
 from outrider.runner.ranks import ProcessRanks
 from outrider.runner.worker_ranks import DEVICE_SECONDS, ONE_RANK, WatchedRanks, WorkerRanks
 

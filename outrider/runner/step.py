@@ -36,13 +36,13 @@ from outrider.mixers.pool import DevicePool
 from outrider.models.base import Hidden, Model
 from outrider.runner.batch import (
     CapturedShape,
-    DeadFirstRows,
-    FirstTokenRows,
     Inputs,
     PackedBatch,
     PaddedSize,
     StepShape,
     build_inputs,
+    dead_first_rows,
+    first_token_rows,
     logit_view,
     pack_eager,
     shares_drafts,
@@ -111,9 +111,8 @@ class DeviceStep:
         self.ranks = ranks
         self.drafter = drafter  # its layers and sizes; steps call it through `drafting` alone
         self.drafting = drafting
-        self._admitted = FirstTokenRows(state)
         self.drafting.bind([state.tokens, state.known, *state.sampling.tensors()], state.limits, state.device,
-                           self._admitted)
+                           partial(first_token_rows, state))
         self.deltas: DeltaSource = NO_DELTAS
         self._parts: tuple[StepPart, ...] = (drafting,)
         if model.has_component_ropes:
@@ -204,7 +203,7 @@ class DeviceStep:
     def load_filling(self, count: int) -> None:
         """Load the kernels that fill the drafter's cache slots for `count` admitted rows, by running them with dead
         rows."""
-        self.drafting.load_filling([NO_ADMISSION] * count, DeadFirstRows(self.state))
+        self.drafting.load_filling([NO_ADMISSION] * count, dead_first_rows(self.state))
 
     def _deltas_of(self, view: BatchView, reach: DeltaReach) -> RowDeltas | None:
         return self.deltas.of_step(view.rows, view.request_of).within(reach) if reach else None

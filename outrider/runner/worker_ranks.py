@@ -11,10 +11,11 @@ import torch
 
 from outrider.core.ranks import RankLost
 from outrider.formats.ranks import RankGroup, integers_of_rank_0
-from outrider.runner.rank_link import ONE_RANK_LINK, RankLink, RankStatus
+from outrider.runner.rank_link import ONE_RANK_LINK, RankLink
 
 if TYPE_CHECKING:
     from outrider.runner.device_ranks import DeviceRanks  # with Triton, which a CPU need not have
+    from outrider.runner.rank_status import RankStatus
 
 DEVICE_SECONDS = 900.0  # that a sum on a GPU waits for another rank, which may be compiling kernels
 

@@ -32,7 +32,6 @@ CHAT = "curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: applica
 
 # Run by themselves, in this order.
 ALONE = (
-    "outrider models",
     'outrider generate smollm2 --prompt "The sea is" --max-tokens 1',
     'outrider generate smollm2 --prompt "The sea is" --max-tokens 40 --activation-bits 8',
     f"outrider generate MODEL --speculative-config {NGRAM}",

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from outrider.core import Admission
-from outrider.drafters.base import Drafter, Drafts, Step, ViewOf
+from outrider.drafters.base import Drafter, Drafts, Step
+from outrider.drafters.view_of import ViewOf
 
 K = 3
 Edit = Callable[[Step, torch.Tensor, torch.Tensor], Any]  # what propose returns, of a step and good drafts of it

@@ -11,7 +11,7 @@ import pytest
 
 from outrider.engine.rank_watch import RankProcess, death_of
 from outrider.engine.script_import import UNGUARDED, UNGUARDED_ADVICE
-from outrider.runner.rank_link import STATUS_FIELDS, RankStatus
+from outrider.runner.rank_status import STATUS_FIELDS, RankStatus
 from tests.engine.harness import CONFIGS, save_folder
 
 # As an engine starts a process: what it is sent is checked, and making an engine asks whether the script is imported.

@@ -385,7 +385,7 @@ HOST_GUESSES: dict[str, tuple[Callable[[int], Any], FaultKind]] = {
 def test_a_drafter_on_the_host_misbehaves(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     guess, kind = HOST_GUESSES.get(name, (lambda n: [4] * n, FaultKind.RAISED))
     made = FaultyHostDrafter(guess, (lambda: 1 // 0) if name == "finish" else lambda: None)  # type: ignore[arg-type]
-    monkeypatch.setattr("outrider.drafters.suffix.SuffixDrafter", lambda: made)
+    monkeypatch.setattr("outrider.drafters.suffix.SuffixDrafter", lambda **options: made)
     config = {"method": "suffix", "num_speculative_tokens": K, "auto": False}
     with logged() as lines, Rig(tiny_model("llama"), expects_faults=True, speculative_config=config) as rig:
         for _ in range(2):

@@ -43,6 +43,7 @@ ENGINE: dict[str, Any] = {"exact": True, "device": "cpu", "max_model_len": 112, 
 SAMPLED = SamplingParams(temperature=0.9, top_p=0.95, max_tokens=24, receipt=True, ignore_eos=True)
 # Settings on which no bit of an exact engine depends: sizes, speed, text, places of files, and drafts.
 BITLESS = {
+    "host_cache_memory", "disk_cache_dir", "disk_cache_size",
     "model", "tokenizer", "revision", "download_dir", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
     "max_step_ms", "num_pages", "kv_cache_memory_bytes", "gpu_memory_utilization", "enable_prefix_caching", "overlap",
     "seed", "load_format", "enforce_eager", "max_logprobs", "pad_requests", "pad_tokens", "speculative_config",

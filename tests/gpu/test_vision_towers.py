@@ -12,7 +12,7 @@ import torch
 
 from outrider.models.vision.base import VisionTower
 from outrider.models.vision.grid import ImageGrid
-from outrider.models.vision.registry import build_tower
+from outrider.models.vision.towers import build_tower
 from tests.gpu.conftest import HAS_CARD
 from tests.gpu.rig import DEVICE
 

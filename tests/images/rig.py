@@ -18,13 +18,13 @@ from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafter
 from outrider.features.images import on_device
-from outrider.features.images.on_device import ImageEncoder
+from outrider.features.images.encoder_on_device import ImageEncoder
 from outrider.features.images.part import ImageInputs
 from outrider.models.base import Model
 from outrider.models.loader import load_model
 from outrider.models.sources import resolve
 from outrider.models.vision.base import VisionTower
-from outrider.models.vision.registry import build_tower, fill_tower
+from outrider.models.vision.towers import build_tower, fill_tower
 from tests.engine.harness import Rig, prompt_of
 from tests.images.recipes import PROCESSOR_CONFIG, RECIPES
 

@@ -16,7 +16,7 @@ from outrider.models.sources import resolve
 from outrider.models.vision.base import ImageFeatures, VisionTower
 from outrider.models.vision.grid import ImageGrid
 from outrider.models.vision.levels import unit_levels
-from outrider.models.vision.registry import load_tower
+from outrider.models.vision.towers import load_tower
 from tests.models.vision import made_patches, save_vision, vision_model
 
 NAMES = ("gemma4_unified", "gemma4_clipped", "gemma4_standardized")

@@ -25,7 +25,7 @@ from outrider.models.vision.base import VisionTower
 from outrider.models.vision.gemma4 import BOUNDS
 from outrider.models.vision.gemma4_unified import Gemma4TileEmbedder
 from outrider.models.vision.grid import ImageGrid
-from outrider.models.vision.registry import build_tower, fill_tower, load_tower, register_tower, tower_types
+from outrider.models.vision.towers import build_tower, fill_tower, load_tower, register_tower, tower_types
 from tests.models.vision import VISION_MODELS, made_patches, save_vision
 
 ALL = pytest.mark.parametrize("name", VISION_MODELS)
@@ -202,7 +202,6 @@ def test_a_model_without_vision_config_is_refused() -> None:
 
 
 def test_a_tower_from_outside_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.models.vision import registry
 
     monkeypatch.setattr(registry, "_TOWERS", dict(registry._TOWERS))
     register_tower("gemma9", Gemma4TileEmbedder)

@@ -23,7 +23,7 @@ from outrider.features.images.preprocess.processor import ImageProcessor
 from outrider.models.sources import resolve
 from outrider.models.sources.model_source import SourceError, WeightError
 from outrider.models.vision.mmproj import read_projector
-from outrider.models.vision.registry import build_tower, fill_tower, load_tower
+from outrider.models.vision.towers import build_tower, fill_tower, load_tower
 from tests.models.test_vision_loading import patches_for
 from tests.models.vision import save_vision
 

@@ -16,7 +16,7 @@ from outrider.models.sources import resolve
 from outrider.models.vision.base import VisionTower
 from outrider.models.vision.grid import ImageGrid
 from outrider.models.vision.levels import centered_levels
-from outrider.models.vision.registry import load_tower
+from outrider.models.vision.towers import load_tower
 from tests.models.vision import made_patches, save_vision, vision_model
 
 NAMES = ("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -28,8 +29,14 @@ PATIENCE = 580.0  # seconds: what takes longer never comes, however busy the mac
 
 
 def free_port(address: str = "127.0.0.1") -> int:
-    with socket.create_server((address, 0)) as own:
-        return int(own.getsockname()[1])
+    """A free port below those that systems give to connections: nobody takes it before node 0 does."""
+    while True:
+        port = random.randrange(20_000, 30_000)
+        try:
+            socket.create_server((address, port)).close()
+        except OSError:
+            continue
+        return port
 
 
 class Agent:

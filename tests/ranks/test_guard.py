@@ -11,7 +11,8 @@ from outrider.core import Admission, Limits
 from outrider.drafters.base import Drafter, Drafts, Step
 from outrider.drafters.guard import DrafterGuards
 from outrider.drafters.ngram import NgramDrafter
-from outrider.runner.rank_link import STATUS_FIELDS, RankLink, RankStatus
+from outrider.runner.rank_link import RankLink
+from outrider.runner.rank_status import STATUS_FIELDS, RankStatus
 from outrider.runner.worker_ranks import WatchedRanks, WorkerRanks
 
 

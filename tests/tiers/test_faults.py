@@ -19,8 +19,8 @@ from outrider.core.outputs import RequestOutput
 from outrider.engine.kv_event_wire import EventWriter
 from outrider.engine.maintenance import Maintenance
 from outrider.feature_list import FeatureEntry, register_feature
-from outrider.features.tiers.in_engine import TiersInEngine
-from outrider.features.tiers.on_device import TiersOnDevice
+from outrider.features.tiers.tiers_in_engine import TiersInEngine
+from outrider.features.tiers.tiers_on_device import TiersOnDevice
 from outrider.runner.commands import NamedArray, UpdateWeights
 from tests.engine.harness import CONFIGS, Ask, Rig, greedy, prompt_of, random_model, tiny_model
 from tests.tiers.rigs import KINDS, Kind, answers_of, asks_of, assert_equal, cache_of, cached_of, stats_of

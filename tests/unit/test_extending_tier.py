@@ -14,8 +14,8 @@ import torch
 from outrider import feature_list
 from outrider.config import EngineConfig
 from outrider.feature_list import FeatureEntry, register_feature
-from outrider.features.tiers.in_engine import TiersInEngine
-from outrider.features.tiers.on_device import TiersOnDevice
+from outrider.features.tiers.tiers_in_engine import TiersInEngine
+from outrider.features.tiers.tiers_on_device import TiersOnDevice
 from tests.drafters.checkpoints import make_drafter
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, random_model, tiny_model, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS

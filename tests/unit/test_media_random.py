@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -59,3 +60,9 @@ def test_recurrent_states() -> None:
 def test_resets_and_rests_while_pages_come() -> None:
     run(150, FAULTS, state_pages=st.integers(0, 2), disturb_rate=0.05).needs("pages cancelled",
                                                                             "rests while pages come")
+
+
+@pytest.mark.long
+def test_many_schedules_with_faults() -> None:
+    run(1000, FAULTS, state_pages=st.integers(0, 2), disturb_rate=0.02).needs("pages failed", "pages cancelled")
+    run(1000, FAULTS, num_drafter=st.integers(0, 1), disturb_rate=0.02).needs("pages failed", "pages cancelled")

@@ -7,7 +7,7 @@ from typing import Any
 
 from outrider.engine.quiet import wait_for
 from outrider.engine.worker_child import IN_FLIGHT_SECONDS, Flight
-from outrider.runner.rank_link import STATUS_FIELDS, RankStatus
+from outrider.runner.rank_status import STATUS_FIELDS, RankStatus
 
 
 def test_a_worker_is_asked_until_it_has_nothing_to_do() -> None:

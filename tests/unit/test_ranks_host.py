@@ -26,7 +26,8 @@ from outrider.engine.worker_messages import Failure
 from outrider.engine.worker_process import WorkerProcess
 from outrider.runner.commands import Sleep, SleepReport
 from outrider.runner.interface import WorkerDied
-from outrider.runner.rank_link import STATUS_FIELDS, Doing, RankLink, RankStatus
+from outrider.runner.rank_link import RankLink
+from outrider.runner.rank_status import STATUS_FIELDS, Doing, RankStatus
 
 FAILED, LOST = Failure(ValueError, "too warm", ""), Failure(RankLost, "lost the others", "")
 

@@ -17,7 +17,8 @@ from typing import Any
 from outrider.engine.hosts.channel import Channel, Frame, FrameKind, WrongToken
 from outrider.engine.hosts.liveness import BEAT_SECONDS, Outbox, Silence
 from outrider.engine.rank_watch import RankProcess
-from outrider.runner.rank_link import STATUS_FIELDS, HostPlace, RankStatus
+from outrider.runner.rank_link import HostPlace
+from outrider.runner.rank_status import STATUS_FIELDS, RankStatus
 
 CUT_OFF_SECONDS = 10.0  # without a byte from a node, until it is given up
 LOST = 1 << 30  # the exit code of a rank whose node is lost

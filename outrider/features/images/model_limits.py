@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from outrider.config import EngineConfig
 from outrider.core.feature_parts import LimitsPart
 from outrider.features.images.part import GridImages, ImageInputs, TwoWayImages
 
-MOST_IMAGES = 64  # of one prompt, unless limit_mm_per_prompt says otherwise
 FILES = ("preprocessor_config.json", "processor_config.json")
 KINDS: dict[str, type[ImageInputs]] = {kind.__name__: kind for kind in (ImageInputs, TwoWayImages, GridImages)}
 
@@ -35,12 +32,6 @@ class SeeingLimits(LimitsPart):
     @property
     def part_type(self) -> type[ImageInputs]:
         return KINDS[self.kind]
-
-
-def most_images(config: EngineConfig) -> int:
-    """The most images that a prompt may have, by the setting `limit_mm_per_prompt`."""
-    given = (config.limit_mm_per_prompt or {}).get("image", MOST_IMAGES)
-    return int(given.get("count", MOST_IMAGES) if isinstance(given, Mapping) else given)
 
 
 def read_processor_config(folder: Path) -> dict[str, Any] | None:

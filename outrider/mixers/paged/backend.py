@@ -8,19 +8,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
 from outrider.cache.groups import Group
 from outrider.cache.kinds import ChunkedSpec, FullSpec, SlidingSpec
 from outrider.core import Limits
-from outrider.core.lazy_exports import import_attribute
+from outrider.core.lazy_exports import LateModule, import_attribute
 from outrider.mixers.batch import BatchView, ExtraKeys
 from outrider.mixers.mixer import Mixer
 from outrider.mixers.paged.codecs import CacheCodec, ModelCodec, codec_of
-from outrider.mixers.paged.masks import CAUSAL, Mask, RangeReach, check_mask
+from outrider.mixers.paged.masks import CAUSAL, Mask, RangeReach
 from outrider.mixers.pool import DevicePool
+
+if TYPE_CHECKING:
+    from outrider.mixers.paged import mask_checks
+else:
+    mask_checks = LateModule("outrider.mixers.paged.mask_checks")
 
 
 @dataclass(frozen=True)
@@ -219,7 +224,8 @@ class PagedMixer(Mixer):
 
     def __init__(self, layers: Sequence[AttentionLayer], pool: DevicePool, backend: Backend) -> None:
         for layer in layers:
-            check_mask(layer.mask, layer.index)
+            if layer.has_mask:
+                mask_checks.check_mask(layer.mask, layer.index)
             if layer.has_mask and not backend.takes_masks:
                 raise ValueError(f"layer {layer.index} has the mask {type(layer.mask).__name__}, which "
                                  f"attention_backend={backend.name!r} does not serve: use 'flex' or 'torch'")

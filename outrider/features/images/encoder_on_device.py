@@ -17,8 +17,9 @@ import torch
 from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.core.input_part import InputPart
+from outrider.core.media_limits import most_images
 from outrider.drafters.base import Drafter
-from outrider.features.images.model_limits import SeeingLimits, most_images, read_processor_config
+from outrider.features.images.model_limits import SeeingLimits, read_processor_config
 from outrider.features.images.part import GridImages, ImageInputs, PlacedImage, TwoWayImages
 from outrider.formats import WeightSlot
 from outrider.layers.given_rows import PlacedVectors
@@ -27,7 +28,7 @@ from outrider.models.base import Model
 from outrider.models.loader import Stored
 from outrider.models.sources import resolve
 from outrider.models.vision.base import ImageFeatures, VisionTower
-from outrider.models.vision.registry import build_tower, fill_tower
+from outrider.models.vision.towers import build_tower, fill_tower
 from outrider.runner.input_encoder import InputEncoder
 from outrider.runner.memory import FeatureBytes
 from outrider.runner.step import DeviceStep
@@ -45,8 +46,9 @@ class ImagesOnDevice(WorkerFeature):
 
     def limit(self, limits: Limits, model: Model, drafter: Drafter | None) -> Limits:
         processor = read_processor_config(Path(model.file_name).parent)
-        own = SeeingLimits(part_type_of(model).__name__, most_images(self._config), model.placeholders,
-                            json.dumps(dict(model.file_values)), json.dumps(processor))
+        most = most_images(self._config.limit_mm_per_prompt or {})
+        own = SeeingLimits(part_type_of(model).__name__, most, model.placeholders, json.dumps(dict(model.file_values)),
+                           json.dumps(processor))
         return replace(limits, parts=(*limits.parts, own))
 
     def num_bytes(self, limits: Limits, model: Model) -> FeatureBytes:

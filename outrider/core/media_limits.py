@@ -1,0 +1,31 @@
+"""The setting `limit_mm_per_prompt`: how many images a prompt may have. Imported if it is given. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+MOST_IMAGES = 64  # of one prompt, unless the setting says otherwise
+
+
+def check_limits(limits: Mapping[str, Any]) -> None:
+    """Raise ValueError if the setting asks for anything but a number of images."""
+    for kind in limits:
+        count = count_of(limits, kind)
+        if type(count) is not int or count < 0:
+            raise ValueError(f"limit_mm_per_prompt: the number of {kind}s must be an integer from 0, got "
+                             f"{limits[kind]!r}")
+        if count and kind != "image":
+            raise ValueError(f"limit_mm_per_prompt: {kind} is not served, only images are: leave it out, or give 0")
+
+
+def most_images(limits: Mapping[str, Any]) -> int:
+    """The most images of a prompt."""
+    return int(count_of(limits, "image"))
+
+
+def count_of(limits: Mapping[str, Any], kind: str) -> Any:
+    """vLLM takes a number, or a dict with the number and sizes."""
+    default = MOST_IMAGES if kind == "image" else 0
+    given = limits.get(kind, default)
+    return given.get("count", default) if isinstance(given, Mapping) else given
