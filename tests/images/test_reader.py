@@ -128,7 +128,7 @@ def test_a_model_without_images_says_so() -> None:
 
 
 def test_a_tower_is_loaded_for_the_first_image_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    from outrider.features.images import on_device
+    from outrider.features.images import encoder_on_device as on_device
     from outrider.runner.worker import Worker
     from tests.images.rig import model_of, tower_of
 
