@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from outrider.core.fields import shown
+
 MOST_IMAGES = 64  # of one prompt, unless the setting says otherwise
 
 
@@ -12,11 +14,9 @@ def check_limits(limits: Mapping[str, Any]) -> None:
     """Raise ValueError if the setting asks for anything but a number of images."""
     for kind in limits:
         count = count_of(limits, kind)
-        if type(count) is not int or count < 0:
-            raise ValueError(f"limit_mm_per_prompt: the number of {kind}s must be an integer from 0, got "
-                             f"{limits[kind]!r}")
-        if count and kind != "image":
-            raise ValueError(f"limit_mm_per_prompt: {kind} is not served, only images are: leave it out, or give 0")
+        if type(count) is not int or count < 0 or (count and kind != "image"):
+            raise ValueError("limit_mm_per_prompt must be an object such as {'image': 2}, with a number of images "
+                             f"from 0 and no other media, got {shown(dict(limits))}")
 
 
 def most_images(limits: Mapping[str, Any]) -> int:

@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from functools import cache, partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from outrider import __version__
 from outrider.server import admin
 from outrider.server.bodies import READERS, BodyRoute, beside_loop
-from outrider.server.body_errors import bad_body
 from outrider.server.chat import chat_completions
 from outrider.server.completions import completions
 from outrider.server.engine_host import Serving
-from outrider.server.errors import INTERNAL, ApiError
+from outrider.server.error_answers import answer_errors
+from outrider.server.errors import ApiError
 from outrider.server.fair_threads import FairThreads
-from outrider.server.guard import EXPOSED_HEADERS, REQUEST_ID_HEADER, TENANT, Guard, RootPath, guard_options
+from outrider.server.guard import EXPOSED_HEADERS, TENANT, Guard, RootPath, guard_options
 from outrider.server.ignored_fields import IgnoredFieldsHeader
 from outrider.server.invocations import kind_of, read_body
 from outrider.server.messages import MessagesPrompt, MessagesRequest, count_tokens, create_message
@@ -36,14 +33,6 @@ from outrider.server.responses import response_routes
 from outrider.server.service import Service
 from outrider.server.text_routes import text_routes
 from outrider.server.token_generation import GenerateRequest, generate_tokens
-from outrider.server.work import api_error
-
-log = logging.getLogger("outrider")
-# Routes of vLLM that are not here, with what to do instead.
-NOT_SERVED = {
-    **dict.fromkeys(admin.PATHS, admin.NEEDS_FLAG),
-    "/v1/audio/transcriptions": "audio is not served", "/v1/audio/translations": "audio is not served",
-}
 
 
 def build_app(service: Service) -> FastAPI:
@@ -73,10 +62,7 @@ def build_app(service: Service) -> FastAPI:
     app.add_api_route("/docs", _reference_route(app), include_in_schema=False)
     if config.admin:
         app.include_router(admin.admin_routes(service))
-    app.add_exception_handler(ApiError, _on_api_error)
-    app.add_exception_handler(RequestValidationError, _on_bad_body)
-    app.add_exception_handler(HTTPException, _on_http_error)
-    app.add_exception_handler(Exception, _on_surprise)
+    answer_errors(app)
     app.add_middleware(IgnoredFieldsHeader, is_strict=config.strict)
     app.add_middleware(Guard, **guard_options(config), takes_images=lambda: service.takes_images,
                        on_refused=service.metrics.count_refused)
@@ -196,37 +182,3 @@ def _reference_route(app: FastAPI) -> Callable[[], Awaitable[Response]]:
         return await asyncio.to_thread(page)
 
     return docs
-
-
-def _answer(request: Request, error: ApiError) -> Response:
-    return JSONResponse(error.body_for(request.url.path), error.status, headers=error.headers)
-
-
-async def _on_api_error(request: Request, error: Exception) -> Response:
-    return _answer(request, api_error(error))
-
-
-async def _on_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    path = request.url.path
-    if error.status_code == 404 and path in NOT_SERVED:
-        return _answer(request, ApiError(404, f"{path} is not supported: {NOT_SERVED[path]}"))
-    messages = {404: "there is no such route", 405: "this route has another method", 400: "the body cannot be read"}
-    answer = _answer(request, ApiError(error.status_code, messages.get(error.status_code, str(error.detail))))
-    answer.headers.update(error.headers or {})  # 405 says which methods there are
-    return answer
-
-
-async def _on_surprise(request: Request, error: Exception) -> Response:
-    log.error("a request failed", exc_info=error)
-    answer = _answer(request, ApiError(500, INTERNAL))
-    answer.headers[REQUEST_ID_HEADER] = request.scope[REQUEST_ID_HEADER]  # this answer does not pass the guard
-    # The error is raised again behind this answer, and uvicorn then closes the connection. A client that is not told
-    # sends its next request on the same connection, and that request is lost.
-    answer.headers["connection"] = "close"
-    return answer
-
-
-async def _on_bad_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return _answer(request, bad_body(error.errors(), error.body))

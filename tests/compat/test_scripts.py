@@ -193,7 +193,7 @@ REFUSED = {
     "classes": ("llm.classify(['a'])", "this model has no head that classifies"),
     "other tasks of pooling": ("llm.encode('a', pooling_task='plugin')", "pooling_task must be one of embed, classify"),
     "adapters": ("llm.generate('a', lora_request=object())", "lora_request must be a LoRARequest"),
-    "images": ("llm.generate({'prompt': 'a', 'multi_modal_data': {'image': 1}})", "'multi_modal_data' is not"),
+    "images": ("llm.generate({'prompt': 'a', 'multi_modal_data': {'image': 1}})", "is served without images"),
     "images in a chat": ("llm.chat([{'role': 'user', 'content': [{'type': 'image_url', 'image_url': {}}]}])",
                          "a part of type 'image_url' in a message is not supported"),
     "tools without a template for them": ("llm.chat([{'role': 'user', 'content': 'a'}], tools=[{'type': 'function'}])",

@@ -59,7 +59,9 @@ BY_NAME = {
     "hf_overrides": {"empty dict", "dict"}, "profiler_dir": {"text", "number as text"},
     "logits_processors": {"empty list"}, "kv_cache_dtype_skip_layers": {"empty list"},
     "extra_args": {"empty dict", "dict"},
-    "receipt_key_file": {"text", "number as text"},
+    "receipt_key_file": {"text", "number as text"}, "disk_cache_dir": {"text", "number as text"},
+    "master_addr": {"text", "number as text"}, "worker_extension_cls": {"text", "number as text"},
+    "limit_mm_per_prompt": {"empty dict"},
     "kv_cache_memory_bytes": set(), "synthetic_acceptance_length": set(), "repetition_penalty": {"0.5"},
 }
 NOT_HALF = {"synthetic_acceptance_length"}  # a run has one token at least
@@ -164,10 +166,11 @@ FLAG_ACCEPTS = {
     "seed": {"-1"}, "top_k": {"-1"}, "logprobs": {"-1"}, "prompt_logprobs": {"-1"}, "presence_penalty": {"-1"},
     "max_logprobs": {"-1"}, "frequency_penalty": {"-1"}, "temperature": {str(HUGE), str(2**63)},
     "speculative": {"true"}, "logit_bias": {"{}"}, "hf_overrides": {"{}"}, "extra_args": {"{}"},
-    "kv_events_config": {"{}"}, "speculative_config": {"null"},
+    "kv_events_config": {"{}"}, "speculative_config": {"null"}, "limit_mm_per_prompt": {"{}"},
     "pad_requests": {""}, "pad_tokens": {""}, "stop_token_ids": {""},
     **dict.fromkeys(("stop", "bad_words", "tokenizer", "revision", "download_dir",
-                     "ignore_config_keys", "profiler_dir", "receipt_key_file"), set(FLAG_WORDS) - {""}),
+                     "ignore_config_keys", "profiler_dir", "receipt_key_file", "disk_cache_dir", "master_addr",
+                     "worker_extension_cls"), set(FLAG_WORDS) - {""}),
 }
 PARSER = cli.build_parser()
 

@@ -17,7 +17,7 @@ from outrider.config import EngineConfig
 from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafter
-from outrider.features.images import encoder_on_device as on_device
+from outrider.features.images import encoder_on_device
 from outrider.features.images.encoder_on_device import ImageEncoder
 from outrider.features.images.part import ImageInputs
 from outrider.models.base import Model
@@ -71,13 +71,13 @@ class ImageRig(Rig):
     """Counts how often images were encoded, and where requests were preempted."""
 
     def __init__(self, family: str, *, drafter: Drafter | None = None, **settings: Any) -> None:
-        before = on_device.load_tower
-        on_device.load_tower = lambda config, model: tower_of(family)  # type: ignore[assignment]
+        before = encoder_on_device.load_tower
+        encoder_on_device.load_tower = lambda config, model: tower_of(family)  # type: ignore[assignment]
         try:
             super().__init__(model_of(family), drafter=drafter,
                              **{"attention_backend": "torch", "max_model_len": 160, "num_pages": 160} | settings)
         finally:
-            on_device.load_tower = before
+            encoder_on_device.load_tower = before
         self.family = family
         found = self.step.state.params.inputs.encoders[ImageInputs]
         assert isinstance(found, ImageEncoder)

@@ -24,6 +24,7 @@ VISION = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "n
           "image_size": 32, "patch_size": 16, "head_dim": 16}
 EYES = {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64, "embed_dim": 32,
         "patch_size": 14}
+SEEING = {key: value for key, value in EYES.items() if key != "embed_dim"} | {"deepstack_visual_indexes": [0]}
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
 TEXT = BASE | {"head_dim": 16, "sliding_window": 16}
 ROPES = {"ministral3": {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}}  # asked for
@@ -43,8 +44,9 @@ CASES: dict[str, dict[str, Any]] = {
               "vision_config": EYES} for name in ("Qwen2VL", "Qwen2_5_VL")},
     "Qwen3VL": {"text_config": TEXT | {"sliding_window": None, "rope_parameters": {
         "rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2], "mrope_interleaved": True}},
-        "vision_config": EYES},
-    "Qwen3VLMoe": {"text_config": TEXT | EXPERTS | {"sliding_window": None}, "vision_config": EYES},
+        "vision_config": SEEING},
+    "Qwen3VLMoe": {"text_config": TEXT | EXPERTS | {"sliding_window": None},
+                   "vision_config": SEEING},
     **{f"{name} around {kind}": {"text_config": BASE | {"model_type": kind}, "vision_config": VISION | {
         "model_type": "siglip_vision_model"}} for name, kind in (
             ("Llava", "llama"), ("LlavaNext", "mistral"), ("LlavaOnevision", "qwen2"))},

@@ -20,7 +20,7 @@ from outrider.models.config import ConfigError
 from outrider.models.loader import load_weights
 from outrider.models.sources import resolve
 from outrider.models.sources.model_source import WeightError
-from outrider.models.vision import parts
+from outrider.models.vision import parts, towers
 from outrider.models.vision.base import VisionTower
 from outrider.models.vision.gemma4 import BOUNDS
 from outrider.models.vision.gemma4_unified import Gemma4TileEmbedder
@@ -203,7 +203,7 @@ def test_a_model_without_vision_config_is_refused() -> None:
 
 def test_a_tower_from_outside_is_registered(monkeypatch: pytest.MonkeyPatch) -> None:
 
-    monkeypatch.setattr(registry, "_TOWERS", dict(registry._TOWERS))
+    monkeypatch.setattr(towers, "_TOWERS", dict(towers._TOWERS))
     register_tower("gemma9", Gemma4TileEmbedder)
     assert "gemma9" in tower_types()
     made = outline({"model_type": "gemma9", "text_config": SMALL_TEXT, "vision_config": {"patch_size": 4}})

@@ -23,7 +23,10 @@ class ImagesReader(InputReader):
     def __init__(self, prompt: Mapping[str, Any], params: RequestParams, model: ServedModel) -> None:
         self._images: list[PreparedImage] = []
         self._model = model
-        given = images_of(prompt.get("multi_modal_data"))
+        data = prompt.get("multi_modal_data") or {}
+        if data.get(MODALITY) is not None:
+            check_served(model, 0)  # before its value is read
+        given = images_of(data)
         if not given:
             return
         self._limits = check_served(model, len(given))

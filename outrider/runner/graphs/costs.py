@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,7 +24,6 @@ from outrider.kernels.buffers import to_device
 from outrider.kernels.packet import empty_packet
 from outrider.kernels.sampling_flags import TOP_P
 from outrider.runner.batch import PaddedSize, pack_eager
-from outrider.runner.graphs.captures import CapturedStep, StepGraphs
 from outrider.runner.graphs.keys import GraphKey, SamplerForm
 from outrider.runner.graphs.losses import ROUND_TO, LossRates
 from outrider.runner.graphs.sizes import DRAFTING_REQUESTS, MEASURED_CAPTURED, MEASURED_UNCAPTURED
@@ -31,6 +31,9 @@ from outrider.runner.graphs.warm_up import dead_batch
 from outrider.runner.plan import StepPlan
 from outrider.runner.step import DeviceStep
 from outrider.sample.extras import StepExtras, StepNeeds
+
+if TYPE_CHECKING:
+    from outrider.runner.graphs.captures import CapturedStep, StepGraphs
 
 log = logging.getLogger("outrider")
 REPEATS = 3

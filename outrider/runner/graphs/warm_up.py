@@ -8,22 +8,28 @@ different kernels are listed here: long and short queries, few requests and seve
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 
 from outrider import layers
 from outrider.core import NULL_ROW, Axis, Limits, ScheduledBatch
+from outrider.core.lazy_exports import LateModule
 from outrider.core.step_messages import CacheOrders, DeltaReach
 from outrider.kernels import compiling
 from outrider.kernels.buffers import to_device
 from outrider.runner.batch import PaddedSize, pack_eager
-from outrider.runner.graphs.captures import StepGraphs
 from outrider.runner.graphs.sizes import GraphSizes
 from outrider.runner.memory import MIB, StepMemory, enough_memory
 from outrider.runner.plan import NoCheckpoints, RowAdditions, RowCheckpoints, StepPlan
 from outrider.runner.step import DeviceStep
 from outrider.sample.extras import StepExtras, StepNeeds
 from outrider.sample.logprobs import KERNEL_MAX_LOGPROBS
+
+if TYPE_CHECKING:
+    from outrider.runner.graphs import captures
+else:
+    captures = LateModule("outrider.runner.graphs.captures")
 
 GRAPH_MIB = 3  # memory of one captured step's nodes, as seen with some 400 kernels
 LATER_GRAPHS = 100  # graphs captured after start-up that memory is planned for
@@ -69,7 +75,7 @@ def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, dev
     with enough_memory("a step of max_num_batched_tokens", ADVICE):
         step = make_step()
         state = torch.cuda.memory_reserved(device) - before
-        most = compile_steps(step, limits, StepGraphs(step, limits) if use_graphs else None)
+        most = compile_steps(step, limits, captures.StepGraphs(step, limits) if use_graphs else None)
         if step.backend.skips_collected:  # attention, which the backend skipped, takes memory too
             with step.model.one_layer_each():  # layers take memory one after the other
                 most = run_largest(step, limits)
@@ -83,7 +89,7 @@ def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, dev
 
 
 @torch.inference_mode()
-def compile_steps(step: DeviceStep, limits: Limits, graphs: StepGraphs | None) -> int:
+def compile_steps(step: DeviceStep, limits: Limits, graphs: captures.StepGraphs | None) -> int:
     """Begin to compile everything that steps of any kind launch: first what takes longest, then what captures wait for,
     in the order of the captures. Returns the bytes that `run_largest` found: a step whose launches are only collected
     allocates the same memory, so its kernels need not be ready."""
