@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from outrider.core.input_part import InputPart
 from outrider.layers.given_rows import PlacedVectors, placed
+
+if TYPE_CHECKING:
+    from outrider.formats import WeightSlot
+    from outrider.models.loader import Stored
 
 
 class InputEncoder(ABC):
@@ -15,6 +20,25 @@ class InputEncoder(ABC):
     @abstractmethod
     def encode(self, part: InputPart, start: int, end: int) -> PlacedVectors:
         """Return the vectors of the part's encoded ranges within [start, end), on the device."""
+
+    # An encoder with weights of its own, which updates of the model's weights may replace
+
+    def owns(self, name: str) -> bool:
+        """Whether a checkpoint's tensor is a weight of this encoder."""
+        return False
+
+    def weights(self) -> Mapping[str, WeightSlot]:
+        return {}
+
+    def arrivals(self, name: str, tensor: Stored) -> Iterable[tuple[str, Stored]]:
+        """A tensor that the encoder owns, in the form that its slots take."""
+        return [(name, tensor)]
+
+    def finalize(self) -> None:
+        """Recompute what is derived from weights, and forget what older ones have encoded."""
+
+    def drop_updated(self) -> None:
+        """Use the weights of the model's files again. Called when the model's were read from there."""
 
 
 Encoders = Mapping[type[InputPart], InputEncoder]

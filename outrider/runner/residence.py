@@ -176,7 +176,7 @@ class Residence:
         try:
             self._restore(WEIGHTS)  # slots are views
             stored = {} if self._source is None else quantization_section(self._source.config)
-            update = weight_update.WeightUpdate(self._parts.model, self._modules(), given, stored)
+            update = weight_update.WeightUpdate(self._updated_weights(), given, stored)
             names = update.check()
             self._check_whole(update, names)
         except BaseException:
@@ -225,7 +225,7 @@ class Residence:
         self._synchronize()
         try:
             self._restore(WEIGHTS)  # slots are views
-            return weight_update.WeightStream(self._parts.model, self._modules())
+            return weight_update.WeightStream(self._updated_weights())
         except BaseException:
             self._free_again(WEIGHTS)
             raise
@@ -314,6 +314,10 @@ class Residence:
 
     # Weights
 
+    def _updated_weights(self) -> weight_update.UpdatedWeights:
+        encoders = self._step.state.params.inputs.encoders.values()
+        return weight_update.UpdatedWeights(self._parts.model, self._modules(), encoders)
+
     def _modules(self) -> list[LayeredModule]:
         """Return the modules of the drafter."""
         return [] if self._parts.drafter is None else self._parts.drafter.modules()
@@ -329,7 +333,7 @@ class Residence:
         formats = [linear.format for linear in find_modules(modules, Linear)]
         formats += [head.rounded_output.linear.format for head in heads if head.rounded_output is not None]
         own = find_storages(head.own_tensors for head in heads) | buffers
-        every = find_storages([self._parts.model, *self._modules()])
+        every = find_storages([self._parts.model, *self._modules(), self._step.state.params.inputs.encoders])
         shared = find_storages([self._parts.model.group])  # other ranks know the addresses
         again = {key: storage for key, storage in find_storages([slots, formats]).items() if key not in own | shared}
         rest = [storage for key, storage in every.items() if key not in again | shared]
@@ -369,6 +373,8 @@ class Residence:
                              "update_weights")
         restore_order([self._parts.model, *self._modules()])
         fill_target(self._parts.model, self._config, self._source, None)
+        for encoder in self._step.state.params.inputs.encoders.values():
+            encoder.drop_updated()
         self._read_drafter(())
         self._prepare()
         if self._are_updated:  # otherwise the files hold the weights that were dropped
@@ -396,6 +402,8 @@ class Residence:
         """Recompute everything that is derived from weights: derived tensors, packed copies, fused layers."""
         for module in (self._parts.model, *self._modules()):
             module.finalize()
+        for encoder in self._step.state.params.inputs.encoders.values():
+            encoder.finalize()
         before = self._packed_bytes
         self._packed_bytes = prepare_all(self._parts.model, self._parts.drafter, self._config)
         if before or self._packed_bytes:  # a collection takes as long as an update's copies

@@ -34,6 +34,7 @@ from outrider.models.sources.model_source import WeightError
 from outrider.models.sources.quantization import KEY, Quantization, quantization_section, read_quantization
 from outrider.models.sources.safetensors_files import safetensors_tensors
 from outrider.runner.commands import NamedArray, UpdateWeights
+from outrider.runner.input_encoder import InputEncoder
 
 BUFFERS = ("e_score_correction_bias", ".gate.expert_bias")
 PIECE = 1 << 24  # numbers that are checked together: the device may be full
@@ -46,15 +47,17 @@ def is_buffer(name: str) -> bool:
 
 
 class UpdatedWeights:
-    """The weights that an update may replace: those of a model and of its prediction modules (MTP)."""
+    """The weights that an update may replace: those of a model, of its prediction modules (MTP), and of what encodes
+    its inputs."""
 
-    def __init__(self, model: Model, modules: Sequence[LayeredModule]) -> None:
+    def __init__(self, model: Model, modules: Sequence[LayeredModule], encoders: Collection[InputEncoder] = ()) -> None:
         """modules: the modules of the drafters."""
-        self._model = model
+        self._model, self._encoders = model, encoders
         self._heads = [module for module in modules if isinstance(module, MTPHead)]
         self.slots: dict[str, WeightSlot] = dict(model.weights())
         for head in self._heads:
             self.slots |= head.weights()
+        self._own = frozenset(self.slots)  # not of encoders
 
     def in_slots(self, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors of an update, each under the name of the model's slot for it. A tensor without a slot keeps
@@ -65,8 +68,17 @@ class UpdatedWeights:
             yield name, tensor
 
     def _named(self, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
-        for name, tensor in tensors:
-            yield name if name in self.slots else self._model.slot_name(name), tensor
+        for given, tensor in tensors:
+            name = given if given in self._own else self._model.slot_name(given)
+            encoder = None if name in self._own or not self._model.ignores(name) else self._encoder_of(name)
+            if encoder is None:
+                yield name, tensor
+            else:
+                self.slots |= encoder.weights()
+                yield from encoder.arrivals(name, tensor)
+
+    def _encoder_of(self, name: str) -> InputEncoder | None:
+        return next((encoder for encoder in self._encoders if encoder.owns(name)), None)
 
     def check(self, name: str, tensor: torch.Tensor, *, has_form_of_model: bool) -> None:
         """Raise WeightError for a tensor that does not fit its slot. has_form_of_model: the update's files are
@@ -89,7 +101,8 @@ class UpdatedWeights:
         slot.store(tensor.to(slot.target.dtype))  # converted where it is: the device may be full
 
     def ignores(self, name: str) -> bool:
-        return self._model.ignores(name) or any(name in head.description.names.shared for head in self._heads)
+        is_others = self._model.ignores(name) and self._encoder_of(name) is None
+        return is_others or any(name in head.description.names.shared for head in self._heads)
 
     def missing(self, names: Collection[str], doubtful: Collection[str]) -> Collection[str]:
         """Return the names of the model's weights that are missing from `names`. A missing buffer counts only if it is
@@ -99,11 +112,9 @@ class UpdatedWeights:
 
 
 class WeightUpdate:
-    def __init__(self, model: Model, modules: Sequence[LayeredModule], given: UpdateWeights,
-                 stored: Mapping[str, Any]) -> None:
-        """modules: the modules of the drafters. stored: the `quantization_config` of the model's files, empty if they
-        have none."""
-        self._weights, self._given = UpdatedWeights(model, modules), given
+    def __init__(self, weights: UpdatedWeights, given: UpdateWeights, stored: Mapping[str, Any]) -> None:
+        """stored: the `quantization_config` of the model's files, empty if they have none."""
+        self._weights, self._given = weights, given
         self._path = None if given.path is None else Path(given.path)
         self._is_gguf = self._path is not None and self._path.suffix == ".gguf"
         section = {} if self._path is None or self._is_gguf else _quantization_of(self._path, stored)
@@ -162,8 +173,8 @@ class WeightUpdate:
 class WeightStream:
     """An update whose tensors come one at a time. Each tensor is checked and copied into its weight when it comes."""
 
-    def __init__(self, model: Model, modules: Sequence[LayeredModule]) -> None:
-        self._weights = UpdatedWeights(model, modules)
+    def __init__(self, weights: UpdatedWeights) -> None:
+        self._weights = weights
         self.came: dict[str, None] = {}  # names of the weights that were replaced
         self.has_begun = False  # weights may have changed
         self.seconds = 0.0  # that the copies took

@@ -66,7 +66,8 @@ class Body(BaseModel):
                 ignore(name, why)
             case RefusedField(why) as known if not known.allows(value):
                 raise PydanticCustomError("refused", "{param} is not supported with the value {value}: {why}",
-                                          {"param": name, "value": shown(value), "why": why})
+                                          {"param": name, "value": "..." if "image" in name else shown(value),
+                                           "why": why})
             case None:
                 hint = did_you_mean(name, [*field_names(cls), *cls.known_elsewhere])
                 raise PydanticCustomError(UNKNOWN, "unknown field", {"name": name, "hint": hint})

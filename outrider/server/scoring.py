@@ -120,8 +120,8 @@ def _text(document: str | dict[str, Any]) -> str:
             return document
         case {"text": str() as text} if len(document) == 1:
             return text
-    raise ApiError(400, f'documents must be texts, or objects with one text each, as {{"text": "..."}}; one is '
-                        f"{shown(document)}", param="documents")
+    raise ApiError(400, 'documents must be texts, or objects with one text each, as {"text": "..."}; one has '
+                        f"{', '.join(map(shown, document)) or 'nothing'}", param="documents")
 
 
 def _check_number(service: Service, num_texts: int, param: str) -> None:

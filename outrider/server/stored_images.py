@@ -60,6 +60,8 @@ class StoredImages:
         url = part.get("image_url") if isinstance(part, dict) else None
         if not isinstance(url, str) or len(url) < LEAST or not url.startswith("data:") or '"' in url or "\\" in url:
             return part
+        if not url.isascii():
+            return part  # the image is refused when it is read
         data = url.encode()
         digest = hashlib.sha256(data).hexdigest()
         live = self._live.setdefault(tenant, WeakValueDictionary())

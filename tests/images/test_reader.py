@@ -86,6 +86,28 @@ def test_what_cannot_be_served_is_refused(gemma: ImageRig, given: dict[str, Any]
         gemma.engine.checks.check(prompt, greedy(1))
 
 
+@pytest.mark.parametrize(("family", "options", "words"), [
+    ("gemma4_unified", {"max_pixels": 64}, "'max_pixels' is not an option of this model's images"),
+    ("gemma4_unified", {"max_soft_tokens": [6]}, "max_soft_tokens"),
+    ("qwen3_vl", {"max_pixel": 64}, "did you mean max_pixels"),
+    ("qwen3_vl", {"max_pixels": [64]}, "max_pixels must be"),
+    ("qwen3_vl", {5: 6, "a": 7}, "5 is not an option"), ("qwen3_vl", {"size": {"shortest_edge": {1}}}, "shortest_edge"),
+    ("qwen3_vl", {"min_pixels": 1 << 30, "max_pixels": 1 << 30}, "max_model_len is 160"),
+])
+def test_options_that_cannot_be_taken_are_named(family: str, options: dict[Any, Any], words: str) -> None:
+    """The last one would resize to gigabytes, were its tokens not counted before."""
+    recipe = RECIPES[family]
+    with ImageRig(family) as rig, pytest.raises(ValueError, match=words):
+        ids_of(rig, [5, SOFT], recipe.image(0, recipe.shapes[0]), mm_processor_kwargs=options)
+
+
+def test_an_area_may_be_given_by_its_section() -> None:
+    recipe = RECIPES["qwen3_vl"]
+    with ImageRig("qwen3_vl") as rig:
+        size = {"size": {"shortest_edge": 64, "longest_edge": 64}}
+        assert ids_of(rig, [5, SOFT], recipe.image(0, recipe.shapes[0]), mm_processor_kwargs=size) == [5, SOFT]
+
+
 def test_the_number_of_images_is_limited() -> None:
     with ImageRig("gemma4_unified", limit_mm_per_prompt={"image": {"count": 1}}) as rig:
         assert ids_of(rig, [SOFT], picture()) == RUN

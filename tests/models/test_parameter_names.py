@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from outrider.models.sources.model_source import WeightError
-from outrider.runner.weight_update import WeightStream, is_buffer
+from outrider.runner.weight_update import UpdatedWeights, WeightStream, is_buffer
 from tests.models import oracle
 
 # Families whose modules in transformers hold a tensor that files hold in parts: an update of them is refused.
@@ -26,7 +26,7 @@ def test_every_parameter_has_its_place(family: str, tmp_path: Path) -> None:
     for name, slot in model.weights().items():
         if not is_buffer(name):
             slot.target.zero_()
-    stream = WeightStream(model, [])
+    stream = WeightStream(UpdatedWeights(model, []))
     if family in JOINED:
         with pytest.raises(WeightError, match="no weight of this name: .*(conv1d|_hc|ngram_embedding)"):
             for name, parameter in theirs.named_parameters():

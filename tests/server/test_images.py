@@ -467,3 +467,20 @@ def test_a_part_may_have_a_name_of_its_own(served: Served, engine: ImageEngine) 
     answered = served.post("/v1/chat/completions", **asking(image() | {"uuid": "a"}))
     assert answered.status_code == 200 and "uuid" in answered.headers["x-outrider-ignored"]
     assert engine.prompts[-1].get("multi_modal_uuids") is None
+
+
+def test_a_url_of_other_characters_than_ascii_is_refused(served: Served) -> None:
+    """Half a surrogate pair, which JSON may have, has no bytes."""
+    url = "data:image/png;base64," + "A" * 2000 + "\\ud800"
+    for path in PATHS:
+        body = json.dumps({"model": "tiny"} | PATHS[path]("URL")).replace("URL", url)
+        answer = served.http.post(path, content=body.encode(), headers={"content-type": "application/json"})
+        assert answer.status_code == 400 and "not valid base64" in answer.text, answer.text
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/rerank", {"query": "a", "documents": [{"content": [image("http://secret.example/")]}]}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "image_data": "http://secret.example/"}),
+])
+def test_no_url_is_in_an_error(served: Served, path: str, body: dict[str, Any]) -> None:
+    assert "secret" not in served.error(path, **body)["message"]

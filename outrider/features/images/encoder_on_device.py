@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -21,9 +21,11 @@ from outrider.core.media_limits import most_images
 from outrider.drafters.base import Drafter
 from outrider.features.images.model_limits import SeeingLimits, read_processor_config
 from outrider.features.images.part import GridImages, ImageInputs, PlacedImage, TwoWayImages
+from outrider.formats import WeightSlot
 from outrider.layers.given_rows import PlacedVectors
 from outrider.mixers.paged.masks import RangeReach
 from outrider.models.base import Model
+from outrider.models.loader import Stored
 from outrider.models.sources import resolve
 from outrider.models.vision.base import ImageFeatures, VisionTower
 from outrider.models.vision.towers import build_tower, fill_tower
@@ -86,11 +88,13 @@ class ImageEncoder(InputEncoder):
                  kept_tokens: int = KEPT_TOKENS) -> None:
         self._make_tower, self._device, self._room = make_tower, device, kept_tokens
         self._kept: OrderedDict[bytes, ImageFeatures] = OrderedDict()  # by digest, the latest last
+        self._is_updated = False  # whether the tower's weights are, or may be, others than those of the files
         self.num_encoded = 0
 
     @cached_property
     def tower(self) -> VisionTower:
-        return self._make_tower()
+        with torch.inference_mode(False), torch.no_grad():  # updates could not change an inference tensor
+            return self._make_tower()
 
     @torch.inference_mode()
     def encode(self, part: InputPart, start: int, end: int) -> PlacedVectors:
@@ -104,6 +108,27 @@ class ImageEncoder(InputEncoder):
                 rows.append([own[at] for own in (found.features, *found.deepstack)])
         values, *added = (torch.cat(own) for own in zip(*rows, strict=True))
         return PlacedVectors(np.concatenate(positions), values, tuple(added))
+
+    def owns(self, name: str) -> bool:
+        return not self.tower.ignores(name)
+
+    def weights(self) -> Mapping[str, WeightSlot]:
+        return self.tower.weights()
+
+    def arrivals(self, name: str, tensor: Stored) -> Iterable[tuple[str, Stored]]:
+        self._is_updated = True
+        return [(self.tower.slot_name(own), kept) for own, kept in self.tower.arrivals([(name, tensor)])]
+
+    def finalize(self) -> None:
+        self._kept.clear()
+        if self._is_updated:
+            self.tower.finalize()
+
+    def drop_updated(self) -> None:
+        self._kept.clear()
+        if self._is_updated:
+            del self.tower
+        self._is_updated = False
 
     def _features(self, image: PlacedImage) -> ImageFeatures:
         if image.digest not in self._kept:

@@ -3,6 +3,7 @@ prompt's tokens."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
@@ -52,8 +53,7 @@ class ImagesReader(InputReader):
         return [self._kind(tuple(placed))]
 
     def _prepare(self, image: Pixels, detail: str | None) -> PreparedImage:
-        prepared = self._processor.prepare(image, detail=detail)
-        tokens = prepared.grid.num_tokens
+        tokens = self._processor.size_of(image.shape[0], image.shape[1], detail=detail).num_tokens
         if tokens > self._model.limits.max_len:
             raise ValueError(f"an image makes {tokens} tokens, and max_model_len is {self._model.limits.max_len}: make "
                              "it smaller, or raise max_model_len")
@@ -61,7 +61,7 @@ class ImagesReader(InputReader):
             raise ValueError(f"an image makes {tokens} tokens, which one step must compute together, and a step has "
                              f"room for {max(0, self._model.longest_range)}: raise max_num_batched_tokens, lower "
                              "max_num_seqs, or ask for less detail")
-        return prepared
+        return self._processor.prepare(image, detail=detail)
 
 
 def images_of(data: Mapping[str, Any] | None) -> list[Pixels]:
@@ -109,14 +109,21 @@ def make_processor(limits: SeeingLimits, given: Mapping[str, Any] | None,
     if len(details) != count:
         raise ValueError(f"mm_processor_kwargs: detail has {len(details)} values, and the prompt has {count} image(s): "
                          "give one for each, or one for all")
-    return _processor(limits, tuple(sorted(options.items()))), list(details)
+    processor = _processor(limits, "{}")
+    for name in options:
+        if name not in processor.options:
+            hint = did_you_mean(str(name), processor.options) or ":"
+            raise ValueError(f"mm_processor_kwargs: {shown(name)} is not an option of this model's images{hint} give "
+                             f"some of {', '.join(('detail', *processor.options))}")
+    return _processor(limits, json.dumps(options, sort_keys=True, default=shown)), list(details)
 
 
 @lru_cache(64)
-def _processor(limits: SeeingLimits, options: tuple[tuple[str, Any], ...]) -> ImageProcessor:
-    settings = parsed(limits.processor_config)
-    if options:
-        settings = with_options(settings or {}, dict(options))
+def _processor(limits: SeeingLimits, options: str) -> ImageProcessor:
+    """options: as JSON."""
+    settings, replaced = parsed(limits.processor_config), json.loads(options)
+    if replaced:
+        settings = with_options(settings or {}, replaced)
     return ImageProcessor.from_config(parsed(limits.model_config), settings)
 
 

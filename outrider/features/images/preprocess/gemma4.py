@@ -22,6 +22,8 @@ class Gemma4Images(ImageProcessor):
     of the processor config says, 280 by default. Small images are enlarged until they fill the budget.
     """
 
+    options = ("max_soft_tokens",)
+
     def __init__(self, model: ConfigReader, processor_config: Mapping[str, Any] | None) -> None:
         vision, settings = model.section("vision_config"), image_settings(processor_config)
         self._patch = vision.get("patch_size", int, 16, least=1)

@@ -25,6 +25,7 @@ class Qwen3VLImages(ImageProcessor):
     """
 
     default_placeholder = 151655
+    options = ("min_pixels", "max_pixels", "size")
 
     def __init__(self, model: ConfigReader, processor_config: Mapping[str, Any] | None) -> None:
         vision, settings = model.section("vision_config"), image_settings(processor_config)
