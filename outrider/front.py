@@ -72,8 +72,8 @@ class Front:
     def vllm_config(self) -> VllmConfig:
         """The engine's settings and sizes for reading, grouped as in vLLM: `vllm_config.cache_config.block_size`."""
         if self._config is None:
-            raise ValueError("this front was given an engine that was not built from an EngineConfig, so its settings "
-                             "are not known: read engine.limits instead")
+            raise ValueError("vllm_config is not available, because the engine was not built from an EngineConfig: "
+                             "read engine.limits instead")
         num_pages = self.engine.scheduler.cache.pool.num_pages
         return vllm_configs.VllmConfig.from_engine_config(self._config, self.engine.limits, num_pages)
 

@@ -55,8 +55,8 @@ class Scoring:
             raise ValueError("temperature and filters change only processed scores: set logprobs_mode='processed', or "
                              "leave them out")
         if mode == "raw" and return_kept_ids:
-            raise ValueError("return_kept_ids: only processed scores leave tokens out: set logprobs_mode='processed', "
-                             "or leave return_kept_ids out")
+            raise ValueError("return_kept_ids: only processed scores leave tokens out; raw scores are of all tokens: "
+                             "set logprobs_mode='processed', or leave return_kept_ids out")
         own, usual = SamplingParams() if params is None else need_sampling_params(params), SamplingParams()
         for name, _ in asking_parameters():
             if getattr(own, name) != getattr(usual, name):

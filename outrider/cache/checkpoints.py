@@ -177,7 +177,8 @@ class Checkpoints:
 
     def make_room(self, num_pages: int) -> bool:
         """Drop unpublished checkpoints, oldest first, until `num_pages` pages are free. Returns False, with nothing
-        dropped, if that cannot be reached. Later reports of dropped checkpoints are ignored."""
+        dropped, if that cannot be reached. `settle` ignores dropped checkpoints that a step in flight still
+        reports as written."""
         droppable = self._droppable()
         if num_pages > self.pool.num_free + len(droppable) * self.capacity.checkpoint_pages:
             return False

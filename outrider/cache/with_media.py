@@ -224,7 +224,7 @@ class CacheWithMedia(CacheManager):
             self._arrive(loaded)
 
     def _tell_stored(self, key: bytes, places: Sequence[str]) -> None:
-        """Record events of the cache, if they are recorded: a page that other places have taken."""
+        """Record a cache event for each place that has stored the page, if events are recorded."""
         stored = self.queue.told.pop(key, None)
         if stored is not None and self.pool.events is not None:
             for name in places:

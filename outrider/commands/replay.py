@@ -142,8 +142,8 @@ def _model_of(receipt: Receipt) -> str:
     """The model that the receipt names, if its name tells where its files are."""
     name = receipt["model"]["name"]
     if receipt["model"]["weights"] is None:
-        raise UsageError("the receipt is of an engine whose weights had been updated, so no file of them is known: "
-                         "give MODEL, a folder with these weights")
+        raise UsageError("the receipt names no weight files, because the engine's weights had been updated after the "
+                         "start: give MODEL, a folder with the updated weights")
     if isinstance(name, str) and (name == sources.DEFAULT_MODEL or "/" in name):
         return name
     raise UsageError(f"the receipt's model is called {name!r}, which is neither a folder nor a file: give MODEL, the "

@@ -94,8 +94,8 @@ def apply_file(args: argparse.Namespace, path: Path) -> None:
 
 
 def _as_field(name: str, value: Any) -> Any:
-    """Convert a value of a YAML file to the type of its field: lists become tuples, and a single value becomes a tuple
-    of one."""
+    """Convert a value of a YAML file for its field. If the field is a tuple, a list becomes a tuple, and a single value
+    becomes a tuple of one."""
     field = (ENGINE_FIELDS | SERVER_FIELDS).get(name)
     if field is not None and isinstance(field.default, tuple):
         return tuple(value) if isinstance(value, list) else (value,)

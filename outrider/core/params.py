@@ -200,8 +200,8 @@ class SamplingParams(metaclass=_SamplingParamsType):
             raise ValueError(f"SamplingParams: guided_decoding must be a GuidedDecodingParams, got "
                              f"{shown(guided_decoding)}")
         if self.structured_outputs is not None:
-            raise ValueError("SamplingParams: guided_decoding and structured_outputs say the same thing: give one of "
-                             "them")
+            raise ValueError("SamplingParams: guided_decoding and structured_outputs say the same thing (the form "
+                             "of the output): give one of them")
         own = {field.name: getattr(guided_decoding, field.name) for field in fields(StructuredOutputsParams)}
         self.structured_outputs = StructuredOutputsParams(**own)
 

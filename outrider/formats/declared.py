@@ -133,8 +133,8 @@ class UnsummedShard(InputShard):
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of a format, with the rows of all segments of a weight: [outputs / outputs_per_row, inputs /
-    inputs_per_column, ..]. Sizes that do not divide are rounded up, as in a matrix of scales for blocks."""
+    """One of the tensors in which a format stores a weight, such as its codes or scales. It holds the rows of all
+    segments: [outputs / outputs_per_row, inputs / inputs_per_column, ..], where quotients are rounded up."""
 
     name: str  # last component of its names in the checkpoint
     tensor: torch.Tensor

@@ -265,8 +265,8 @@ def to_fp8_rows(weight: Tensor) -> Scaled:
 
 
 def to_int8_groups(weight: Tensor, group: int) -> Scaled:
-    """Convert a weight [outputs, inputs] to int8 with a bfloat16 scale for every group, which makes the group's largest
-    number 127 or -127."""
+    """Convert a weight [outputs, inputs] to int8 with a bfloat16 scale for every `group` inputs of an output. The scale
+    turns the number of largest magnitude in its group into 127 or -127."""
     numbers = weight.float().unflatten(1, (-1, group))
     scales = (numbers.abs().amax(-1, keepdim=True) / 127).bfloat16()
     codes = (numbers / scales.float()).nan_to_num_(0, 0, 0).round_().clamp_(-127, 127).to(torch.int8)

@@ -75,7 +75,7 @@ class ConvMixer(Module, ABC):
 
     @abstractmethod
     def kernel_params(self) -> MixerParams | None:
-        """Parameters for kernels, which compute in float32; None if no kernel serves the mixer."""
+        """The parameters that kernels take to compute this mixer in float32; None if no kernel can compute it."""
 
     def step(self, state: Tensor, tail: Tensor, conv_in: Tensor, gates: Gates) -> StepOutput:
         seen = torch.cat((tail, conv_in[:, None].to(tail.dtype)), dim=1)

@@ -1,4 +1,4 @@
-"""Mixer: the base class for serving all layers of one kind, over a batch and its cache."""
+"""Mixer: the base class that computes all layers of one kind, such as full attention, for a batch with its cache."""
 
 from __future__ import annotations
 

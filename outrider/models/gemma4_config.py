@@ -34,7 +34,8 @@ def read_sizes(text: ConfigReader) -> Sizes:
 
 
 def read_kinds(text: ConfigReader, num_layers: int) -> list[str]:
-    """Read the kinds of the layers: `layer_types`, or every n-th layer full. The last layer is always full."""
+    """Read the attention kind of each layer from `layer_types`. Without this key, every n-th layer has full attention
+    (n: `sliding_window_pattern`), the others a sliding window. The last layer always has full attention."""
     pattern = text.get("sliding_window_pattern", int, 6, least=1)
     kinds = list(text.get("layer_types", list, [SLIDING if (i + 1) % pattern else FULL for i in range(num_layers)]))
     return [*kinds[:-1], FULL]

@@ -184,8 +184,8 @@ class WeightStream:
         before the first weight changes, and sets `has_begun`."""
         for slot, part in self._weights.in_slots([(name, tensor)]):
             if slot in self.came:
-                raise WeightError(f"tensor {name} came twice in one update: reset_prefix_cache() or "
-                                  "finish_weight_update() ends an update")
+                raise WeightError(f"tensor {name} came twice in one update: call reset_prefix_cache() "
+                                  "or finish_weight_update() to end the update before you send it again")
             if slot in self._weights.slots:
                 self._weights.check(slot, part, has_form_of_model=False)
                 if not self.has_begun:

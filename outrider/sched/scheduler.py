@@ -99,7 +99,8 @@ class Scheduler:
             self._waiting.arrive(request)
 
     def end(self, request_id: int, finish: Finish, error: str | None = None) -> None:
-        """End a request because of an abort, a stop string or an error. Its results of steps in flight are dropped."""
+        """End a request because of an abort, a stop string or an error. Tokens that steps in flight still compute for
+        it are dropped."""
         if request_id in self._requests:
             request = self._requests[request_id]
             request.error = error

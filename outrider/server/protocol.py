@@ -247,7 +247,7 @@ class SamplingFields(Generated, Prompted):
         if self.structured_outputs is None:
             return own
         if own is not None:
-            raise ApiError(400, "response_format and structured_outputs say the same thing: give one of them",
+            raise ApiError(400, "response_format and structured_outputs both set the output's form: give one of them",
                            param="response_format")
         try:
             given = {name: value for name, value in self.structured_outputs.items() if value is not None}

@@ -47,7 +47,7 @@ def outcomes(k: int) -> list[tuple[int, int]]:
 
 
 def outcome_codes(k: int, num_drafted: Sequence[int], num_accepted: Sequence[int]) -> Ints:
-    """The index of each request's outcome in `outcomes`. Drafts beyond k, as a host may make, do not count."""
+    """The index of each request's outcome in `outcomes(k)`. If a request has more than k drafts, only k are counted."""
     drafted, accepted = np.array(num_drafted), np.array(num_accepted)
     codes: Ints = np.minimum(drafted, k) * (k + 1) + np.minimum(accepted, k)
     return codes

@@ -1,4 +1,5 @@
-"""meet_nodes: node 0 waits until every other node has joined and runs what it runs itself. No torch."""
+"""meet_nodes: node 0 waits for every other node to join, and checks that each has the same software, settings and
+model files as node 0. No torch."""
 
 from __future__ import annotations
 

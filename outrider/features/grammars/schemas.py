@@ -17,7 +17,7 @@ _ALONE = ("items", "additionalProperties", "additionalItems", "contains", "not",
 
 
 def asked_schema(asked: StructuredOutputsParams) -> dict[str, Any]:
-    """The schema of a request whose text is JSON."""
+    """The JSON schema of a request whose output is JSON. A request that gives no schema may output any object."""
     if asked.json is None:
         return {"type": "object"}
     schema: dict[str, Any] = json.loads(asked.json) if isinstance(asked.json, str) else asked.json

@@ -158,12 +158,12 @@ class _Fetching:
         """Parse a URL and raise ValueError unless it names an allowed host."""
         # Parsers disagree about spaces, control characters and backslashes.
         if len(url) > MAX_URL or not url.isascii() or not url.isprintable() or set(url) & set(" \\\"<>^`{|}"):
-            raise ValueError("an unusual URL")
+            raise ValueError("the URL is too long, or has characters that parsers read differently")
         parts = urlsplit(url)
         if parts.scheme not in PORTS or "@" in parts.netloc or not self._sources.allows_host(_host(parts)):
             raise ValueError("not allowed")
         if parts.port not in (None, *PORTS.values()):
-            raise ValueError("another port")
+            raise ValueError("the port is neither 80 nor 443")
         return parts
 
     async def _get(self, parts: SplitResult) -> HttpAnswer:

@@ -72,4 +72,4 @@ async def _chunks(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
             return b"".join(parts)
         parts.append(await reader.readexactly(length))
         if await reader.readline() not in (b"\r\n", b"\n"):
-            raise ValueError("a chunk without an end")
+            raise ValueError("a chunk does not end with a line break")

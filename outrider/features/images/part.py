@@ -40,8 +40,8 @@ class ImageInputs(InputPart):
     images: tuple[PlacedImage, ...]
 
     def page_content(self, start: int, end: int, token_ids: Sequence[int]) -> list[int]:
-        """Return what a page's key says of the images that it touches: where each begins, seen from the page, and its
-        whole digest. So a page is the same wherever it lies in a prompt, and never that of another image."""
+        """Return what images add to a page's key: for each image with tokens in the page, its digest and its position
+        relative to the page's start. So the key does not depend on where the page lies in a prompt."""
         return [number for image in self.images if image.touches(start, end)
                 for number in (image.offset - start, *struct.unpack("<4q", image.digest))]
 

@@ -88,8 +88,8 @@ def check_served(model: ServedModel, count: int) -> SeeingLimits:
     """Return the model's limits of images. Raises ValueError if it takes no images, or not so many."""
     limits = model.limits.part(SeeingLimits)
     if limits is None:
-        raise ValueError(f"{model.name} is served without images: use a model that sees (docs/models.md), started "
-                         "without limit_mm_per_prompt={'image': 0}")
+        raise ValueError(f"{model.name} is served without images: use a model that sees images (docs/models.md), "
+                         "started without limit_mm_per_prompt={'image': 0}")
     if count > limits.most:
         raise ValueError(f"At most {limits.most} image(s) may be provided in one prompt, got {count}: give fewer, or "
                          f"start the engine with limit_mm_per_prompt={{'image': {count}}}")

@@ -22,7 +22,8 @@ def buffer_of(tensor: torch.Tensor) -> memoryview:
 
 
 class PageCopies(ABC):
-    """Called on the thread that queues steps, before the work of a step."""
+    """Copies pages between the device and the host. All methods but `make_buffer` are called by the thread that
+    queues steps, before it queues the work of a step."""
 
     @abstractmethod
     def make_buffer(self, num_bytes: int) -> memoryview:

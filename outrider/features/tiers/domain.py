@@ -33,8 +33,8 @@ SETTINGS = (
 
 def domain_digest(config: EngineConfig, model: Model, drafter: Drafter | None, layout: CacheLayout,
                   loaded_at: float, reading: Lock) -> bytes:
-    """Hash the files of the model, unless their digests are kept from an earlier start, and the drafter's weights.
-    loaded_at: when the worker had read the files. reading: held while weights in memory are read."""
+    """Return the digest described above. The model's files are hashed, unless their digests are kept from an earlier
+    start. loaded_at: when the worker had read the files. reading: a lock, held while weights in memory are hashed."""
     parts = {
         "form": FORM, "package": __version__, "model": _model_digest(config, model, loaded_at, reading),
         "drafter": [] if drafter is None else [_weights_digest(own, reading) for own in drafter.modules()],

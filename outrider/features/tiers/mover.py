@@ -127,7 +127,7 @@ class PageMover(StepPart):
             self._loader.cancel(loads)
 
     def _store(self, store: PageStore, payload: memoryview) -> None:
-        """Give a page's bytes to every place."""
+        """Offer a page's bytes to every medium, and note for the report which of them took the page."""
         took = tuple(medium.name for medium in self._media if self._gives(medium, store, payload))
         self._stored.append((store.key, took))
 

@@ -78,7 +78,8 @@ class NativeBackend(Backend):
 
     def bind_layer(self, paged: PagedLayer, weights: native.LayerWeights,
                    norms: HeadNorms | None) -> native.BoundLayer | None:
-        """Return the layer with its cache for `decoder_layer`; None if one native call cannot compute the layer."""
+        """Pack a layer's weights, norms and cache once, so that `decoder_layer` can compute the layer in every step.
+        None if one native call cannot compute it."""
         layer, cache = paged.layer, paged.cache
         if not _writes_keys_and_values(layer, norms) or layer.sinks is not None:
             return None

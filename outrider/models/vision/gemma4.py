@@ -178,7 +178,7 @@ class Gemma4Tower(VisionTower):
             del tensor  # before the next one is read
 
     def encode(self, patches: torch.Tensor, grid: ImageGrid) -> ImageFeatures:
-        """patches: row by row, each in the order (row, column, colour)."""
+        """The embeddings of one image. patches: row by row; the order of a patch's bytes is (row, column, colour)."""
         rows, cols = grid.rows * self.pool, grid.cols * self.pool
         x = embed_patches(patches, self.levels, lambda part: product(self.input, part))
         x = x + (self.positions[0, :cols] + self.positions[1, :rows, None]).flatten(0, 1)
@@ -189,7 +189,7 @@ class Gemma4Tower(VisionTower):
         return ImageFeatures(product(self.projection, pooled))
 
     def _angles(self, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The angles of each patch by its column and by its row: [patches, head dim / 4] each."""
+        """The rotary angles of each patch for its column, and those for its row: [patches, head dim / 4] each."""
         by_col, by_row = (torch.arange(count, device=self.device).to(self.frequencies.dtype)[:, None] * self.frequencies
                           for count in (cols, rows))
         return by_col.repeat(rows, 1), by_row[:, None].expand(-1, cols, -1).flatten(0, 1)

@@ -56,7 +56,8 @@ class Gemma4TileEmbedder(VisionTower):
         return name
 
     def encode(self, patches: torch.Tensor, grid: ImageGrid) -> ImageFeatures:
-        """patches: the tiles, row by row, each in the order (row, column, colour)."""
+        """The embeddings of one image. patches: its tiles, row by row; the order of a tile's bytes is (row, column,
+        colour)."""
         x = embed_patches(patches, self.levels, self._embed)
         cols, rows = self.positions[: grid.cols, 0], self.positions[: grid.rows, 1]
         x = x + (cols + rows[:, None]).flatten(0, 1)

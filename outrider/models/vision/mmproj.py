@@ -248,7 +248,7 @@ def colours_last(weight: torch.Tensor) -> torch.Tensor:
 
 
 def join_frames(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Join the products of two frames, [hidden, 3, side, side] each."""
+    """Join the patch embedding's weights for two frames, [hidden, 3, side, side] each: [hidden, 3, 2, side, side]."""
     import torch
 
     return torch.stack((first, second), dim=2)

@@ -33,7 +33,7 @@ NORM_EPS = 1e-6
 
 
 class QwenPatchProduct(Module):
-    """The first product of a patch, stored as a convolution over frames, rows and columns."""
+    """The linear layer that embeds patches. The weight is stored as a convolution over frames, rows and columns."""
 
     def __init__(self, hidden_size: int, frames: int, side: int, *, dtype: torch.dtype, device: torch.device) -> None:
         self.frames = frames

@@ -95,7 +95,7 @@ def read_areas(settings: ConfigReader) -> tuple[int, int]:
     size = settings.section_or_empty("size")
     unknown = sorted(size.values.keys() - {"shortest_edge", "longest_edge"})
     if unknown:
-        raise size.refusal(unknown[0], "an image's size has shortest_edge and longest_edge, which are areas in pixels")
+        raise size.refusal(unknown[0], "size may only have the keys shortest_edge and longest_edge (areas in pixels)")
     least = settings.get("min_pixels", int, size.get("shortest_edge", int, LEAST_PIXELS, least=1), least=1)
     most = settings.get("max_pixels", int, size.get("longest_edge", int, MOST_PIXELS, least=1), least=1)
     if least > most:

@@ -91,7 +91,7 @@ def find_domain(found: list[DomainSummary], text: str | None) -> DomainSummary:
     there = ", ".join(f"{summary.domain.hex()[:12]} ({summary.about.get('model', 'unknown')})" for summary in found)
     if not chosen:
         what = "holds no model" if text is None else f"holds no model {text!r}"
-        raise CacheFolderError(f"the folder {what}; there is: {there or 'nothing'}")
+        raise CacheFolderError(f"the cache folder {what}; there is: {there or 'nothing'}")
     raise CacheFolderError(f"say which model with --model, by the first digits of its digest: {there}")
 
 

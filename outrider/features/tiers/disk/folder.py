@@ -192,8 +192,8 @@ class CacheFolder:
         os.close(file)
 
     def live_writers(self) -> set[int]:
-        """The numbers of running processes. The files of those that were killed are removed. Call with the lock
-        held."""
+        """The numbers (`add_writer`) of the running processes that write to this folder. Removes the lock files of dead
+        ones. Call with the folder's lock held."""
         alive = set()
         for entry in os.listdir(f"{self.path}/writers"):
             path = f"{self.path}/writers/{entry}"

@@ -1,9 +1,9 @@
-"""The form of one object's file: a header of 96 bytes, then the payload. Data only.
+"""Reads and writes the file of one stored object: a header of 96 bytes, then the payload.
 
-Both have a CRC-32 (zlib, 3 to 4 GB/s on one core; BLAKE2b 0.8, SHA-256 1.4): disks flip bits and lose ends of files,
-and a CRC sees every error of up to 32 neighbouring bits and random damage but for one time in 4 * 10^9. The header
-also holds domain, key and length, so another object's bytes are not taken for this one's, even if they are whole. It
-does not protect from a user who may write the file: that is the owner alone.
+Header and payload each have a CRC-32, because disks flip bits and truncate files. It detects every error within 32
+neighbouring bits, and misses one random error in 4 * 10^9. zlib computes 3 to 4 GB/s of it on one core (BLAKE2b: 0.8,
+SHA-256: 1.4). The header also holds domain, key and length, so that the intact bytes of another object are refused too.
+A CRC does not detect a forged file; only the folder's owner may write there.
 """
 
 from __future__ import annotations

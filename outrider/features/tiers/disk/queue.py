@@ -29,7 +29,7 @@ class Orders:
         return bool(self.touched or self.pinned or self.dropped or self.suspects)
 
     def keys(self) -> list[bytes]:
-        """The keys that are hidden until these orders are followed."""
+        """Keys that must not be loaded until the writer has carried out these orders."""
         return [*self.dropped, *self.suspects]
 
 
@@ -77,7 +77,7 @@ class StoreQueue:
             self._orders.pinned.update(dict.fromkeys(keys, until))
 
     def drop(self, keys: list[bytes]) -> None:
-        """Forget what is queued of these keys, and have the writer delete what is stored."""
+        """Remove the objects of these keys: those in the queue at once, those on the disk at the writer's next turn."""
         with self._changed:
             for key in keys:
                 self.pending.pop(key, None)
@@ -87,7 +87,7 @@ class StoreQueue:
             self._changed.notify_all()
 
     def suspect(self, key: bytes) -> None:
-        """Have the writer look whether an object is damaged. It is not loaded again before."""
+        """Have the writer check whether an object is damaged. The object is not loaded again before the check."""
         with self._changed:
             self._orders.suspects.add(key)
             self.hidden.add(key)

@@ -45,7 +45,7 @@ class SharedLog:
 
     @property
     def disk_bytes(self) -> int:
-        """What the whole folder takes of the disk, without what folders themselves need."""
+        """Bytes that all files of the cache folder take of the disk. Directories are not counted."""
         return self.index.num_bytes + self.num_bytes + SMALL_FILES
 
     def close(self) -> None:
@@ -54,7 +54,8 @@ class SharedLog:
             self._file = NOT_OPEN
 
     def refresh(self) -> bool:
-        """Read what was appended since the last call. False if the log is missing, or ends in what is no record."""
+        """Read the records that were appended since the last call. Returns False if the log is missing or empty, or if
+        it has a torn or damaged record."""
         try:
             found = os.stat(self._folder.log_path, follow_symlinks=False)
         except FileNotFoundError:
@@ -96,8 +97,8 @@ class SharedLog:
             self._replace(self.index)
 
     def strays(self) -> set[bytes]:
-        """Names of files that the index does not know, and of entries without a file. Walks the folder, though it
-        reads no file. Both are rare: a machine that lost power may forget the end of the log, or some files."""
+        """Names for which the index and the folder disagree: files without an entry, and entries without a file. Lists
+        the folder, but opens no file. Both are rare: a power failure may lose the end of the log, or some files."""
         there = {domain[:TAG_BYTES] + key for domain in self._folder.domains()
                  for key, _ in self._folder.object_keys(domain)}
         return there.difference(self.index.stored, self.index.reserved) | (set(self.index.stored) - there)
@@ -199,7 +200,8 @@ def _read(file: int, start: int, count: int) -> bytes:
 
 
 def _whole_header(path: str, domain: bytes, key: bytes) -> tuple[ObjectHeader | None, float]:
-    """The header of a file and when it was written. Files that cannot be an object's are deleted."""
+    """Return the header of an object's file and its modification time; (None, 0.0) if it cannot be read. The file is
+    deleted if it is damaged or belongs to another object."""
     try:
         header, written = read_header(path), os.stat(path, follow_symlinks=False).st_mtime
         if (header.domain, header.key) == (domain, key):

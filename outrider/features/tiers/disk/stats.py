@@ -50,7 +50,7 @@ class StatsKeeper:
             self._stats.evicted += evicted
 
     def decline(self, reason: str, trouble: object = None, count: int = 1) -> None:
-        """Count stores that were declined. `trouble`: say so in the log, the first time."""
+        """Count declined stores. If `trouble` is given, log it once for this reason."""
         with self._lock:
             self._stats.declined[reason] += count
         self._say(f"stores are declined ({reason})", trouble)

@@ -127,7 +127,7 @@ class DiskStore:
         return self._queue.flush(timeout)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Write what is queued, for at most so many seconds. May be called twice."""
+        """Write the queued objects for at most `timeout` seconds, then stop. May be called twice."""
         self._writer.close(timeout)
 
     def stats(self) -> DiskStats:

@@ -254,8 +254,8 @@ def device_query_tiles(
     query_starts: torch.Tensor, num_tokens: int, decode_kernel_max_query: int, num_heads: int, num_kv_heads: int,
     head_dim: int, *, config: PrefillChoice | None = None,
 ) -> QueryTiles:
-    """Count, on the device, the tiles of the requests with more than `decode_kernel_max_query` query tokens.
-    num_tokens: of all requests. Reads nothing back."""
+    """Count, on the device, the query tiles of requests with more than `decode_kernel_max_query` query tokens. The host
+    does not wait for the counts. num_tokens: query tokens of all requests."""
     config = config or prefill_config(head_dim)
     queries = max(1, config.block_m // (num_heads // num_kv_heads))
     require_tensor("device_query_tiles", "query_starts", query_starts, (None,), query_starts.device, (torch.int32,))

@@ -91,7 +91,8 @@ def step_bytes(weight: Scaled, shape: TileShape) -> int:
 
 
 def make_plan(weight: Scaled, shape: TileShape, splits: int, out_bytes: int) -> TilePlan:
-    """Make the plan of a product from its tile and number of splits. out_bytes: bytes of one number of the result."""
+    """Plan a matrix product with a given tile: how many stages of codes and of token rows fit into shared memory.
+    splits: see `TilePlan`. out_bytes: bytes of one number of the result."""
     exchange = shape.warp_groups * OUTPUTS.value * STORED_ROWS.value * out_bytes
     room, step, half = SHARED_BYTES - exchange, step_bytes(weight, shape), 2 * shape.rows * HALF.value
     # Token rows come from the card's cache, codes from its memory: these have a step more.
