@@ -32,7 +32,7 @@ class CountedRanks:
 def guarded(drafter: Drafter, group: WatchedRanks) -> DrafterGuards:
     guards = DrafterGuards(drafter, group, WorkerRanks(RankLink(0, 2), group).without_sums)
     limits = Limits(max_requests=4, max_batched_tokens=16, max_len=32, max_drafts=2, vocab_size=64)
-    guards.bind([], limits, torch.device("cpu"), lambda admissions: pytest.fail("no slot is filled"))
+    guards.bind([], limits, torch.device("cpu"), lambda: lambda admissions: pytest.fail("no slot is filled"))
     return guards
 
 
