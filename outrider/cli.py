@@ -185,7 +185,7 @@ def _add_generate(commands: argparse._SubParsersAction[Parser]) -> None:
                         help="one prompt a line, or .json (a list), or .jsonl (objects with a prompt)")
     parser.add_argument("--chat", action="store_true", help="each prompt is a user's message")
     parser.add_argument("--image", action="append", metavar="PATH",
-                        help="an image before each prompt (with --chat; repeat for several)")
+                        help="an image for each prompt (with --chat)")
     parser.add_argument("--system", metavar="TEXT", help="the system message (with --chat)")
     _add_chat_template(parser, " (with --chat)")
     parser.add_argument("--json", action="store_true", help="print one JSON object per prompt")
