@@ -49,7 +49,8 @@ BITLESS = {
     "seed", "load_format", "enforce_eager", "max_logprobs", "pad_requests", "pad_tokens", "speculative_config",
     "adapt_drafter", "adapt_memory_bytes", "adapt_share", "exact", "skip_tokenizer_init", "kv_events_config",
     "profiler_dir", "fit", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_memory_bytes",
-    "receipt_key_file",
+    "receipt_key_file", "nnodes", "node_rank", "master_addr", "master_port", "worker_extension_cls",
+    "limit_mm_per_prompt",
 }
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="exact mode on a CPU needs the native kernels")

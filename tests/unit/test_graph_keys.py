@@ -38,6 +38,7 @@ from outrider.runner.plan import RowCheckpoints
 from outrider.runner.results import read_result
 from outrider.runner.row_state import RowParams
 from outrider.runner.step import DeviceResult, DeviceStep
+from outrider.runner.worker_ranks import ONE_RANK
 
 LIMITS = Limits(max_requests=64, max_batched_tokens=512, max_len=128, max_drafts=3, vocab_size=100)
 
@@ -308,7 +309,7 @@ def test_a_busy_machine_measures_nearly_an_idle_ones_draft_cost(monkeypatch: pyt
 
     monkeypatch.setattr(costs, "step_seconds", seconds)
     step = SimpleNamespace(drafter=SimpleNamespace(attention_layers=(None,)), pool=SimpleNamespace(data=torch.zeros(1)),
-                           state=SimpleNamespace(device=torch.device("cpu")))
+                           state=SimpleNamespace(device=torch.device("cpu")), ranks=ONE_RANK)
     found = costs.measure_costs(cast(DeviceStep, step), LIMITS)
     assert list(found.seconds) == sorted(found.seconds)
     assert found.draft(1) / found.step(1) == pytest.approx(1.2 / 8, rel=0.5)
