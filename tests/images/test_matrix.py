@@ -235,5 +235,5 @@ def test_lookups_never_draft_a_placeholder(ends: bool) -> None:
 
 def test_suffixes_never_draft_a_placeholder() -> None:
     text = [1, 2, 3, 4, SOFT, SOFT, 5, 1, 2, 3]
-    assert SuffixDrafter().propose(0, text, 4, "") == [4, SOFT, SOFT, 5]
-    assert SuffixDrafter(never={SOFT}).propose(0, text, 4, "") == [4]
+    assert SuffixDrafter().propose(0, text, 6, 4, "") == [4, SOFT, SOFT, 5]
+    assert SuffixDrafter(never={SOFT}).propose(0, text, 6, 4, "") == [4]
