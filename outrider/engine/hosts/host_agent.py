@@ -123,6 +123,7 @@ class _Relay:
         self._ranks: list[StartedRank] = []
         self._to_ranks: dict[tuple[FrameKind, int], Outbox] = {}
         self._is_over = False
+        self._telling = threading.Lock()
         for work in (self._beat, self._watch):
             threading.Thread(target=work, name="outrider-agent", daemon=True).start()
 
@@ -167,11 +168,12 @@ class _Relay:
                 threading.Thread(target=work, args=args, name="outrider-relay", daemon=True).start()
 
     def _pass_messages(self, one: StartedRank) -> None:
-        """Send what a rank writes to its parent, and then its exit code."""
+        """Send what a rank writes to its parent, and at its end its status and its exit code."""
         self._pass_on(FrameKind.MESSAGE, one.own.rank, one.pipe)
         one.own.process.join(EXIT_SECONDS)
         code = one.own.process.exitcode
         with suppress(OSError):  # node 0 is gone
+            self._tell_status()  # the last beat may tell what the rank did before it died
             self._channel.send(FrameKind.EXITED, str(1 if code is None else code).encode(), one.own.rank)
 
     def _pass_on(self, kind: FrameKind, rank: int, pipe: Connection) -> None:
@@ -182,11 +184,16 @@ class _Relay:
     def _beat(self) -> None:
         with suppress(OSError):
             while not self._is_over:
-                numbers = array.array("q")
-                for one in self._ranks:
-                    numbers.extend((one.own.process.pid or 0, *one.numbers))
-                self._channel.send(FrameKind.STATUS, numbers.tobytes())
+                self._tell_status()
                 time.sleep(BEAT_SECONDS)
+
+    def _tell_status(self) -> None:
+        """Send the status of every rank, as it is now."""
+        with self._telling:  # an older status is never sent after a newer one
+            numbers = array.array("q")
+            for one in self._ranks:
+                numbers.extend((one.own.process.pid or 0, *one.numbers))
+            self._channel.send(FrameKind.STATUS, numbers.tobytes())
 
     def _watch(self) -> None:
         silence = Silence(self._channel)
