@@ -83,7 +83,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Pending:
-    """What the worker was told and has not answered."""
+    """Moves that the worker was told to make and has not reported."""
 
     num_batches: int = 0  # batches with orders
     num_stores: int = 0

@@ -47,7 +47,7 @@ class LoadedPages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpenedPlaces:
-    """What the places hold when the worker has opened them. Without places: they could not be opened."""
+    """The keys that the places hold when the worker has opened them. Without places: they could not be opened."""
 
     domain: bytes  # digest of everything that the bytes of all pages depend on
     keys: Mapping[str, Sequence[bytes]]  # by the place's name

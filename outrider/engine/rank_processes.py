@@ -27,7 +27,7 @@ class StartedRank:
 
 @dataclass(frozen=True)
 class RankStarter:
-    """What all ranks of a machine are given."""
+    """Values that all ranks of a machine are given."""
 
     config: EngineConfig
     source: ModelSource

@@ -19,7 +19,7 @@ class GatheredRotary(Rotary):
 
 
 class ComponentRotary(Rotary):
-    """Where the components of a position are equal, as in texts, this is an ordinary rope."""
+    """A rope of several components. It is an ordinary rope if the components are equal, as in texts."""
 
     def __init__(self, params: RopeParams, sections: Sequence[int], *, max_len: int, dtype: torch.dtype,
                  device: torch.device) -> None:

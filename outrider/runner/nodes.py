@@ -1,4 +1,4 @@
-"""What ranks on several machines check and choose before they connect: equal devices, and the network's interface."""
+"""Checks and choices of ranks on several machines before they connect: equal devices, and the network's interface."""
 
 from __future__ import annotations
 

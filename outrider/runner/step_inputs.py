@@ -1,4 +1,4 @@
-"""What the input parts of a step's requests give it, on the device. Imported for the first step that has any."""
+"""Inputs that the parts of a step's requests give it, on the device. Imported for the first step that has any."""
 
 from __future__ import annotations
 

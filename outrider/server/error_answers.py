@@ -1,5 +1,5 @@
 """Answers for requests that fail, in the form of the API that was called: refused values, wrong bodies, routes that are
-not there, and errors that nobody expected."""
+not there, and unexpected errors."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class GenerateRequest(Scheduled):
     stream: bool | None = Field(default=None, description="only false is served")
 
     def as_completion(self) -> CompletionRequest:
-        """The same request to /v1/completions, whose checks it passes."""
+        """Make the request to /v1/completions that asks for the same, so that its checks hold here too."""
         given = {name: value for name, value in self.sampling_params.items() if name not in WITHOUT_EFFECT}
         for name in OF_THE_BODY:
             if given.get(name) is not None:

@@ -21,7 +21,7 @@ NOT_ANNOUNCED = "this server takes no weights from trainers: start it with --wei
 
 
 class InitInfo(Body):
-    """Where the trainer listens. The other fields are vLLM's, and have one value each here."""
+    """The address at which the trainer listens. The other fields are vLLM's, and have one value each here."""
 
     master_address: Annotated[str, Field(min_length=1, max_length=255)]
     master_port: Annotated[int, Field(ge=1, le=65535)]

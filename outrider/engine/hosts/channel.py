@@ -1,7 +1,7 @@
 """Channel: an authenticated connection between two nodes. No torch.
 
 Both sides prove that they know the secret without sending it, and derive a key for each direction. Every frame carries
-its number and an HMAC-SHA256 of all its bytes, and is given to nobody before this is checked, so frames can be neither
+its number and an HMAC-SHA256 of all its bytes, and is not passed on before this is checked, so frames can be neither
 forged, repeated, left out nor reordered. They are not encrypted.
 
     node 0 -> node   greeting, nonce                        a peer without the secret gets no further than
@@ -35,7 +35,7 @@ KEEPALIVE_SECONDS, UNACKNOWLEDGED_MS = 5, 20_000
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame carries. The rank of the header counts for the kinds of one rank."""
+    """The kind of content of a frame. The rank of the header counts for the kinds of one rank."""
 
     HELLO = 1  # JSON: what a node runs
     SETTINGS = 2  # a pickled EngineConfig, for a node that runs the same code

@@ -1,4 +1,4 @@
-"""What a node runs: versions, code, model and settings. Node 0 compares them with its own before anything is loaded.
+"""Facts about a node: versions, code, model and settings. Node 0 compares them with its own before anything is loaded.
 No torch.
 
 Ranks of different code or weights would compute one model's sums from different parts, and nothing would fail.

@@ -25,7 +25,7 @@ log = logging.getLogger("outrider")
 
 @dataclass(frozen=True)
 class RankJob:
-    """What a node needs to start its ranks, beside the settings and its own files."""
+    """Values that a node needs to start its ranks, beside the settings and its own files."""
 
     features: tuple[str, ...]
     level: int

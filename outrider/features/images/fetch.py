@@ -44,7 +44,7 @@ NOT_BASE64 = "an image is not valid base64: write its URL as data:image/png;base
 
 @dataclass(frozen=True)
 class MediaSources:
-    """Where images may come from beside data URLs: by default from nowhere. domains: host names, and `*.example.org`
+    """Sources of images that are allowed beside data URLs: by default none. domains: host names, and `*.example.org`
     for all names below one. folder: files below it may be named by file URLs."""
 
     domains: tuple[str, ...] = ()

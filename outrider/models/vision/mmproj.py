@@ -97,7 +97,7 @@ class ProjectorFile:
 
     @property
     def image_settings(self) -> dict[str, Any]:
-        """What the file says about preprocessing, under the keys of preprocessor_config.json."""
+        """The settings of preprocessing in the file, under the keys of preprocessor_config.json."""
         keys = {"image_mean": "image_mean", "image_std": "image_std", "min_pixels": "image_min_pixels",
                 "max_pixels": "image_max_pixels"}
         found = {own: VisionKeys(self.header).get(key) for own, key in keys.items()}

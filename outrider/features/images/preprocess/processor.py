@@ -39,7 +39,7 @@ class PreparedImage:
 
 
 class ImageProcessor(ABC):
-    """What one model needs to know about images before its tower sees them. Its methods may run in several threads."""
+    """Turns images into the patches and token counts that one model needs. Its methods may run in several threads."""
 
     options: tuple[str, ...]  # the settings that a prompt may replace
     placeholder: int  # the id of one image in a prompt that is not expanded yet

@@ -1,4 +1,4 @@
-"""What `outrider cache` does with a folder: say what is there, check it, export and import a model, and clear it."""
+"""The actions of `outrider cache` on a folder: list it, check it, export and import a model, and clear it."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ class FolderBusy(OSError):
 
 
 class CacheFolder:
-    """A folder that this user owns and nobody else can read."""
+    """A folder that this user owns and no other user can read."""
 
     def __init__(self, path: str | Path, *, create: bool = True) -> None:
         self.path = os.path.abspath(path)

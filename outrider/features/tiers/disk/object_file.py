@@ -63,7 +63,7 @@ class ObjectHeader:
 
 
 def bytes_on_disk(length: int) -> int:
-    """What an object takes of the disk. length: of its payload."""
+    """The bytes that an object takes on the disk. length: of its payload."""
     return -(-(HEADER_BYTES + length) // DISK_BLOCK) * DISK_BLOCK
 
 

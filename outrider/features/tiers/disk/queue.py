@@ -18,7 +18,7 @@ class QueuedObject:
 
 @dataclass(slots=True)
 class Orders:
-    """What else the writer is to do, by key."""
+    """Other tasks of the writer, by key."""
 
     touched: dict[bytes, None] = field(default_factory=dict)  # in the order of their last use
     pinned: dict[bytes, float] = field(default_factory=dict)
@@ -122,7 +122,7 @@ class StoreQueue:
             return batch, orders
 
     def is_wanted(self, item: QueuedObject) -> bool:
-        """Whether nobody has dropped the object since it was queued."""
+        """Whether the object has not been dropped since it was queued."""
         return self.pending.get(item.key) is item
 
     def finish(self, item: QueuedObject) -> None:

@@ -37,7 +37,7 @@ class Record(NamedTuple):
 
     @property
     def name(self) -> bytes:
-        """What the object is called in the index of the folder."""
+        """The name of the object in the index of the folder."""
         return self.tag + self.key
 
     def pack(self) -> bytes:

@@ -1,8 +1,8 @@
 """SharedLog: the list of a folder's objects, as a log that every process appends to and whose end every process reads.
 
 It is changed only while the folder's lock is held. A process appends with one write, so what a killed process leaves
-is at most a torn end. Whoever holds the lock and finds a torn, damaged or missing log makes it anew from the folder,
-and keeps what its whole records say about order. What is read without the lock may be old or end early; that costs
+is at most a torn end. A process that holds the lock and finds a torn, damaged or missing log makes it anew from the
+folder, and keeps the order that its whole records tell. A read without the lock may be old or end early; that costs
 hits alone.
 """
 
