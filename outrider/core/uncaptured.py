@@ -11,6 +11,7 @@ class Uncaptured(enum.Enum):
     NO_GRAPHS = "no graphs on this device, or eager by setting"
     NO_CAPTURED_KERNELS = "layers whose kernels have no captured form"
     MODEL_READS = "a model of transformers whose own code waits for values on the device"
+    NO_REQUESTS = "no requests, only pages that move"
     FOLDS = "folds rows that ended"
     SEVERAL_CHECKPOINTS = "several checkpoints of one request"
     SAMPLING_PARAMETERS = "sampling parameters that need kernels, which this model or device has none of"

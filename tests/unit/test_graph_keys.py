@@ -111,9 +111,10 @@ def test_large_steps_with_prompts_run_at_their_own_size() -> None:
     (batch_of([0], num_known=9), rows_of(pooling=PoolingParams(pooling="mean")), Uncaptured.HIDDEN_STATES),
     (batch_of([0], num_known=9), rows_of(num_embeds=42), Uncaptured.PROMPT_EMBEDS),
     (batch_of([0], num_known=9), rows_of(spans=((2, 20), (41, 50))), Uncaptured.SPANS),
+    (batch_of([]), PLAIN, Uncaptured.NO_REQUESTS),
     (batch_of([0] * 65), PLAIN, Uncaptured.TOO_MANY_REQUESTS),
     (batch_of([0], num_known=513), PLAIN, Uncaptured.TOO_MANY_TOKENS),
-], ids=["all logprobs", "many logprobs", "unplaced", "prompt logprobs", "hidden states", "embeddings", "spans",
+], ids=["all logprobs", "many logprobs", "unplaced", "prompt logprobs", "hidden states", "embeddings", "spans", "no requests",
         "too many requests", "too many tokens"])
 def test_what_no_graph_serves_runs_eagerly(batch: ScheduledBatch, state: Any, reason: Uncaptured) -> None:
     assert graphs().key_for(batch, state) is reason

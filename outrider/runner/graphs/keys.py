@@ -94,6 +94,8 @@ class GraphKeys:
         rows = {write.row for write in batch.cache.checkpoints}
         if batch.cache.folds:
             return Uncaptured.FOLDS
+        if not batch.num_requests:
+            return Uncaptured.NO_REQUESTS
         if (reason := state.params.inputs.why_uncaptured(batch)) is not None:
             return reason
         deltas = DeltaReach.NOTHING
