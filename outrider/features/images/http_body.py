@@ -1,4 +1,4 @@
-"""Reads the answer to a GET request, with bounds on its head and its body. No URL and no proxy is known here."""
+"""Reads the HTTP answer to a GET request, with limits on the size of its head and its body."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class HttpAnswer:
 
 
 async def read_answer(reader: asyncio.StreamReader, max_bytes: int) -> HttpAnswer:
-    """Read an answer. Only the body of one with status 200 is read. Raises ValueError, or an error of asyncio, for one
-    that is malformed, compressed or larger than `max_bytes`."""
+    """Read an answer, and its body if the status is 200. Raises ValueError, or an error of asyncio, for an answer that
+    is malformed, compressed or larger than `max_bytes`."""
     version, _, rest = (await _line(reader)).partition(" ")
     status = rest[:3]
     if not version.startswith("HTTP/1.") or not status.isdigit():

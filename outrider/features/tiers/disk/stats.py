@@ -27,7 +27,7 @@ class DiskStats:
 
 
 class StatsKeeper:
-    """Counts from several threads, and says each kind of trouble once, not once a page."""
+    """Counts events from several threads, and logs each kind of trouble once instead of for every page."""
 
     def __init__(self, folder: str) -> None:
         self._stats = DiskStats()
