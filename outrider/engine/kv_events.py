@@ -1,11 +1,10 @@
-"""KvEvents: publishes what the prefix cache holds, so that external routers (llm-d, Dynamo) can send a request to the
-engine that has its prefix cached. Messages go through ZeroMQ and msgpack in vLLM's wire format.
+"""KvEvents: publishes which pages the prefix cache holds, so that external routers (llm-d, Dynamo) can send a request
+to the engine that has its prefix cached. Messages go through ZeroMQ and msgpack in vLLM's wire format.
 
 The engine's thread only hands over a list at the end of a step. A thread of its own packs and sends the lists, and
 answers subscribers who ask for batches that they missed. No step waits for it: if the queue is full, a batch is
 dropped. Its sequence number is then missing, and the next batch begins with AllBlocksCleared, so that no subscriber
-goes on believing in pages that are gone.
-"""
+keeps pages in its list that are gone."""
 
 from __future__ import annotations
 
@@ -169,8 +168,8 @@ class KvEvents(StepWatcher):
         self._sent.append((numbered, payload))
 
     def _replay(self) -> None:
-        """Answer subscribers that ask for all batches from a sequence number on, as far as the batches are still
-        kept."""
+        """Answer subscribers that ask for all batches from a sequence number on, as far as those batches are still
+        stored."""
         socket = self._sockets.replaying
         while socket is not None and socket.poll(0):
             client, *rest = socket.recv_multipart()

@@ -221,7 +221,7 @@ class LiveRequests:
     # After an interrupt
 
     def forget(self) -> None:
-        """Forget all requests, whose state may be inconsistent after an interrupt. Features keep their data for these
-        requests until `drop_unused`."""
+        """Forget all requests, because their state may be inconsistent after an interrupt. Features keep their data for
+        these requests until `drop_unused`."""
         self._live, self._samples, self._prompts = {}, {}, {}
         self.keepers.forget_requests()

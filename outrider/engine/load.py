@@ -1,4 +1,4 @@
-"""Finds the files that an engine starts with: the model's and its tokenizer's."""
+"""Finds the files of the model and its tokenizer, with which an engine starts."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ AGAIN = "start_weight_update() begins it again, finish_weight_update() gives it 
 
 @dataclass
 class _Stream:
-    """An update of weights in progress. Its tensors come one by one."""
+    """An update of weights in progress, whose tensors come one by one."""
 
     is_session: bool  # `start_weight_update` began it, and only `finish_weight_update` ends it
     lacked_before: str  # why no request could run before; empty if some could
@@ -67,7 +67,7 @@ class _Stream:
 
 
 class _Load:
-    """Represents a call of `load_weights` that has not returned."""
+    """A call of `load_weights` that has not returned yet."""
 
 
 class Maintenance:
@@ -261,15 +261,15 @@ class Maintenance:
         self._pause()
 
     def _end_stream(self) -> None:
-        """End an update that `start_weight_update` did not begin, because another call follows. Raises
-        WeightsIncomplete if the update is not whole."""
+        """End an update that `start_weight_update` did not begin, because a different call follows. Raises
+        WeightsIncomplete if weights are missing."""
         if self._stream is not None and not self._stream.is_session:
             self._check_loaded()
             self._finish_stream(self._stream)
 
     def _check_unspoilt(self) -> None:
-        """Raise ValueError if the update that `start_weight_update` began cannot be completed any more: none of its
-        later weights may be published alone."""
+        """Raise ValueError if the update that `start_weight_update` began has failed. The rest of its weights must not
+        be served alone."""
         if self._spoilt:
             raise ValueError(f"{self._spoilt}: {AGAIN}")
 
@@ -286,14 +286,14 @@ class Maintenance:
             raise WeightsIncomplete(self._lacks_weights)
 
     def _let_requests_run(self) -> None:
-        """Note that the worker's weights are whole. While an update goes on, requests still wait for its end."""
+        """Note that the worker's weights are complete. While an update goes on, requests still wait for its end."""
         if self._stream is None:
             self._lacks_weights, self._refuses = "", False
         else:
             self._stream.lacked_before = ""
 
     def _take_new_weights(self) -> None:
-        """Note that an update is whole, and raise the version of the weights."""
+        """Raise the version of the weights after a complete update."""
         self._lacks_weights, self._refuses, self._are_dropped, self._spoilt = "", False, False, ""
         self._asleep -= {WEIGHTS}
         self._engine.take_new_weights()

@@ -101,12 +101,12 @@ class EngineStats:
 
     @property
     def mean_run_length(self) -> float:
-        """The mean number of tokens that a step yields for one request. Steps without drafts count too."""
+        """Return the mean number of tokens that a step yields for one request, steps without drafts included."""
         return self.num_generation_tokens / self.num_runs if self.num_runs else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
-        """The mean number of tokens that a step yields for a request whose drafts it checks."""
+        """Return the mean number of tokens that a step yields for a request whose drafts it verifies."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
@@ -115,8 +115,8 @@ class EngineStats:
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """The share of drafts accepted up to and including each position, among the drafts that are long enough to have
-        it."""
+        """Return, for each position, the share of drafts that are accepted up to and including it, among the drafts
+        that reach it."""
         accepted = self.accepted_per_position + [0] * len(self.drafted_per_position)
         return [hit / tried if tried else 0.0 for hit, tried in zip(accepted, self.drafted_per_position, strict=False)]
 
@@ -127,7 +127,7 @@ class EngineStats:
 
     @property
     def uncaptured_line(self) -> str:
-        """A line for the log: how many steps ran uncaptured, by reason."""
+        """Return a line for the log: how many steps ran without a captured graph, by reason."""
         reasons = ", ".join(f"{count} ({reason.value})" for reason, count in self.uncaptured.most_common())
         return f"Steps: {self.num_steps}, uncaptured: {reasons or 'none'}"
 

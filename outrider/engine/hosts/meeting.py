@@ -25,7 +25,7 @@ log = logging.getLogger("outrider")
 
 def meet_nodes(config: EngineConfig, source: ModelSource) -> tuple[HostPlace, list[HostLink]]:
     """Wait for the other nodes. Returns this node's place and the connections, in the order of nodes. Raises ValueError
-    if a node runs something else, or does not come."""
+    if a node differs from node 0 or does not connect in time."""
     token, digest = rank_token(), model_digest(config, source)
     with _listen(config.master_addr, config.master_port) as listener:
         meeting = _Meeting(config, digest, token, listener)
@@ -151,7 +151,7 @@ class _Meeting:
             self._change.notify_all()
 
     def _lost(self, link: HostLink) -> None:
-        """Forget a node that left while others are waited for. Later its loss ends the engine."""
+        """Remove a node that left while node 0 still waits for others. After the start its loss ends the engine."""
         with self._change:
             if not self._is_over and self._joined.get(link.place.node) is link:
                 log.warning("%s", link.loss)

@@ -1,8 +1,7 @@
 """Reads tensors from files that another process may change meanwhile, such as those of a trainer.
 
-The files are read and never mapped: a process that touches a mapped page behind the new end of a file is killed. A file
-that became shorter is refused by its name instead. No torch.
-"""
+Files are read and never mapped into memory, because a process that touches a mapped page behind a file's new end is
+killed. A file that became shorter is refused by its name instead. No torch."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ SIZES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint3
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file, with the place of its bytes."""
+    """A tensor of a file, with the range of its bytes."""
 
     name: str
     dtype: str  # torch's name of it
@@ -46,7 +45,7 @@ class FileTensor:
         return self.start + self.num_bytes
 
     def get_shape(self) -> list[int]:
-        """The shape, under the name that safetensors has for it."""
+        """Return the shape. The method's name is that of safetensors."""
         return list(self.shape)
 
 
@@ -62,7 +61,7 @@ class FileReader:
         self.num_bytes = path.stat().st_size
 
     def read(self, start: int, num_bytes: int, what: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Read a part of the file into new memory. what: the name of the part in errors."""
+        """Read a part of the file into new memory. what: the name of the part in error messages."""
         data, done = np.empty(num_bytes, np.uint8), 0
         self._file.seek(start)
         while done < num_bytes:
