@@ -1,5 +1,5 @@
-"""Answers for requests that fail, in the form of the API that was called: refused values, wrong bodies, routes that are
-not there, and unexpected errors."""
+"""Answers for failed requests, in the form of the API that was called: refused values, wrong bodies, unknown routes,
+and unexpected errors."""
 
 from __future__ import annotations
 

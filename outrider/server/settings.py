@@ -111,7 +111,8 @@ class ServerConfig:
 
     @property
     def image_body_bytes(self) -> int:
-        """How much larger than others the body of a request with images may be: two files of full size in base64."""
+        """Return how many more bytes than others the body of a request with images may have: two files of full size in
+        base64."""
         return 2 * -(-self.image_max_bytes // 3) * 4
 
     def _check_transfer(self) -> None:

@@ -14,7 +14,7 @@ from outrider.server.settings import ServerConfig
 
 
 def web_options(config: ServerConfig, tls: Mapping[str, Any]) -> dict[str, Any]:
-    """uvicorn's options, which are the same for a server of one engine and for the front of several replicas."""
+    """Return uvicorn's options, which are the same for a server of one engine and for the front of several replicas."""
     return {"http": BoundedHttp, "log_level": config.uvicorn_log_level, "lifespan": "on", "server_header": False,
             "log_config": None, "timeout_graceful_shutdown": int(config.shutdown_timeout),
             "access_log": config.uvicorn_log_level != "warning", **tls}

@@ -126,7 +126,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 def api_error(error: Exception) -> ApiError:
-    """The error that a client gets for an exception. Details that the client must not see are only logged."""
+    """Return the error that a client gets for an exception. Details that the client must not see are only logged."""
     match error:
         case ApiError():
             return error

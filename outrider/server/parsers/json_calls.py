@@ -74,7 +74,7 @@ def read_value(cursor: Cursor) -> Waiting[Any]:
 
 
 def read_arguments(cursor: Cursor) -> CallReader:
-    """Read an object of arguments, to the end of its call."""
+    """Read an object of arguments, and the end of its call."""
     if (yield from cursor.char()) != "{":
         raise ValueError("arguments are an object")
     value, pieces = JsonValue(), []

@@ -220,7 +220,7 @@ class OutputParser:
         self._is_start = False
 
     def _enter(self, region: Region | None) -> None:
-        """Begin the region whose begin marker was just read. None: the reasoning has just ended."""
+        """Begin the region whose begin marker was just read; None means that the reasoning has just ended."""
         match region:
             case CallRegion():
                 self._open = None
