@@ -129,7 +129,7 @@ class EngineConfig:
         check_fields("", self)
         if self.checkpoint_interval < self.page_size:
             raise ValueError(f"checkpoint_interval must be at least page_size ({self.page_size} tokens), got "
-                             f"{self.checkpoint_interval}: states are kept where pages end")
+                             f"{self.checkpoint_interval}: states are saved only at the ends of pages")
         if self.node_rank >= self.nnodes or self.tensor_parallel_size % self.nnodes:
             raise ValueError(f"nnodes={self.nnodes} must be above node_rank ({self.node_rank}) and divide "
                              f"tensor_parallel_size ({self.tensor_parallel_size}): every node has equally many ranks")
@@ -215,7 +215,7 @@ class EngineConfig:
         if drafter is not None and not drafter.is_there:
             return f"{drafter.folder} lacks its weights"
         if self.load_format == "dummy":
-            return "random weights (load_format='dummy') have nothing to guess"
+            return "drafts for random weights (load_format='dummy') are never right"
         if self.tensor_parallel_size > 1:
             return "each of several ranks holds a part of the model's output, whose rows the drafter uses"
         if self.hf_overrides:
@@ -260,8 +260,8 @@ def _check_padding(name: str, sizes: tuple[int, ...], limit_name: str, limit: in
     it."""
     largest = min((size for size in sizes if size >= limit), default=limit)
     if largest > MAX_PADDING * limit:
-        raise ValueError(f"{name}: every step would be padded to {largest}, and no step has more than {limit} "
-                         f"({limit_name}): give a size of at most {MAX_PADDING} times that")
+        raise ValueError(f"{name}: every step would be padded to {largest}, although no step has more than {limit} "
+                         f"({limit_name}): give a size of at most {MAX_PADDING} times {limit}")
 
 
 def default_requests(gpu_bytes: int | None) -> int:
@@ -322,8 +322,8 @@ class SpeculativeConfig:
         rest = {key: value for key, value in given.items() if key != "method"}
         if "num_speculative_tokens" not in given:
             raise ValueError("speculative_config: num_speculative_tokens must be given: the most drafts of a request "
-                             f'in a step, 1 to {MAX_DRAFTS}, as {{"method": "ngram", "num_speculative_tokens": 4}}. '
-                             "MLP speculators (mlpspeculator), whose files say it, are not served")
+                             f'in a step, 1 to {MAX_DRAFTS}: {{"method": "ngram", "num_speculative_tokens": 4}}. '
+                             "MLP speculators (mlpspeculator), whose files have it, are not supported")
         if "method" not in given and given.get("model") is None:
             raise ValueError("speculative_config: method must be given, or a 'model' whose files tell it: one of "
                              f"{', '.join(METHODS)} or {OWN_DRAFTER[1]}")

@@ -30,7 +30,7 @@ class WeightGroup:
             self._group = distributed.ProcessGroupGloo(self.store, rank, NUM_PROCESSES,
                                                        timedelta(seconds=wait_seconds))
         except (RuntimeError, ValueError, OSError) as error:
-            raise ConnectionError(f"the trainer and the server do not reach each other at {host}:{port}: "
+            raise ConnectionError(f"the trainer and the server cannot connect at {host}:{port}: check the address. "
                                   f"{str(error).splitlines()[0]}") from None
         self.socket: object = None  # of vLLM's group; TRL sets it and the store to None when it closes
 
@@ -49,5 +49,5 @@ class WeightGroup:
         try:
             self._group.broadcast(tensor.reshape(-1).view(torch.uint8), TRAINER).wait()
         except RuntimeError as error:
-            raise ConnectionError(f"the other process has ended or sends nothing: {str(error).splitlines()[0]}"
+            raise ConnectionError(f"the other process has ended or does not respond: {str(error).splitlines()[0]}"
                                   ) from None

@@ -326,8 +326,8 @@ class CacheWithMedia(CacheManager):
 def add_media(plain: CacheManager, media: PageMedia) -> CacheWithMedia:
     """Make an empty cache like `plain` that also stores pages outside the device."""
     if isinstance(plain, CacheWithMedia):
-        raise ValueError("two features keep pages beyond the device, and only one may: start the engine without one of "
-                         "them, or let one feature have all places")
+        raise ValueError("two features store cached pages outside the device, and only one may: start the engine "
+                         "without one of them")
     media.stats.page_bytes = plain.layout.page_bytes
     pool = ObservedPool(plain.pool.num_pages, PageQueue(media, state_group=len(plain.groups)))
     return CacheWithMedia(plain.layout, pool, plain.limits, enable_prefix_caching=plain.enable_prefix_caching,

@@ -80,7 +80,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 def _from_file(path: Path) -> list[str]:
     if not path.is_file():
-        raise UsageError(f"there is no file {path}")
+        raise UsageError(f"there is no file {path}: correct --prompts-file")
     try:
         text = path.read_text(encoding="utf-8-sig")  # with or without the mark that some editors put first
     except UnicodeDecodeError as error:

@@ -36,8 +36,8 @@ def run(args: argparse.Namespace) -> int:
 
         return serve_node(engine_config(args))  # settings of streams are node 0's
     if engine.nnodes > 1 and config.replicas > 1:
-        raise ValueError(f"replicas={config.replicas}: nnodes={engine.nnodes} is for one engine over several machines: "
-                         "start one server for each engine")
+        raise ValueError(f"replicas={config.replicas} cannot be used with nnodes={engine.nnodes}, which spreads one "
+                         "engine over several machines: start one server for each engine")
     check_files(engine, chat_template(config.chat_template))
     return (serve_engine if config.replicas == 1 else serve_replicas)(engine, config, names)
 

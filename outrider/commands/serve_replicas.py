@@ -83,7 +83,7 @@ def socket_folder(num_replicas: int) -> Path:
         folder.rmdir()
         raise ValueError(f"the replicas' sockets cannot be in {folder.parent}: the path of a unix socket may have "
                          f"{SOCKET_PATH_BYTES} bytes, and {os.fsdecode(longest)} has {len(longest)}; set TMPDIR to a "
-                         "shorter path, as /tmp")
+                         "shorter path, such as /tmp")
     return folder
 
 

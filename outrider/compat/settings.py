@@ -346,7 +346,7 @@ def translate(front: str, given: dict[str, Any], known: Iterable[str],
                     settings[own] = _value(name, value)
             case Explained(words):
                 if value is not None:
-                    log.warning("%s=%s makes no difference: %s", name, shown(value), words)
+                    log.warning("%s=%s has no effect: %s", name, shown(value), words)
             case Refused(instead, neutral):
                 neutral += () if num_ranks != 1 else AT_ONE_RANK.get(name, ())
                 if not any(type(value) is type(same) and value == same for same in neutral):
@@ -373,7 +373,7 @@ def translate_drafting(given: dict[str, Any], num_ranks: int = 1) -> dict[str, A
         match meaning:
             case Explained(words):
                 if value is not None:
-                    log.warning("speculative_config: %s=%s makes no difference: %s", key, shown(value), words)
+                    log.warning("speculative_config: %s=%s has no effect: %s", key, shown(value), words)
             case Refused(instead, neutral):
                 if value not in neutral:
                     raise ValueError(f"speculative_config: {key}={shown(value)} is not supported: {instead}")
@@ -393,7 +393,7 @@ def _value(setting: str, value: Any) -> Any:
     if setting == "dtype" and type(value).__module__ == "torch":  # torch.float16 itself
         value = str(value).removeprefix("torch.")
     if setting == "attention_backend" and value in OTHER_BACKENDS:
-        log.warning("attention_backend=%s makes no difference: the engine chooses among its own kernels", shown(value))
+        log.warning("attention_backend=%s has no effect: the engine chooses among its own kernels", shown(value))
         return "auto"
     if setting == "profiler_config":
         return profiler_config.profiler_dir(value)

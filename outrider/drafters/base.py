@@ -118,12 +118,13 @@ class Drafter:
         super().__init_subclass__(**options)
         for old, name in RENAMED.items():
             if old in vars(cls):
-                warnings.warn(f"{cls.__name__}.{old} is called {name} now", FutureWarning, stacklevel=2)
+                warnings.warn(f"{cls.__name__}.{old} is called {name} now: rename it", FutureWarning, stacklevel=2)
                 setattr(cls, name, vars(cls)[old])
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in RENAMED:
-            warnings.warn(f"{type(self).__name__}.{name} is called {RENAMED[name]} now", FutureWarning, stacklevel=2)
+            warnings.warn(f"{type(self).__name__}.{name} is called {RENAMED[name]} now: rename it", FutureWarning,
+                          stacklevel=2)
         super().__setattr__(RENAMED.get(name, name), value)
 
     def cache_layers(self) -> list[LayerCache]:

@@ -47,7 +47,7 @@ def explained(lack: str, config: EngineConfig, source: ModelSource, *, apart: bo
     try:
         advice = _call(_advise, config, source, apart)
     except Exception as error:  # the lack is what the user must see
-        log.debug("no advice: %r", error)
+        log.debug("no smaller settings could be found: %r", error)
         advice = f"`outrider fit {config.model}` shows what fits"
     return NoDeviceMemory(f"{lack}; {advice}")
 
@@ -71,7 +71,7 @@ def _call(work: Callable[[EngineConfig, ModelSource], T], config: EngineConfig, 
     try:
         answer: T | Failure = own.recv()
     except EOFError:
-        raise RuntimeError("the process that looks at the device's memory has ended without an answer") from None
+        raise RuntimeError("the process that measures the device's memory has ended without a result") from None
     finally:
         process.join()
         own.close()

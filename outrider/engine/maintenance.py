@@ -50,10 +50,10 @@ RESUMED = "resume_generation was called before all requests had ended"
 OVERTAKEN = "another call paused the engine before all requests had ended"
 ASLEEP = "the engine sleeps: requests wait for wake_up"
 UPDATING = "an update of weights was interrupted: requests wait for an update with all weights"
-IN_SESSION = "an update of weights has begun: finish_weight_update() ends it"
+IN_SESSION = "an update of weights is in progress: finish_weight_update() ends it"
 LOADING = "a call of load_weights goes on, in which weights change: wait for its end"
 SLEPT = "an update of weights had begun when the engine went to sleep"
-STREAMING = "an update of weights has begun: reset_prefix_cache() ends it"
+STREAMING = "an update of weights is in progress: reset_prefix_cache() ends it"
 AGAIN = "start_weight_update() begins it again, finish_weight_update() gives it up"
 
 
@@ -146,7 +146,7 @@ class Maintenance:
         """Replace weights. If the update is refused, nothing has changed. If it fails after that, requests wait until
         another update succeeds."""
         if self._stream is not None and self._stream.is_session:
-            raise ValueError("an update of weights has begun: give its weights to load_weights, and end it with "
+            raise ValueError("an update of weights is in progress: give its weights to load_weights, and end it with "
                              "finish_weight_update()")
         if not self._lacks_weights:  # else the worker takes nothing but all weights
             self._check_unspoilt()
@@ -174,7 +174,7 @@ class Maintenance:
     def start_weight_update(self) -> None:
         """Begin an update that lasts until `finish_weight_update` and must have all weights by then."""
         if self._stream is not None and self._stream.is_session:
-            raise ValueError("an update of weights has begun already: finish_weight_update() ends it")
+            raise ValueError("an update of weights is in progress: end it with finish_weight_update() first")
         self._end_stream()
         self._rest()
         self._spoilt = ""
@@ -203,7 +203,7 @@ class Maintenance:
         weight belongs, if `start_weight_update` has begun it."""
         self._check_unspoilt()
         if session is not None and session is not self._stream:
-            raise ValueError("the weight came after its update had ended: give it again in another update")
+            raise ValueError("the weight arrived after its update had ended: send it again in another update")
         if self._stream is None:
             self._rest()
             self._open_stream(is_session=False)

@@ -195,7 +195,7 @@ class StatsLog(StepWatcher):
 
     def close(self) -> None:
         if self._stats.num_runs:
-            log.info("in all: %s", self._stats.line())
+            log.info("totals since the start: %s", self._stats.line())
 
 
 class HostFaultsWatcher(StepWatcher):

@@ -237,7 +237,7 @@ class Tokenizer:
         for name, why in unused.items():
             if name not in self._explained and len(self._explained) < MOST_EXPLAINED:
                 self._explained.add(name)
-                log.warning("chat_template_kwargs: %s makes no difference: %s", name[:100], why)
+                log.warning("chat_template_kwargs: %s has no effect: %s", name[:100], why)
 
     def apply_chat_template(self, conversation: Iterable[Message], tools: Sequence[Mapping[str, Any]] | None = None, *,
                             tokenize: bool = True, add_generation_prompt: bool = False,

@@ -47,4 +47,4 @@ class UnsummedRanks:
         return part
 
     def gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        raise AssertionError("nothing is gathered before the sum")
+        raise AssertionError("gather is not supported before the ranks are summed: this is a bug")

@@ -130,7 +130,7 @@ class FormatModule(Module, Generic[Format]):
         self.declared = replace(self.declared, shard=shard)
 
     def declare_cut(self, cut: OutputShard | InputShard) -> None:
-        warnings.warn("declare_cut is called declare_shard now", FutureWarning, stacklevel=2)
+        warnings.warn("declare_cut is called declare_shard now: rename it", FutureWarning, stacklevel=2)
         self.declare_shard(cut)
 
     def declare_formats(self, choice: FormatChoice, prefix: str = "") -> None:

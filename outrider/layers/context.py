@@ -188,7 +188,7 @@ class NoDeltas(DeltaSource):
         return False
 
     def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> Never:
-        raise AssertionError("a step asks for low-rank deltas of the weights, and no feature gives any")
+        raise AssertionError("a step asks for low-rank deltas of weights, but no feature makes them: this is a bug")
 
 
 NO_DELTAS = NoDeltas()

@@ -155,8 +155,8 @@ class ConfigReader:
         said = ", ".join(f"{key}={shown(reads.values[key])}" for reads, key in unread)
         names = ", ".join(repr(key) for _, key in unread)
         raise ConfigError(
-            f"{unread[0][0].source}: {said}: Outrider does not read this, so the model might compute something else "
-            f"than its makers meant. If you know that this makes no difference, set ignore_config_keys=[{names}]")
+            f"{unread[0][0].source}: {said}: Outrider does not read this, so the model might compute other results "
+            f"than intended. If you know that this has no effect, set ignore_config_keys=[{names}]")
 
     def _typed(self, key: str, kind: type[T], least: float | None, most: float | None) -> T:
         value = self.values[key]

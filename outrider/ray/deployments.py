@@ -157,7 +157,7 @@ class Ingress:
             try:
                 status, kept = await anext(answer)
             except RayError as error:
-                log.error("a replica was lost while it served a request: %s", error)
+                log.error("a replica was lost while it served a request, which is sent to another one: %s", error)
                 continue
             except BaseException:
                 answer.cancel()

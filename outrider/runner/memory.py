@@ -250,7 +250,7 @@ def release_dropped() -> None:
 
 def _no_room(config: EngineConfig, device: torch.device, budget: int, weights: int, other: int) -> str:
     if config.kv_cache_memory_bytes is not None:
-        return f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} holds not one page: raise it"
+        return f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} is less than one page: raise it"
     total = torch.cuda.mem_get_info(device)[1]
     return (
         f"nothing is left for the cache: of {total / MIB:.0f} MiB gpu_memory_utilization="

@@ -73,7 +73,7 @@ class RankLink:
         if self.rank > 0:
             decided = cast("_Decided[Value]", self._receive(0))
             if decided.error is not None:
-                raise RuntimeError(f"rank 0 raised {decided.error}")
+                raise RuntimeError(f"rank 0 failed and its error ends all ranks: {decided.error}")
             return cast(Value, decided.value)
         try:
             value = make()

@@ -72,7 +72,7 @@ def _build(config: EngineConfig, source: ModelSource, dtype: torch.dtype, device
 
 def warn_without_native_kernels() -> None:
     if not native.available() and not native.is_switched_off():
-        log.warning("no native CPU kernels, so torch computes, which takes more time and memory: %s", native.reason())
+        log.warning("without native CPU kernels torch computes, which takes more time and memory: %s", native.reason())
 
 
 def _part_of(group: RankGroup, model: Model) -> Model:

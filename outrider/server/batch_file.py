@@ -131,5 +131,5 @@ async def _call(app: ASGIApp, path: str, body: bytes, request_id: str) -> tuple[
     try:
         await app(scope, receive, send)
     except Exception as error:  # the application has answered, if it could, and raises it again for its server
-        log.error("a line failed: %s", error)
+        log.error("a line of the batch failed: %s", error)
     return status, b"".join(parts) or compact(ApiError(500, INTERNAL).body).encode()

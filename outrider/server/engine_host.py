@@ -158,7 +158,7 @@ class EngineHost:
         waited = now - self._progress[1]
         stalled = waited > self._stall_timeout
         if stalled and not self._stalled:
-            log.error("no step has ended for %.0f s though requests wait: /health fails", self._stall_timeout)
+            log.error("no step has ended for %.0f s although requests wait: /health now fails", self._stall_timeout)
         self._stalled = stalled
         if waited > 2 * self._stall_timeout:
             log.error("the stalled engine is ended")

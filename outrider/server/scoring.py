@@ -120,7 +120,7 @@ def _text(document: str | dict[str, Any]) -> str:
             return document
         case {"text": str() as text} if len(document) == 1:
             return text
-    raise ApiError(400, 'documents must be texts, or objects with one text each, as {"text": "..."}; one has '
+    raise ApiError(400, 'documents must be texts, or objects with one text each, such as {"text": "..."}; one has '
                         f"{', '.join(map(shown, document)) or 'nothing'}", param="documents")
 
 

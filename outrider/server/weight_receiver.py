@@ -107,7 +107,7 @@ class _Incoming:
                 tensor = self._group.receive(dtype, shape)
             except Exception as error:
                 self.has_failed = True
-                raise ValueError(f"{name} did not come: {error}") from None
+                raise ValueError(f"{name} was not received: {error}") from None
             yield name, tensor
 
     def drop_rest(self) -> None:

@@ -167,7 +167,7 @@ async def while_client_waits(work: Awaitable[Made]) -> Made:
     try:
         await asyncio.wait({own, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not own.done():
-            raise ApiError(408, "the client has left")
+            raise ApiError(408, "the client has disconnected")
         return own.result()
     finally:
         for task in (own, gone):

@@ -106,7 +106,7 @@ class Channel:
         mac = _begin_mac(self._receive_key, self._num_received, header)
         body = self._read(size, mac)
         if not hmac.compare_digest(self._read(MAC_BYTES), mac.digest()):
-            raise WrongToken("a frame was changed on its way")
+            raise WrongToken("a message was changed on its way (its HMAC does not match)")
         self._num_received += 1
         return Frame(FrameKind(kind), rank, body)
 
@@ -136,7 +136,7 @@ def greet(own: socket.socket, token: bytes) -> Channel:
     answer = _read(own, NONCE_BYTES + MAC_BYTES, end)
     nonces = nonce + answer[:NONCE_BYTES]
     if not hmac.compare_digest(answer[NONCE_BYTES:], _proof(token, b"node", nonces)):
-        raise WrongToken(f"it has another {TOKEN}, or is no node")
+        raise WrongToken(f"its {TOKEN} differs from that of node 0, or it is not a node")
     own.sendall(_proof(token, b"node 0", nonces))
     return Channel(own, _proof(token, b"key down", nonces), _proof(token, b"key up", nonces))
 
@@ -147,16 +147,16 @@ def answer(own: socket.socket, token: bytes) -> Channel:
     end = time.monotonic() + HANDSHAKE_SECONDS
     greeting = _read(own, len(GREETING) + NONCE_BYTES, end)
     if not greeting.startswith(GREETING):
-        raise WrongToken("it is no node 0 of this version")
+        raise WrongToken("it is not node 0 of an engine, or runs another version")
     mine = os.urandom(NONCE_BYTES)
     nonces = greeting[len(GREETING):] + mine
     own.sendall(mine + _proof(token, b"node", nonces))
     try:
         proof = _read(own, MAC_BYTES, end)
     except (EOFError, ConnectionResetError):
-        raise WrongToken(f"it has another {TOKEN}") from None
+        raise WrongToken(f"its {TOKEN} differs from that of this node") from None
     if not hmac.compare_digest(proof, _proof(token, b"node 0", nonces)):
-        raise WrongToken(f"it has another {TOKEN}")
+        raise WrongToken(f"its {TOKEN} differs from that of this node")
     return Channel(own, _proof(token, b"key up", nonces), _proof(token, b"key down", nonces))
 
 

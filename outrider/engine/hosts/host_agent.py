@@ -54,7 +54,7 @@ def host_ranks(config: EngineConfig, tell: Callable[[str], None]) -> None:
             time.sleep(AGAIN_SECONDS)
             continue
         except WrongToken as error:
-            raise ValueError(f"{where} is not to be joined: {error}") from None
+            raise ValueError(f"cannot join {where}: {error}") from None
         tell(f"node {config.node_rank} has joined {where} and holds ranks for it")
         tell(f"{where} has ended the ranks of node {config.node_rank}: {_serve(joined)}")
         told = float("-inf")

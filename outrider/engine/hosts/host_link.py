@@ -152,7 +152,7 @@ class HostLink:
             case FrameKind.BEAT:
                 pass
             case _:
-                raise ValueError(f"a frame of kind {frame.kind.name}")
+                raise ValueError(f"it sent an unexpected message of kind {frame.kind.name}")
 
     def _take_status(self, body: bytes) -> None:
         numbers = array.array("q", body)  # none before the node has started its ranks

@@ -54,10 +54,10 @@ class NodeFacts:
             given = json.loads(data)
             own = cls(**given)
         except (TypeError, RecursionError) as error:
-            raise ValueError(f"not the facts of a node: {error}") from None
+            raise ValueError(f"it sent a wrong description of itself: {error}") from None
         kinds = {"node": int, "versions": dict, "settings": dict}
         if any(type(given[name]) is not kind for name, kind in kinds.items()):
-            raise ValueError("not the facts of a node")
+            raise ValueError("it sent a wrong description of itself")
         return own
 
 

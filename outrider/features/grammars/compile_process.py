@@ -72,7 +72,7 @@ class _Link:
         answer: Future[dict[str, Any]] = Future()
         with self._waiting:
             if not self.is_alive:
-                answer.set_exception(CompileFailure("the compile process has ended"))
+                answer.set_exception(CompileFailure("the compile process has ended: send the request again"))
                 return answer
             self._answers[number] = answer
         self.send(job | {"job": number})
@@ -98,7 +98,7 @@ class _Link:
             self.is_alive = False
             left, self._answers = list(self._answers.values()), {}
         for answer in left:
-            answer.set_exception(CompileFailure("the compile process has ended"))
+            answer.set_exception(CompileFailure("the compile process has ended: send the request again"))
         self._process.wait()
 
     def close(self) -> None:

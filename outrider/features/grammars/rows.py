@@ -219,7 +219,7 @@ class GrammarRows(HostTurn):
                 _leave_out(mask, grammar.stop_ids)
             if grammar.matcher.error is not None and grammar.failure is None:
                 grammar.failure = FormFailure.from_matcher(grammar.matcher.error)
-                log.warning("a request ends: %s", grammar.failure)
+                log.warning("a request ends, because of its grammar: %s", grammar.failure)
         self._state.sampling.masks.write(cells, masks)
 
 

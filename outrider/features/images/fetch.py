@@ -150,7 +150,7 @@ class _Fetching:
             if answer.status == 200:
                 return answer.body
             if answer.status not in REDIRECTS or not answer.location:
-                raise ValueError("no picture")
+                raise ValueError("the answer is not a picture")
             url = urljoin(url, answer.location)
         raise ValueError("too many redirects")
 
@@ -161,7 +161,7 @@ class _Fetching:
             raise ValueError("the URL is too long, or has characters that parsers read differently")
         parts = urlsplit(url)
         if parts.scheme not in PORTS or "@" in parts.netloc or not self._sources.allows_host(_host(parts)):
-            raise ValueError("not allowed")
+            raise ValueError("the URL is not of an allowed host")
         if parts.port not in (None, *PORTS.values()):
             raise ValueError("the port is neither 80 nor 443")
         return parts

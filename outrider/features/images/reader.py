@@ -75,8 +75,8 @@ def images_of(data: Mapping[str, Any] | None) -> list[Pixels]:
     if given is None:
         return []
     if isinstance(given, (list, tuple)) and any(image is None for image in given):
-        raise ValueError("multi_modal_data: an image is None: give its pixels with every request, which find what was "
-                         "computed of the same image before")
+        raise ValueError("multi_modal_data: an image is None: give the pixels with every request, even if the same "
+                         "image was sent before")
     try:
         from outrider.features.images.decode import to_rgb
     except ModuleNotFoundError:
@@ -94,8 +94,8 @@ def check_served(model: ServedModel, count: int) -> SeeingLimits:
         raise ValueError(f"At most {limits.most} image(s) may be provided in one prompt, got {count}: give fewer, or "
                          f"start the engine with limit_mm_per_prompt={{'image': {count}}}")
     if issubclass(limits.part_type, TwoWayImages) and not model.takes_extra_keys:
-        raise ValueError("images of this model are not served with exact=True, because their tokens see each other in "
-                         "both directions, which no exact attention computes: leave exact out")
+        raise ValueError("images of this model are not served with exact=True, because their tokens attend to each "
+                         "other in both directions, which exact attention cannot compute: leave exact out")
     return limits
 
 

@@ -300,8 +300,9 @@ class DrafterLearner(DraftObserver, BackgroundWork):
         serving, candidate = self._measure(ring.closed(is_held_out=True)[-MOST_HELD_OUT:])
         self._report = replace(self._report, serving_run=serving, candidate_run=candidate)
         if candidate >= serving + LEAST_GAIN:
-            log.info("adapting the drafter: after %d steps its mean run on held-out traffic is %.3f, that of the "
-                     "drafter that serves %.3f: its weights take over", self._report.num_steps, candidate, serving)
+            log.info("adapting the drafter: after %d steps the trained copy yields %.3f tokens a step on held-out "
+                     "texts, the serving drafter %.3f: the copy is served from now on", self._report.num_steps,
+                     candidate, serving)
             self._offer_weights()
         return True
 
@@ -374,7 +375,7 @@ class DrafterLearner(DraftObserver, BackgroundWork):
             raise TrainerStopped
 
     def _fail(self, error: Exception) -> None:
-        log.warning("adapting the drafter failed, and serving goes on: %s", words_of(error), exc_info=error)
+        log.warning("adapting the drafter failed; serving goes on without: %s", words_of(error), exc_info=error)
         self._report = replace(self._report, num_errors=self._report.num_errors + 1, error=words_of(error))
 
     def _on_stream(self) -> AbstractContextManager[object]:

@@ -37,7 +37,7 @@ class OpenPlaces:
             self._keys = {medium.name: medium.keys() if isinstance(medium, ListsKeys) else [] for medium in media}
             self._media = list(media)
         except Exception as error:
-            log.error("the cache beyond the device cannot be used: %s", error)
+            log.error("the caches in host memory and on disk are not used, because opening them failed: %s", error)
         self._ended.set()
 
     def wait(self, seconds: float) -> Sequence[PageMedium] | None:
@@ -53,7 +53,7 @@ class OpenPlaces:
             try:
                 medium.close()
             except Exception:
-                log.exception("%s: not everything was written", medium.name)
+                log.exception("%s: closing failed, so some pages may not have been written", medium.name)
 
 
 class PageMover(StepPart):

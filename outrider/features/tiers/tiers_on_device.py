@@ -67,5 +67,5 @@ def media_of_settings(config: EngineConfig, domain: bytes, page_bytes: int) -> l
         try:
             media.append(make())
         except (OSError, ValueError) as error:
-            log.error("a cache beyond the device cannot be used: %s", error)
+            log.error("a cache in host memory or on disk is not used: %s", error)
     return media

@@ -30,7 +30,7 @@ def resolve(model: str | Path, revision: str | None = None, weights: bool = True
     if name == DEFAULT_MODEL:
         return gguf_source(smollm2_file(), name=DEFAULT_MODEL)
     if name.endswith(".gguf") or name.startswith((".", "/", "~")):
-        raise SourceError(f"there is no file or folder {name}")
+        raise SourceError(f"there is no file or folder {name}: correct the path")
     if not HUB_ID.fullmatch(name):
         hint = did_you_mean(name, [DEFAULT_MODEL])
         what = f"neither a local path, nor a hub id (owner/name), nor {DEFAULT_MODEL!r}"

@@ -54,7 +54,7 @@ class FileReader:
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():  # a pipe would wait for its writer
-            raise WeightError(f"{path.name} is not a file")
+            raise WeightError(f"{path.name} is not a regular file: give one")
         self.name = path.name
         self._file = path.open("rb", buffering=0)
         weakref.finalize(self, self._file.close)
@@ -87,7 +87,7 @@ def safetensors_header(file: FileReader) -> list[FileTensor]:
     length = file.read(0, LENGTH_BYTES, "its header")
     begin = LENGTH_BYTES + int.from_bytes(length.tobytes(), "little")
     if begin > min(file.num_bytes, MAX_HEADER_BYTES):
-        raise WeightError(f"{file.name} is not a whole safetensors file")
+        raise WeightError(f"{file.name} is not a complete safetensors file: fetch it again")
     tensors = _parsed(file.name, file.read(LENGTH_BYTES, begin - LENGTH_BYTES, "its header").tobytes(), begin)
     _check_order(file.name, tensors, begin)
     file.check_holds(tensors)

@@ -141,8 +141,8 @@ class CaptureChooser:
         self._num_at_start = len(self._captured)
         self._usual = list(self.keys.usual())
         num_full = sum(key.sampler is not SamplerForm.DRAW for key in self._captured)
-        log.info("captured %d steps, %d of them with all sampling parameters, the last in %.1f ms; %d more at most "
-                 "when they are met", self._num_at_start, num_full, self.losses.capture_seconds * 1e3, MOST_LATER)
+        log.info("captured %d steps, %d of them with all sampling parameters, the last in %.1f ms; at most %d more "
+                 "later, if needed", self._num_at_start, num_full, self.losses.capture_seconds * 1e3, MOST_LATER)
 
     @property
     def _is_full(self) -> bool:

@@ -233,6 +233,6 @@ def measure_times(step: DeviceStep, graphs: StepGraphs, largest: GraphKey, devic
         launches.append(time.perf_counter() - start)
         torch.cuda.synchronize()
     times = LossRates(min(launches), device_seconds / largest.tokens)
-    log.info("a step of %d tokens takes %.1f ms, launches %.1f ms; from %.0f tokens on launches cost no time",
+    log.info("a step of %d tokens takes %.1f ms, its launches %.1f ms; from %.0f tokens on they take no extra time",
              largest.tokens, device_seconds * 1e3, times.launch_seconds * 1e3, times.least_own_tokens)
     return times

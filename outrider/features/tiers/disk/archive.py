@@ -92,7 +92,7 @@ def find_domain(found: list[DomainSummary], text: str | None) -> DomainSummary:
     there = ", ".join(f"{summary.domain.hex()[:12]} ({summary.about.get('model', 'unknown')})" for summary in found)
     if not chosen:
         what = "holds no model" if text is None else f"holds no model {text!r}"
-        raise CacheFolderError(f"the cache folder {what}; there is: {there or 'nothing'}")
+        raise CacheFolderError(f"the cache folder {what}; it holds: {there or 'nothing'}")
     raise CacheFolderError(f"say which model with --model, by the first digits of its digest: {there}")
 
 
@@ -162,7 +162,7 @@ def import_archive(path: Path, archive: Path, size_bytes: int) -> tuple[int, int
                     stores[header.domain] = DiskStore(path, header.domain, size_bytes, about=about)
                 _store_surely(stores[header.domain], header, data[HEADER_BYTES:])
     except tarfile.TarError as error:
-        raise ValueError(f"{archive} is not a whole export of a cache: {error}") from None
+        raise ValueError(f"{archive} is not a complete export of a cache ({error}): export it again") from None
     finally:
         for store in stores.values():
             store.close(60.0)

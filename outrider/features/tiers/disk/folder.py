@@ -56,7 +56,7 @@ class CacheFolder:
                 _make_private(os.path.join(self.path, name))
             self._lock_file = _open_private(os.path.join(self.path, "lock"))
         except OSError as error:
-            raise CacheFolderError(f"{self.path} cannot be a disk cache: {error.strerror}") from None
+            raise CacheFolderError(f"{self.path} cannot be a disk cache: {error.strerror}. Give another") from None
         self.log_path = os.path.join(self.path, "index.log")
         self._domains: dict[bytes, bytes] = {}  # by tag
 
@@ -171,7 +171,7 @@ class CacheFolder:
         pause = 0.0005
         while not _try_lock(self._lock_file):
             if time.monotonic() > deadline:
-                raise FolderBusy(f"another process has held {self.path}/lock for {timeout:g} seconds")
+                raise FolderBusy(f"another process has held {self.path}/lock for {timeout:g} seconds: end it")
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
         try:
@@ -253,7 +253,7 @@ def _require_own(path: str) -> None:
     if stat.S_ISLNK(found.st_mode):
         raise CacheFolderError(f"{path} is a link: a disk cache is a folder of its own")
     if not stat.S_ISDIR(found.st_mode):
-        raise CacheFolderError(f"{path} is not a folder")
+        raise CacheFolderError(f"{path} is not a folder: give a folder")
     if found.st_uid != os.geteuid():
         raise CacheFolderError(f"{path} belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}: "
                                "give a folder that this user owns")
@@ -262,4 +262,4 @@ def _require_own(path: str) -> None:
 def _refuse_links(path: str) -> None:
     real = os.path.realpath(path)
     if real != path:
-        raise CacheFolderError(f"{path} is reached by a link, which could lead elsewhere tomorrow: give {real}")
+        raise CacheFolderError(f"{path} is reached by a link, which can be changed: give {real}")

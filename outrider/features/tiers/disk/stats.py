@@ -72,4 +72,4 @@ class StatsKeeper:
             if what in self._said:
                 return
             self._said.add(what)
-        log.warning("disk cache %s: %s: %s; this is counted and not said again", self._folder, what, trouble)
+        log.warning("disk cache %s: %s: %s; further cases are counted but not logged", self._folder, what, trouble)

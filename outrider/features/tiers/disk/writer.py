@@ -62,7 +62,7 @@ class DiskWriter:
         self._queue.close()
         self._thread.join(timeout + 1.0)
         if self._thread.is_alive():  # it waits for a disk that does not answer; it ends with the process
-            self._stats.error("the disk did not answer while the cache was closed", f"waited {timeout:g} seconds")
+            self._stats.error("the disk did not respond while the cache was closed", f"waited {timeout:g} seconds")
             return
         if self._number:
             self._folder.remove_writer(self._number, self._life)
