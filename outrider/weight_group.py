@@ -19,11 +19,11 @@ WAIT_SECONDS = 600.0  # for a tensor, which a trainer may first have to gather
 
 
 class WeightGroup:
-    """One of the two processes."""
+    """One of the two processes of the connection."""
 
     def __init__(self, host: str, port: int, rank: int, join_seconds: float = JOIN_SECONDS,
                  wait_seconds: float = WAIT_SECONDS) -> None:
-        """Join the other process. Raises ConnectionError if it does not come in time."""
+        """Join the other process. Raises ConnectionError if it does not connect in time."""
         try:
             self.store: object = distributed.TCPStore(host, port, NUM_PROCESSES, is_master=rank == TRAINER,
                                                       timeout=timedelta(seconds=join_seconds))
@@ -38,7 +38,7 @@ class WeightGroup:
         self._broadcast(tensor.detach().to("cpu").contiguous())
 
     def receive(self, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-        """The next tensor that the trainer sends. Raises ConnectionError if the trainer has ended."""
+        """Receive the next tensor from the trainer. Raises ConnectionError if the trainer has ended."""
         tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype))
         self._broadcast(tensor)
         return tensor

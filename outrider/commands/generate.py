@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _ask_about(llm: LLM, text: str, images: Sequence[str], params: SamplingParams, system: str | None,
                template: str | None) -> Ask:
-    """A user's message with images."""
+    """Make a user's message with images."""
     messages = [{"role": "system", "content": system}] if system else []
     prompt = llm.chat_prompt([*messages, user_message(text, images)], chat_template=template)
     assert isinstance(prompt, dict)

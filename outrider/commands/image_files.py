@@ -11,7 +11,8 @@ KINDS = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp"
 
 
 def image_url(path: str) -> str:
-    """The data URL of an image file. The kind is read from the file's first bytes; decoding it checks the rest."""
+    """Return the data URL of an image file. The kind is read from the file's first bytes; the pixels are not
+    checked."""
     file = Path(path.strip().strip("'\"")).expanduser()
     if not file.is_file():
         raise ValueError(f"there is no file {file}: correct the path")

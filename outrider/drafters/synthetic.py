@@ -18,8 +18,8 @@ ROW_STEP = 0x9E3779B97F4A7  # between the keys of rows with one seed
 
 
 class SyntheticAcceptance:
-    """Accepts draft j of row r with probability rates[r % len(rates)][j], if the drafts before it were accepted. Drafts
-    beyond the list have its last rate."""
+    """Accepts draft j of row r with probability rates[r % len(rates)][j], if the drafts before it were accepted.
+    Further drafts have the last rate of the list."""
 
     def __init__(self, rates: Sequence[Sequence[float]], max_drafts: int, device: torch.device) -> None:
         # [kinds of rows, max drafts] the rate times 2^32, made outside of any capture.

@@ -22,7 +22,7 @@ from outrider.kernels.fp8_cache import ScaleNumbers
 class DevicePool:
     def __init__(self, layout: CacheLayout, num_pages: int, dtype: torch.dtype, device: torch.device,
                  scales: Mapping[int, ScaleNumbers] | None = None) -> None:
-        """scales: the scales of fp8 layers, by layer, as far as the model's files have them."""
+        """scales: the scales of fp8 layers, by layer, for the layers whose scales are in the model's files."""
         self.layout = layout
         self.dtype = dtype
         assert layout.page_bytes % dtype.itemsize == 0

@@ -1,9 +1,8 @@
 """Residence: keeps track of which parts of a worker's memory are on the device. It puts weights and cache to sleep,
 wakes them, and replaces weights.
 
-Layers and mixers know nothing of this: their tensor objects stay, and only the memory behind them is freed. Captured
-steps hold addresses and numbers of the weights, so they are dropped and captured again.
-"""
+Layers and mixers need no code for this: their tensor objects stay, and only the memory behind them is freed. Captured
+steps hold addresses and numbers of the weights, so they are dropped and captured again."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class RowResource(ABC):
 
     @abstractmethod
     def forget_all(self) -> None:
-        """Forget what the device holds. Called when no request runs."""
+        """Forget the state of the device's resource. Called when no request runs."""
 
     @abstractmethod
     def take_orders(self) -> BatchPart | None:
@@ -54,7 +54,7 @@ class RowResource(ABC):
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Assert that nothing is lost and nothing has two owners."""
+        """Assert that no part of the resource is lost or has two owners."""
 
 
 class RowResources:

@@ -39,7 +39,7 @@ class BlockChoice:
 
     @property
     def whole_len(self) -> int:
-        """The length, in tokens, up to which all blocks of a context are chosen."""
+        """Return the length, in tokens, up to which all blocks of a context are chosen."""
         return (self.top_k + 1) * self.blocks.size - 1
 
 

@@ -53,8 +53,8 @@ class CacheCodec(ABC):
 
     @abstractmethod
     def decode(self, parts: Parts, dtype: torch.dtype) -> DecodedTokens:
-        """Decode stored parts [..., *shape] to the dtype of the queries. Some of them are cells that no token was
-        written to; their bytes are arbitrary and their results unused."""
+        """Decode stored parts [..., *shape] to the dtype of the queries. Cells to which no token was written have
+        arbitrary bytes; their results are unused."""
 
 
 class ModelCodec(CacheCodec):

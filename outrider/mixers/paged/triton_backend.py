@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def key_starts(self) -> torch.Tensor | None:
-        """The first visible key of each request, for kernels; None if every key is visible."""
+        """Return the first visible key of each request, for kernels; None if every key is visible."""
         return self.view.visible.starts_int32 if isinstance(self.view.visible, KeysFrom) else None
 
     def splits_for(self, layer: AttentionLayer, itemsize: int) -> SplitList | None:
@@ -170,10 +170,11 @@ class TritonBackend(Backend):
                     may_list=len(group.layers) >= MIN_LAYERS_TO_LIST)
 
     def _decode_bound(self, lens: Sequence[int]) -> int:
-        """The `max_query` of the decode kernel for requests with these token counts: at most 1, or the most it serves.
+        """Return the `max_query` of the decode kernel for requests with these token counts: 1 (or 0), if no request
+        that it serves has more, otherwise the most that it serves.
 
-        Captured steps use only these two values. The kernel's tile size depends on the value, so another one could
-        need a kernel that start-up has not compiled: a step that mixed prompts with few drafts once waited 1.5 s."""
+        Captured steps use only these values. The kernel's tile size depends on the value, so another one could need a
+        kernel that start-up has not compiled: a step that mixed prompts with few drafts once waited 1.5 s."""
         most = max((n for n in lens if n <= self._max_query), default=0)
         return most if most <= 1 else self._max_query
 

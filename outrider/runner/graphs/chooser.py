@@ -87,10 +87,10 @@ class CaptureChooser:
     def choose_for(self, key: GraphKey) -> StepChoice:
         """Choose how a batch of this key runs.
 
-        A step whose key has no graph runs on the cheapest wider graph; once a capture of the key is due, it follows
-        that step. A step with prompts is launched without a graph if that costs less time than padding it. A decode
-        step that no graph covers is captured now, since more steps of its size will follow. Nothing is captured if
-        memory is short or MOST_LATER captures have been made."""
+        A step whose key has no graph runs on the cheapest wider graph. If a capture of the key is due, the capture
+        follows that step. A step with prompts is launched without a graph if that costs less time than padding. A
+        decode step that no graph covers is captured now, because more steps of its size will follow. Nothing is
+        captured if memory is short or MOST_LATER captures have been made."""
         way = self._ways.get(key)
         if way is None:
             way = self._ways[key] = self._find_way(key)

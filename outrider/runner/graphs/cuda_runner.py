@@ -74,7 +74,7 @@ def _unchanged(result: StepResult) -> StepResult:
 
 
 def _nothing() -> None:
-    """Do nothing. It takes the place of a step's check for ranks that fail, where no check is needed."""
+    """Do nothing. Replaces a step's check for failed ranks if no check is needed."""
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
