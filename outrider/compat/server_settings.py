@@ -1,5 +1,4 @@
-"""A table of the flags of `vllm serve` without a counterpart here: what each means, or what to use instead. No
-torch."""
+"""A table of the flags of `vllm serve` without a counterpart here, each with its effect or a replacement. No torch."""
 
 from __future__ import annotations
 

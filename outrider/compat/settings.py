@@ -1,9 +1,8 @@
-"""A table of vLLM's settings that have another name here, or do not exist here: what each means, or what to use
-instead. No torch.
+"""A table of vLLM's settings that have another name here, or do not exist here, each with its effect or a replacement.
+No torch.
 
 `translate` converts the settings of a script written for vLLM to Outrider's. A setting that asks for something that
-does not exist here is refused by name. A setting without effect is explained in one line of the log.
-"""
+does not exist here is refused by name. A setting without effect is explained in one line of the log."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 proxies and passes each to a replica.
 
 The ingress reads the prompt's beginning for the router. If a replica dies before the first byte of its answer, the
-request goes to another; a stream that had begun ends with an error event. A client that leaves ends its request.
-"""
+request goes to another; a stream that had begun ends with an error event. If a client disconnects, its request ends."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A step may fail by chance, or because of one request's data. The requests of a f
 cleared when it is computed further than that step would have computed it:
 
     first failure    the suspects are computed again, in steps with all other requests
-    second failure   the requests of that step are tried in two halves, one after the other; no other request runs meanwhile
+    second failure   the requests of that step are tried in two halves, one after the other, without all others
     a half fails     it is halved again, and so on; a request that fails twice alone is ended with an error
 
 So a request that fails whenever it runs takes part in at most 3 + log2(requests) failed steps, and other requests in

@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=None, seed=0, ignore_eos=Tru
 
 
 class Arrived(NamedTuple):
-    """A request that a replica has received. `seconds`: the time from which the engine sees it."""
+    """A request that a replica has received. `seconds`: the time from which the engine can schedule it."""
 
     seconds: float
     number: int

@@ -1,4 +1,4 @@
-"""The loss of a drafter on texts, and its acceptance there. Both are the same for every method."""
+"""The loss of a drafter on texts, and its acceptance there, for every training method."""
 
 from __future__ import annotations
 
