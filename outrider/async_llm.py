@@ -142,8 +142,8 @@ class AsyncLLM(Front):
 
     async def increments(self, request: CheckedRequest,
                          request_id: str | None = None) -> AsyncGenerator[list[OutputIncrement], None]:
-        """Yield lists of increments of a request. An increment is what one step has added to one sample. A list has all
-        increments since the reader last looked. Nothing is copied."""
+        """Yield lists of increments of a request. An increment is the output that one step has added to one sample. A
+        list has all increments since the reader's last read. Nothing is copied."""
         stream = Increments(self._name_request(request_id), asyncio.get_running_loop(), request.num_samples)
         async with self._opened(stream, request):
             while not stream.is_done:

@@ -239,8 +239,8 @@ class EngineConfig:
         return 2 if overlap else 1
 
     def limits(self, *, gpu_bytes: int | None, max_positions: int, vocab_size: int, max_drafts: int) -> Limits:
-        """Return the engine's sizes for this model and device. The worker may still lower max_len to what the page pool
-        can hold. gpu_bytes: total memory of the GPU; None on a CPU."""
+        """Return the engine's sizes for this model and device. The worker may still lower max_len to the size of the
+        page pool. gpu_bytes: total memory of the GPU; None on a CPU."""
         on_cuda = gpu_bytes is not None
         max_len = self.max_model_len or max_positions
         if max_len > max_positions:

@@ -105,7 +105,7 @@ class Front:
         return self.get_tokenizer().encode_chat(messages, **options)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises an error if it has none."""
+        """Return the model's tokenizer. Raises an error if it has none."""
         return self.engine.model.need_tokenizer()
 
     if not TYPE_CHECKING:  # a checker knows which methods there are

@@ -47,8 +47,8 @@ _MOVES = {
 
 @dataclass(frozen=True, slots=True)
 class StateProgress:
-    """How many tokens the stored recurrent state of a row covers, as far as the host knows. Accepted drafts that are
-    not yet folded into the state do not count."""
+    """The number of tokens that the stored recurrent state of a row covers, according to the host. Accepted drafts that
+    are not yet folded into the state do not count."""
 
     settled: int  # tokens confirmed by results
     before: int  # least tokens when the step begins

@@ -50,8 +50,8 @@ class Refused:
 
 @dataclass(frozen=True)
 class Checked:
-    """A setting that is accepted only for values which ask for what is done anyway. `refused` finds the part of a value
-    that asks for more."""
+    """A setting that is accepted only for values that ask for the behaviour that the engine has anyway. `refused` finds
+    the part of a value that asks for more."""
 
     refused: Callable[[Any], str | None]
     is_switch: bool = False

@@ -92,7 +92,7 @@ class _SamplingParamsType(type):
 
 
 class RequestOutputKind(enum.Enum):
-    """What each item of a stream contains: the whole output so far, only the part that the reader has not seen, or the
+    """The content of each item of a stream: the whole output so far, only the part that the reader has not seen, or the
     whole output once at the end."""
 
     CUMULATIVE = 0

@@ -138,7 +138,7 @@ class StepForm(enum.Enum):
 
 
 class StepMode(NamedTuple):
-    """How the worker runs a step."""
+    """The options with which the worker runs a step."""
 
     generation: int = 0  # rises after a failed step: the device forgets its rows before the first step of a new one
     form: StepForm = StepForm.WHOLE

@@ -293,7 +293,7 @@ class DrafterGuards(StepPart):
 
     def check_rows(self) -> None:
         """Raise SpoiledRows if a drafter has written to the engine's state of the rows. The step then fails, and all
-        requests are admitted anew."""
+        requests are admitted again."""
         for guard in self._guards:
             if guard.has_written:
                 raise SpoiledRows(f"drafter {guard.record.drafter} wrote to the tensors of the engine's rows; all "

@@ -1,7 +1,6 @@
-"""SyntheticAcceptance, for benchmarks: drafts are accepted at chosen rates, whatever the model says.
+"""SyntheticAcceptance, for benchmarks: drafts are accepted at chosen rates, independent of the model.
 
-The real drafter and the real check run; only the decision to accept is replaced, so the text is not the model's.
-"""
+The real drafter and the real check run; only the decision to accept is replaced, so the text is not the model's."""
 
 from __future__ import annotations
 

@@ -123,8 +123,8 @@ class Engine:
 
     def rest(self) -> None:
         """Bring the engine to rest, because the content of the device's memory is about to change: wait for the steps
-        in flight, preempt all requests and empty the cache. The next `step` returns what the steps in flight added to
-        requests."""
+        in flight, preempt all requests and empty the cache. The next `step` returns the outputs of the steps in
+        flight."""
         self.settle()
         self.scheduler.preempt_all()
         self.scheduler.cache.forget_all()
@@ -157,7 +157,7 @@ class Engine:
         """Forget all requests, steps and pages. Called after an interrupt, which may have left their state
         inconsistent. The worker runs steps in order: a step that it may still be computing comes before the first step
         of the new generation and is forgotten with it. Afterwards `resume` adds requests again, and `drop_unused` drops
-        what features keep for the others."""
+        the data that features keep for all other requests."""
         scheduler = self._watched_scheduler(self.scheduler.generation + 1)
         scheduler.cache.mark_all_unclean()
         self.worker.forget()
@@ -208,8 +208,8 @@ class Engine:
         unfreeze_heap(self)  # what start-up made may be garbage from now on
 
     def close_watchers(self) -> None:
-        """Close the step watchers, which frees what another engine may need, such as the addresses for events of the
-        cache."""
+        """Close the step watchers, which frees resources that another engine may need, such as the addresses for cache
+        events."""
         watchers, self._watchers = self._watchers, ()
         for watcher in watchers:
             watcher.close()

@@ -1,7 +1,6 @@
-"""EngineStats: counts of what an engine has done since it started, and the log line that shows them.
+"""EngineStats: counts of an engine's steps, tokens and drafts since it started, and the log line that shows them.
 
-Counts plain data only (batches and results), so a server can keep one without torch.
-"""
+Counts plain data only (batches and results), so a server can keep one without torch."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ STEP_TOKENS = (1, *(1 << power for power in range(3, 15)))  # bounds of the size
 
 @dataclass
 class EngineStats:
-    """Counts of what an engine has done. Here a *draft* is the sequence of one request's draft tokens in one step, and
-    a position is an index in this sequence."""
+    """Counts of an engine's steps, tokens and drafts. Here a *draft* is the sequence of one request's draft tokens in
+    one step, and a position is an index in this sequence."""
 
     num_requests: int = 0
     num_prompt_tokens: int = 0

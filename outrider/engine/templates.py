@@ -189,8 +189,7 @@ class _Counted:
 
 
 class _GenerationTag(Extension):
-    """The tag {% generation %}, which marks the assistant's words for training. Here it only renders what it
-    encloses."""
+    """The tag {% generation %}, which marks the assistant's words for training. Here it only renders its content."""
 
     tags = {"generation"}
 

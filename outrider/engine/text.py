@@ -39,8 +39,8 @@ class TokenTexts(dict[int, str]):
 
 
 class Encoded(dict[str, Any]):
-    """The token ids of one or several texts, as a dict that also has attributes, like what tokenizers of transformers
-    return."""
+    """The token ids of one or several texts, as a dict that also has attributes, like the results of transformers'
+    tokenizers."""
 
     @property
     def input_ids(self) -> list[Any]:

@@ -25,7 +25,7 @@ class NativeProduct(NamedTuple):
 
 
 class LinearFormat(MatrixFormat):
-    """How the weight [outputs, inputs] of a linear layer is stored, perhaps with a bias [outputs], and the products
+    """The stored form of a linear layer's weight [outputs, inputs], perhaps with a bias [outputs], and the products
     with it."""
 
     use, may_be_coded = LINEAR, True

@@ -1,4 +1,4 @@
-"""LoRA adapters on the CPU: what they add to a model's products, computed with the products of exact mode."""
+"""LoRA adapters on the CPU: their products, computed with the matrix products of exact mode."""
 
 from __future__ import annotations
 

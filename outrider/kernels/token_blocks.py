@@ -37,8 +37,7 @@ class TokenBlocks(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """What has to be added to a block's number to get its index among the block keys of its request (see
-        `keys`)."""
+        """The number to add to a block's number to get its index among the block keys of its request (see `keys`)."""
         return (self.anchor + self.size - 1) // self.size
 
     def keys(self, cache: Tensor) -> Tensor:

@@ -2,9 +2,8 @@
 group.
 
 The bytes of a page are contiguous: first the layers of the page's group, including a drafter's layers, then data that
-is kept once for each page. One copy therefore moves a page with everything that belongs to it. The pool does not know
-which request owns a page.
-"""
+is kept once for each page. One copy therefore moves a page with everything that belongs to it. The cache manager, not
+the pool, records which request owns a page."""
 
 from __future__ import annotations
 

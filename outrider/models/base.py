@@ -301,7 +301,7 @@ class Decoder(Model):
 
     def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor,
                      context: StepContext) -> Sequence[tuple[torch.Tensor, ...]]:
-        """The extra input tensors of each layer, besides the residual stream. Most models have none."""
+        """Return the extra input tensors of each layer, besides the residual stream. Most models have none."""
         return [()] * self.num_layers
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:

@@ -22,7 +22,7 @@ OTHER_FORMS = {
 
 @dataclass(frozen=True)
 class Sight:
-    """Which keys a row of a block may attend to in one layer."""
+    """The keys to which a row of a block may attend in one layer."""
 
     is_causal: bool  # rows of the block up to its own; otherwise all rows of the block
     window: int | None  # a row at p sees nothing before p - window + 1

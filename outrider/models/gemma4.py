@@ -112,7 +112,7 @@ class PerLayerInputs(Module):
 
 
 class PerLayerGate(Module):
-    """Computes what one layer adds to the residual stream from its per-layer input, which the stream gates."""
+    """Computes the addition of one layer's per-layer input to the residual stream. The stream gates the input."""
 
     def __init__(self, size: int, sizes: Sizes, *, dtype: torch.dtype, device: torch.device) -> None:
         self.gate = Linear(sizes.hidden_size, size, bias=False, dtype=dtype, device=device)

@@ -90,7 +90,8 @@ class EngineReplica:
         return serve.get_replica_context().replica_id.unique_id, status, body
 
     async def check_health(self) -> None:
-        """Raise an error if the engine has failed for good, or makes no progress. Ray then starts another replica."""
+        """Raise an error if the engine has failed permanently, or makes no progress. Ray then starts another
+        replica."""
         problem = self._host.problem
         if problem is not None and not isinstance(self._host.state, Loading):
             raise RuntimeError(problem)

@@ -215,8 +215,8 @@ def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan:
 
 
 def longest_request(layout: CacheLayout, limits: Limits, num_pages: int) -> int:
-    """Return the most tokens, up to max_len, that one request can have in a pool of so many pages. 0 if it cannot have
-    one."""
+    """Return the most tokens, up to max_len, that one request can have in a pool of `num_pages` pages. 0 if it cannot
+    have one."""
     def fits(length: int) -> bool:
         return sum(group.kind.pages_to_start(length, limits) for group in layout.groups) < num_pages
 

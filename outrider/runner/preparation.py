@@ -1,4 +1,5 @@
-"""Gathers what a model's steps need from the config: limits, drafter, attention backend, layout of the cache."""
+"""Prepares the objects that a model's steps need, from the config: limits, drafter, attention backend, layout of the
+cache."""
 
 from __future__ import annotations
 

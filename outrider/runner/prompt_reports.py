@@ -74,7 +74,7 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows that begin at an aligned address, as kernels expect. Kernels would otherwise be compiled anew while
+    """Return rows that begin at an aligned address, as kernels expect. Otherwise kernels would be compiled again while
     requests run."""
     return rows.clone() if rows.storage_offset() * rows.element_size() % ALIGNED_BYTES else rows
 

@@ -2,8 +2,7 @@
 
 Only the device has the exact lengths, tokens and drafts. While steps are in flight, the host knows the lengths of the
 last settled step and upper bounds. The host writes rows at admission and page tables as pages are granted, and reads
-nothing back but a step's result.
-"""
+only the results of steps."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ class FreedMemory:
         return 0 if self._keeps else _give_back(storage)
 
     def drop_content(self) -> int:
-        """Drop the kept content, so that the memory must be filled anew after `restore`. Returns the number of bytes
+        """Drop the kept content, so that the memory must be filled again after `restore`. Returns the number of bytes
         that this frees on the device."""
         if not self._keeps:
             return 0

@@ -60,8 +60,8 @@ LEAST_SHARE = 4  # tokens of prompts in a small step for each request that decod
 
 
 class Patience(NamedTuple):
-    """How many seconds prompts may take in small steps. Prompts that would take longer are computed as fast as the time
-    limit of a step allows."""
+    """The number of seconds that prompts may take in small steps. Prompts that would take longer are computed as fast
+    as the time limit of a step allows."""
 
     one_prompt: float
     all_prompts: float  # those that have begun and those that wait

@@ -3,9 +3,8 @@
 No torch.
 
 A feature gives the scheduler its resources, such as a fixed number of slots on the device. A request waits while a
-resource that it needs is used up, and other requests may start before it. Once it has waited for long, no other request
-that needs a resource may start before it, of whatever tenant.
-"""
+resource that it needs is used up, and other requests may start before it. Once it has waited long, no other request of
+any tenant that needs a resource may start before it."""
 
 from __future__ import annotations
 

@@ -109,8 +109,7 @@ def _beginning(parsed: Any) -> Any:
 
 
 def parse_bounded(body: bytes) -> Any:
-    """Parse JSON like `json.loads`. Raises ApiError for a body with so many values that it would hold up other
-    requests."""
+    """Parse JSON like `json.loads`. Raises ApiError for a body whose number of values would delay other requests."""
     num_numbers, end, others = 0, 0, list[bytes]()
     lists = numeric_lists(body)
     for first, last in lists:

@@ -67,7 +67,7 @@ class EngineHost:
 
     @property
     def llm(self) -> AsyncLLM:
-        """The running engine. Raises the error for requests if there is none."""
+        """Return the running engine, or raise the error for requests if there is none."""
         match self.state:
             case Serving(llm) if llm.is_running:
                 return llm
@@ -96,7 +96,7 @@ class EngineHost:
         return self.state.llm.engine.pause.why_requests_wait if isinstance(self.state, Serving) else ""
 
     async def run(self) -> None:
-        """Load and watch the engine until the task is cancelled or the engine has failed for good."""
+        """Load and watch the engine until the task is cancelled or the engine has failed permanently."""
         interval = min(1.0, self._stall_timeout / 4)
         while not isinstance(self.state, Failed):
             match self.state:

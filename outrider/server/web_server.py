@@ -1,4 +1,4 @@
-"""WebServer: uvicorn's server, which tells a user on a terminal what pressing Ctrl-C once or twice does."""
+"""WebServer: uvicorn's server, which tells a user on a terminal the effect of pressing Ctrl-C once or twice."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""CostTable: how long the steps of one engine take on one machine, as `outrider bench costs` measured them.
+"""CostTable: the times of one engine's steps on one machine, measured by `outrider bench costs`.
 
-The table also contains what the worker reported about itself: limits, cache layout, pages, and the costs from which the
-scheduler decides. With these a simulated engine makes the same decisions as the measured one.
-"""
+The table also contains the worker's report about itself: limits, cache layout, pages, and the costs from which the
+scheduler decides. With these a simulated engine makes the same decisions as the measured one."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class SimulatedReplica:
         return [ask for _, part in self.scheduler.update(result) if (ask := self._observe(part, now)) is not None]
 
     def _observe(self, result: RequestResult, now: float) -> TracedRequest | None:
-        """Record what a step's result has given to one request. Returns the traced request if it has ended, otherwise
+        """Record the tokens of one request in a step's result. Returns the traced request if it has ended, otherwise
         None."""
         outcome = self._outcome
         if not result.run:

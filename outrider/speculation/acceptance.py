@@ -68,7 +68,7 @@ class SharedRates:
         return [hit / tried for hit, tried in zip(self._hit, self._tried, strict=True)]
 
     def add(self, num: Sequence[int], tried: Sequence[float], hit: Sequence[float]) -> None:
-        """Add the drafts of a step. By position: `num`, the number of drafts; `tried` and `hit`, what they add to the
+        """Add the drafts of a step. By position: `num`, the number of drafts; `tried` and `hit`, their additions to the
         counts."""
         for j, own in enumerate(num):
             if own:

@@ -159,7 +159,7 @@ class SizedDrafts(LearnedDrafts):
         return DraftPlan(wanted, self._depth.proposed, sharing)
 
     def _clamped(self, requests: Sequence[DraftedRequest], counts: Sequence[int], is_exact: bool) -> list[int]:
-        """Reduce the number of drafts of each request to what it can have."""
+        """Reduce the number of drafts of each request to the number that it can have."""
         if is_exact or not self._sight.sees_all:
             return [clamp_drafts(request, count, is_exact)
                     if count and request.yields_tokens and self._sees(request) else 0

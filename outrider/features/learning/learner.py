@@ -1,5 +1,5 @@
-"""DrafterLearner: a head that learns from the traffic while it serves. It cannot change the text: a draft is accepted
-only if the one sampler picks the same token, whatever weights the head has.
+"""DrafterLearner: a head that learns from the traffic while it serves. It cannot change the text: with any weights of
+the head, a draft is accepted only if the target's sampler picks the same token.
 
 Steps record the texts that they serve (`traffic.py`). A thread trains a copy of the head on them, and compares copy and
 serving head on texts that neither was trained on. If the copy is better, the thread of steps copies its weights over
@@ -8,8 +8,7 @@ it may use all of it while the engine is idle. A low thread priority of the oper
 the system holds back may hold Python's lock.
 
 Whatever the trainer raises is counted and logged, and the copy begins again from the serving head. After some failures
-the trainer ends; drafting goes on with the head as it is.
-"""
+the trainer ends; drafting goes on with the head as it is."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The bookkeeping of a step in two launches: `prepare_step` before the forward pass, `commit_step` after the sampler.
 
 `kernels.step` is the specification, integer for integer. Scheduled integers and row state come in, tensors of the batch
-go out. Nothing here knows models or caches. No program reads what another program of the launch writes.
-"""
+go out. This file does not depend on models or caches. No program reads what another program of the launch writes."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from outrider.mixers.pool import DevicePool
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """How a layer's indexer chooses blocks."""
+    """The rule by which a layer's indexer chooses blocks."""
 
     num_heads: int
     head_dim: int

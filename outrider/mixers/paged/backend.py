@@ -30,7 +30,7 @@ else:
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """A model's description of one attention layer. It does not know where its cache lies."""
+    """A model's description of one attention layer, without the place of its cache."""
 
     index: int
     num_heads: int

@@ -23,8 +23,8 @@ Parts = Mapping[str, torch.Tensor]  # tensors by the names of their parts
 
 
 class DecodedTokens(NamedTuple):
-    """Cached tokens in the dtype of the queries. Keys and values of bad tokens (those that were not finite) may be
-    anything."""
+    """Cached tokens in the dtype of the queries. Keys and values of bad tokens (those that were not finite) are
+    arbitrary."""
 
     k: torch.Tensor  # [..., kv heads, dim]
     v: torch.Tensor  # [..., kv heads, dim]

@@ -45,12 +45,12 @@ MIN_LAYERS_TO_LIST = 4  # a list of splits pays off for groups of at least this 
 
 @dataclass(frozen=True)
 class NoPrefill:
-    """Every request uses the decode kernel."""
+    """Marks a step in which every request uses the decode kernel."""
 
 
 @dataclass(frozen=True)
 class HostPrefill:
-    """The host knows which requests use the prefill kernel."""
+    """Marks a step in which the host knows which requests use the prefill kernel."""
 
     lens: list[int]  # tokens of each request that uses the prefill kernel, 0 for the others
     more_than: int  # requests with more tokens than this use the prefill kernel
@@ -63,7 +63,7 @@ class HostPrefill:
 
 @dataclass(frozen=True)
 class DevicePrefill:
-    """Only the device knows which requests use the prefill kernel."""
+    """Marks a step in which only the device knows which requests use the prefill kernel."""
 
     decode_kernel_max_query: int  # requests with more tokens than this
 

@@ -38,7 +38,7 @@ MADE_BY = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weights of one group of modules are stored."""
+    """The way in which the weights of one group of modules are stored."""
 
     targets: tuple[str, ...]
     form: str

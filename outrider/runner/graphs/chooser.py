@@ -56,7 +56,7 @@ StepChoice = Replay | Launch | RunEagerly
 
 
 class _Substitute(NamedTuple):
-    """How a step runs while its key has no graph."""
+    """The way in which a step runs while its key has no graph."""
 
     choice: StepChoice
     loss: float  # seconds
@@ -127,7 +127,7 @@ class CaptureChooser:
         self._goes_ahead = False
 
     def learn(self, order: CaptureOrder, seconds: float | None) -> None:
-        """Note how many seconds an order took. None means that it failed; its key is then refused for good."""
+        """Note how many seconds an order took. None means that it failed; its key is then never captured again."""
         if seconds is None:
             self._refused.add(order.key)
         elif order.only_loads:

@@ -49,8 +49,8 @@ SAMPLE_BYTES = 1 << 30  # bytes of the pool that are read to learn how fast read
 @torch.inference_mode()
 def measure_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None = None,
                   sizes: Sequence[int] | None = None) -> StepCosts:
-    """Measure what steps cost. graphs: the captured steps; None if steps are not captured. sizes: token counts to
-    measure in place of the usual ones."""
+    """Measure the seconds that steps take. graphs: the captured steps; None if steps are not captured. sizes: token
+    counts to measure in place of the usual ones."""
     max_requests = _most_measured(limits, graphs)
     most = min(max_requests * (1 + limits.max_drafts), limits.max_batched_tokens)
     if sizes is None:

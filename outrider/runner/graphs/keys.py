@@ -32,8 +32,8 @@ from outrider.sample.logprobs import KERNEL_MAX_LOGPROBS
 
 
 class SamplerForm(enum.Enum):
-    """Which sampler a captured step has: a draw only, or all stages. A step with all stages also serves batches that
-    need fewer: the row state says which stages a row needs, so the row's token is the same with either sampler."""
+    """The sampler of a captured step: a draw only, or all stages. A step with all stages also serves batches that need
+    fewer: the row state says which stages a row needs, so the row's token is the same with either sampler."""
 
     DRAW = "a temperature"
     FULL = "all parameters"

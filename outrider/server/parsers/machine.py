@@ -108,7 +108,7 @@ def settled(events: Iterable[Event]) -> list[Event]:
 
 
 class StrayEnd(Enum):
-    """What to do with an end marker of reasoning that occurs while no reasoning is open."""
+    """The treatment of an end marker of reasoning that occurs while no reasoning is open."""
 
     TEXT = "a part of the content, as any other text"
     DROPPED_AT_START = "dropped before all content, and part of it later"

@@ -65,8 +65,8 @@ class SharedLog:
 
     @contextmanager
     def transaction(self, timeout: float) -> Iterator[None]:
-        """Hold the lock with an index that is up to date. Raises FolderBusy, or OSError if a damaged log cannot be
-        made anew."""
+        """Hold the lock with an index that is up to date. Raises FolderBusy, or OSError if a damaged log cannot be made
+        again."""
         with self._folder.locked(timeout):
             if not self.refresh():
                 self._rebuild()
@@ -90,7 +90,7 @@ class SharedLog:
             self.index.apply(record)
 
     def compact(self) -> None:
-        """Write the log anew if most of its records are obsolete. Call in a transaction."""
+        """Rewrite the log if most of its records are obsolete. Call in a transaction."""
         num_records = self.num_bytes // RECORD_BYTES
         if num_records > SHORT_LOG and num_records > 4 * (len(self.index.stored) + len(self.index.reserved)):
             self._replace(self.index)

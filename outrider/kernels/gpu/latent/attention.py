@@ -73,8 +73,8 @@ def latent_config(num_tokens: int, num_heads: int, width: int, itemsize: int, *,
 def _next_request(
     served, row, request, low, high, max_count, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, CHOSEN: tl.constexpr
 ):
-    """Return what to serve next: (first row, request, rows, whether they choose). This is the request of the first
-    token row not yet served, with all its token rows of the tile. A token row with chosen positions of its own is
+    """Return the token rows to serve next: (first row, request, rows, whether they choose). This is the request of the
+    first token row not yet served, with all its token rows of the tile. A token row with chosen positions of its own is
     served alone."""
     leader = tl.min(tl.where(served > 0, BLOCK_M, row), axis=0)
     owner = tl.sum(tl.where(row == leader, request, 0), axis=0)

@@ -35,7 +35,7 @@ _INTS = ["positions", "slots", "request_of", "lengths", "starts"]
 
 @triton.jit
 def _angles(positions, table, token, max_len, half, in_half, ROT: tl.constexpr):
-    """Load (cos, sin) of a token row's position. Positions of padding rows may be anything; they are clamped to the
+    """Load (cos, sin) of a token row's position. Positions of padding rows are arbitrary; they are clamped to the
     table."""
     position = tl.minimum(tl.maximum(tl.load(positions + token), 0), max_len - 1)
     cos = tl.load(table + position * ROT + half, mask=in_half, other=0.0)
@@ -286,7 +286,7 @@ def rotation_launch(
     name: str, queries: torch.Tensor, rope: RopeRows, q: torch.Tensor, nope_dim: int, index_q: torch.Tensor | None,
     index_in_pairs: bool,
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """Return what a launch needs that calls `rotate_part`: (parts of a token row, arguments, compile-time
+    """Return the arguments of a launch that calls `rotate_part`: (parts of a token row, arguments, compile-time
     arguments)."""
     device, dtype = queries.device, queries.dtype
     require_tensor(name, "queries", queries, (None, None), device, FLOATS)
