@@ -17,7 +17,8 @@ add_adapters = partial(add_by, exact.linear)
 
 def add_adapters_gated(inner: Tensor, out: Tensor, activation: str, rows: RowSlots, tables: DeltaTables,
                        targets: TargetRange) -> Tensor:
-    """See `kernels.adapter_products.add_adapters_gated`."""
+    """Add the adapters' results and apply a gated activation; see `kernels.adapter_products.add_adapters_gated` for the
+    arguments."""
     ops.add_adapters(inner, out, 0, rows, tables, targets)
     return ops.gated(out, activation)
 

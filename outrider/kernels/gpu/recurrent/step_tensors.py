@@ -6,8 +6,8 @@ row.
     -pending <= j < 0     the row's window: accepted drafts, folded in this step
     0 <= j                token rows of this step: known tokens, then drafts
 
-This file does not know the recurrences, nor the owners of rows and pages. Requests without known tokens are dead: their
-rows do not change. Rows that ended are folded by themselves (FOLD_ONLY); then only checkpoints are written."""
+Requests without known tokens are dead: their rows do not change. Rows that ended are folded by themselves (FOLD_ONLY);
+then only checkpoints are written."""
 
 from __future__ import annotations
 
