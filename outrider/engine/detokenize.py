@@ -100,7 +100,7 @@ def _make_decoder(tokenizer: Tokenizer) -> _Decoder:
     for step in steps:
         if not _is_streamable(step):
             raise TokenizerError(f"{tokenizer.source}: text cannot be decoded in pieces with this tokenizer's "
-                                 f"decoder ({json.dumps(step)})")
+                                 f"decoder ({json.dumps(step)}): use skip_tokenizer_init=True")
     return _Pieces(decoder, has_byte_tokens="ByteFallback" in kinds)
 
 

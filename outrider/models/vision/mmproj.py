@@ -142,7 +142,7 @@ def read_projector(path: Path, *, maps_file: bool = True) -> ProjectorFile:
     meta = header.metadata
     if meta.get("general.architecture") != "clip":
         raise SourceError(f"{path} is not the vision part of a model: its architecture is "
-                          f"{shown(meta.get('general.architecture'))} instead of 'clip'")
+                          f"{shown(meta.get('general.architecture'))} instead of 'clip'. Give the mmproj file")
     kind = meta.get("clip.vision.projector_type", meta.get("clip.projector_type"))
     if not isinstance(kind, str) or kind not in PROJECTORS:
         raise SourceError(f"{path}: projector type {shown(kind)} is not supported; supported: "

@@ -53,9 +53,9 @@ def whole_call(name: object, arguments: object, call_id: str | None = None) -> C
     """Make the events of a call whose name and arguments are already parsed. Raise ValueError if there is no name, or
     if a value is not JSON (a set, bytes, NaN)."""
     if not isinstance(name, str) or not name:
-        raise ValueError("a call names its function")
+        raise ValueError("a call must have the name of its function")
     if not isinstance(arguments, dict):
-        raise ValueError("arguments are an object")
+        raise ValueError("the arguments of a call must be a JSON object")
     text = json_text(arguments)
     yield CallBegin(name, call_id)
     yield CallArguments(text)
@@ -68,7 +68,7 @@ def json_text(value: Any) -> str:
         text.encode()
         return text
     except TypeError as error:
-        raise ValueError("no JSON") from error
+        raise ValueError("the text is not JSON") from error
     except UnicodeEncodeError:  # half of a character that is written as two escapes
         return json.dumps(value, allow_nan=False)
 

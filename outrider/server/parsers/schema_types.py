@@ -67,7 +67,7 @@ def _read(text: str) -> Any:
     try:
         return ast.literal_eval(text.strip())
     except (SyntaxError, MemoryError, TypeError) as error:
-        raise ValueError("no value") from error
+        raise ValueError("the text is not a value") from error
 
 
 def _fits(value: Any, types: set[str]) -> bool:
