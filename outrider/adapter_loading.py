@@ -1,8 +1,7 @@
-"""How LLM and AsyncLLM load the LoRA adapters that their callers name. No torch.
+"""Loads the LoRA adapters that callers of LLM and AsyncLLM name. No torch.
 
 The engine reads an adapter in the background and goes on making steps. The caller's side polls until the adapter has
-been read.
-"""
+been read."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """AsyncLLM: the engine for asyncio programs. One thread owns the engine; coroutines send it commands and get outputs.
 
 If a request fails, the coroutine that reads its outputs gets the error. If the engine fails, all readers get the error.
-This file knows no HTTP.
-"""
+This file contains no HTTP code."""
 
 from __future__ import annotations
 
@@ -120,8 +119,8 @@ class AsyncLLM(Front):
         return True
 
     async def remove_lora(self, lora_name: str) -> bool:
-        """Let no new request name this adapter; running requests keep it until they end. Raises UnknownAdapter if no
-        adapter has this name."""
+        """Stop serving an adapter: no new request may name it; running requests keep it until they end. Raises
+        UnknownAdapter if no adapter has this name."""
         adapters = need_adapters(self.engine)
         await asyncio.wrap_future(self._owner.call(lambda: adapters.remove(lora_name)))
         return True
@@ -143,8 +142,8 @@ class AsyncLLM(Front):
 
     async def increments(self, request: CheckedRequest,
                          request_id: str | None = None) -> AsyncGenerator[list[OutputIncrement], None]:
-        """Yield lists of increments of a request. An increment is what one step has added to one sample. A list has all
-        increments since the reader last looked. Nothing is copied."""
+        """Yield lists of increments of a request. An increment is the output that one step has added to one sample. A
+        list has all increments since the reader's last read. Nothing is copied."""
         stream = Increments(self._name_request(request_id), asyncio.get_running_loop(), request.num_samples)
         async with self._opened(stream, request):
             while not stream.is_done:
@@ -263,7 +262,7 @@ class AsyncLLM(Front):
 
     @property
     def output_processor(self) -> SimpleNamespace:
-        """The place where OpenRLHF asks how many requests have not ended."""
+        """The object with which OpenRLHF asks how many requests have not ended."""
         return SimpleNamespace(get_num_unfinished_requests=lambda: self.engine.num_requests)
 
     async def finish_weight_update(self) -> UpdateReport:
@@ -276,7 +275,7 @@ class AsyncLLM(Front):
         return self._maintenance.has_session
 
     async def weights_checksum(self) -> WeightsChecksum:
-        """The SHA-256 of each weight under its name in the checkpoint. See `LLM.weights_checksum`."""
+        """Return the SHA-256 of each weight under its name in the checkpoint. See `LLM.weights_checksum`."""
         return await asyncio.wrap_future(self._owner.call(self._maintenance.weights_checksum))
 
     async def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -315,7 +314,7 @@ class AsyncLLM(Front):
         return self._maintenance.is_paused
 
     async def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Record what the engine does with torch's profiler, until `stop_profile`. See `LLM.start_profile`."""
+        """Record the engine's work with torch's profiler, until `stop_profile`. See `LLM.start_profile`."""
         self._profile_dir()
         await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.start_profile(profile_prefix)))
 

@@ -100,7 +100,7 @@ def check_beam_params(params: BeamSearchParams, limits: Limits) -> None:
 
 def beam_rounds(prompts: Sequence[Sequence[int]], params: BeamSearchParams, tokenizer: Tokenizer | None,
                 eos_ids: tuple[int, ...], limits: Limits) -> Rounds:
-    """The beam search as a generator, for callers that run the requests of each round themselves."""
+    """Run the beam search as a generator, for callers that run the requests of each round themselves."""
     check_beam_params(params, limits)
     ask = SamplingParams(max_tokens=1, temperature=0, logprobs=2 * params.beam_width, ignore_eos=True,
                          detokenize=False)

@@ -129,7 +129,7 @@ class EngineConfig:
         check_fields("", self)
         if self.checkpoint_interval < self.page_size:
             raise ValueError(f"checkpoint_interval must be at least page_size ({self.page_size} tokens), got "
-                             f"{self.checkpoint_interval}: states are kept where pages end")
+                             f"{self.checkpoint_interval}: states are saved only at the ends of pages")
         if self.node_rank >= self.nnodes or self.tensor_parallel_size % self.nnodes:
             raise ValueError(f"nnodes={self.nnodes} must be above node_rank ({self.node_rank}) and divide "
                              f"tensor_parallel_size ({self.tensor_parallel_size}): every node has equally many ranks")
@@ -151,7 +151,7 @@ class EngineConfig:
 
     @property
     def takes_images(self) -> bool:
-        """Whether prompts may have images, if the model sees."""
+        """Whether prompts may have images, if the model supports images."""
         return self.limit_mm_per_prompt is None or media_limits.most_images(self.limit_mm_per_prompt) != 0
 
     def _check_adapting(self) -> None:
@@ -178,7 +178,7 @@ class EngineConfig:
 
     @property
     def speculative(self) -> SpeculativeConfig | None:
-        """Settings of the drafter that was asked for or that comes with the model; None without speculation."""
+        """Settings of the drafter that the user asked for or that comes with the model; None without speculation."""
         given = self.drafter_settings
         return None if given is None else SpeculativeConfig.parse(given)
 
@@ -215,7 +215,7 @@ class EngineConfig:
         if drafter is not None and not drafter.is_there:
             return f"{drafter.folder} lacks its weights"
         if self.load_format == "dummy":
-            return "random weights (load_format='dummy') have nothing to guess"
+            return "drafts for random weights (load_format='dummy') are never right"
         if self.tensor_parallel_size > 1:
             return "each of several ranks holds a part of the model's output, whose rows the drafter uses"
         if self.hf_overrides:
@@ -231,16 +231,16 @@ class EngineConfig:
         return config if config is not None and config.is_on else None
 
     def steps_in_flight(self, on_cuda: bool) -> int:
-        """The number of steps in flight at once: two by default. With drafts on a CPU it is one: waiting for a result
-        costs nothing there, and the result tells how many drafts the next step must check."""
+        """Return the number of steps in flight at once: two by default. With drafts on a CPU it is one: waiting for a
+        result costs nothing there, and the result tells how many drafts the next step must check."""
         overlap = self.overlap
         if overlap is None:
             overlap = on_cuda or self.drafter_settings is None
         return 2 if overlap else 1
 
     def limits(self, *, gpu_bytes: int | None, max_positions: int, vocab_size: int, max_drafts: int) -> Limits:
-        """The engine's sizes for this model and device. The worker may still lower max_len to what the page pool can
-        hold. gpu_bytes: total memory of the GPU; None on a CPU."""
+        """Return the engine's sizes for this model and device. The worker may still lower max_len to the size of the
+        page pool. gpu_bytes: total memory of the GPU; None on a CPU."""
         on_cuda = gpu_bytes is not None
         max_len = self.max_model_len or max_positions
         if max_len > max_positions:
@@ -260,13 +260,14 @@ def _check_padding(name: str, sizes: tuple[int, ...], limit_name: str, limit: in
     it."""
     largest = min((size for size in sizes if size >= limit), default=limit)
     if largest > MAX_PADDING * limit:
-        raise ValueError(f"{name}: every step would be padded to {largest}, and no step has more than {limit} "
-                         f"({limit_name}): give a size of at most {MAX_PADDING} times that")
+        raise ValueError(f"{name}: every step would be padded to {largest}, although no step has more than {limit} "
+                         f"({limit_name}): give a size of at most {MAX_PADDING} times {limit}")
 
 
 def default_requests(gpu_bytes: int | None) -> int:
-    """The default of max_num_seqs, the most requests in one step. gpu_bytes: total memory of the GPU; None on a CPU. A
-    waiting request gets a batch row only when another request has ended, so a GPU with much memory has more rows."""
+    """Return the default of max_num_seqs, the most requests in one step. gpu_bytes: total memory of the GPU; None on a
+    CPU. A waiting request gets a batch row only when another request has ended, so a GPU with much memory has more
+    rows."""
     if gpu_bytes is None:
         return 32
     return 512 if gpu_bytes >= LARGE_GPU_BYTES else 256
@@ -322,8 +323,8 @@ class SpeculativeConfig:
         rest = {key: value for key, value in given.items() if key != "method"}
         if "num_speculative_tokens" not in given:
             raise ValueError("speculative_config: num_speculative_tokens must be given: the most drafts of a request "
-                             f'in a step, 1 to {MAX_DRAFTS}, as {{"method": "ngram", "num_speculative_tokens": 4}}. '
-                             "MLP speculators (mlpspeculator), whose files say it, are not served")
+                             f'in a step, 1 to {MAX_DRAFTS}: {{"method": "ngram", "num_speculative_tokens": 4}}. '
+                             "MLP speculators (mlpspeculator), whose files have it, are not supported")
         if "method" not in given and given.get("model") is None:
             raise ValueError("speculative_config: method must be given, or a 'model' whose files tell it: one of "
                              f"{', '.join(METHODS)} or {OWN_DRAFTER[1]}")
@@ -361,8 +362,8 @@ class SpeculativeConfig:
 
     @property
     def rates_by_row(self) -> tuple[tuple[float, ...], ...] | None:
-        """Acceptance rates for synthetic acceptance, which benchmarks use. Each tuple has the rates by draft position;
-        batch rows use the tuples in turn. None: the model decides which drafts are accepted."""
+        """Return acceptance rates for synthetic acceptance, which benchmarks use. Each tuple has the rates by draft
+        position; batch rows use the tuples in turn. None if the model decides which drafts are accepted."""
         if self.synthetic_request_rates is not None:
             return tuple((float(rate),) for rate in self.synthetic_request_rates)
         return None if self.synthetic_rates is None else (self.synthetic_rates,)
@@ -394,7 +395,7 @@ LOCAL_EVENTS = "tcp://127.0.0.1:5557"  # where events are published unless told 
 @dataclass(frozen=True)
 class KVEventsConfig:
     """The setting `kv_events_config`, with vLLM's keys and three more (bind, token_ids, hash_secret): where events of
-    the prefix cache are published, and what they contain. Anybody who can connect to the address can read them."""
+    the prefix cache are published, and what they contain. Everyone who can connect to the address can read them."""
 
     enable_kv_cache_events: bool = False
     publisher: Annotated[str, OneOf(("zmq", "null"))] | None = None  # None: zmq

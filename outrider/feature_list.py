@@ -126,33 +126,33 @@ def engine_features(config: EngineConfig) -> list[Any]:
 
 
 def request_half(name: str) -> Any:
-    """The class of a feature that builds the outputs of requests, such as pooled hidden states."""
+    """Return the class of a feature that builds the outputs of requests, such as pooled hidden states."""
     return _need(name, _entry(name).request, "makes outputs of requests")
 
 
 def asking_parameters() -> list[tuple[str, str]]:
-    """The features that single requests switch on: pairs of a field of SamplingParams and the feature's name."""
+    """Return the features that single requests switch on: pairs of a field of SamplingParams and the feature's name."""
     return [(entry.parameter, entry.name) for entry in _all_entries() if entry.parameter is not None]
 
 
 def early_features(config: EngineConfig) -> list[str]:
-    """The features that are made when the engine starts, because the settings mention them. Without such settings the
-    first request that asks for the feature makes it."""
+    """Return the features that are made when the engine starts, because the settings mention them. Without such
+    settings the first request that asks for the feature makes it."""
     return [entry.name for entry in _all_entries() if entry.parameter is not None and entry.is_early(config)]
 
 
 def flag_help() -> dict[str, str]:
-    """Help texts for command-line flags of features, by the name of the setting or parameter."""
+    """Return help texts for command-line flags of features, by the name of the setting or parameter."""
     return {name: text for entry in _all_entries() for name, text in entry.flag_help.items()}
 
 
 def engine_half(name: str) -> Any:
-    """The EngineFeature class of a feature: its half in the engine's process."""
+    """Return the EngineFeature class of a feature: its half in the engine's process."""
     return _need(name, _entry(name).engine, "has a half in the engine")
 
 
 def worker_half(name: str) -> Any:
-    """The WorkerFeature class of a feature: its half in a worker."""
+    """Return the WorkerFeature class of a feature: its half in a worker."""
     return _need(name, _entry(name).worker, "has a half in a worker")
 
 
@@ -167,12 +167,12 @@ def feature_object(name: str, place: str) -> Any:
 
 
 def prompt_keys() -> dict[str, Any]:
-    """The keys of a prompt dict that features read (such as prompt_embeds), with the types of their values."""
+    """Return the keys of a prompt dict that features read (such as prompt_embeds), with the types of their values."""
     return {key: declared for entry in _all_entries() for key, declared in entry.prompt_keys.items()}
 
 
 def whole_prompts() -> list[str]:
-    """The keys of a prompt dict that can replace its text and token ids, such as prompt_embeds."""
+    """Return the keys of a prompt dict that can replace its text and token ids, such as prompt_embeds."""
     return [key for entry in _all_entries() for key in entry.whole_prompts]
 
 
@@ -182,7 +182,7 @@ def is_slow_prompt(prompt: Mapping[str, Any]) -> bool:
 
 
 def input_readers(prompt: Mapping[str, Any]) -> list[Any]:
-    """The InputReader classes of the features whose keys the prompt has."""
+    """Return the InputReader classes of the features whose keys the prompt has."""
     return [_find(entry.name, entry.reader) for entry in _all_entries() if entry.reader is not None
             and any(prompt.get(key) is not None for key in entry.prompt_keys)]
 
@@ -192,7 +192,7 @@ def _all_entries() -> tuple[FeatureEntry, ...]:
 
 
 def _asked_for(config: EngineConfig) -> list[FeatureEntry]:
-    """The features that the settings switch on."""
+    """Return the features that the settings switch on."""
     return [entry for entry in _all_entries() if entry.parameter is None and entry.is_on(config)]
 
 

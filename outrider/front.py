@@ -82,7 +82,7 @@ class Front:
         return self.vllm_config.model_config
 
     def get_model_config(self) -> ModelConfig:
-        """The same as `model_config`. Earlier versions of vLLM have this method."""
+        """Return `model_config`. Earlier versions of vLLM have this method."""
         return self.model_config
 
     def _call_worker(self, load_weights: Callable[[Any], None], *call: Any) -> list[Any]:
@@ -91,21 +91,21 @@ class Front:
         return self._extension.call(*call)
 
     def _profile_dir(self) -> str:
-        """The folder for profiles. Raises an error if none is set, before a profile begins."""
+        """Return the folder for profiles. Raises an error if none is set, before a profile begins."""
         folder = None if self._config is None else self._config.profiler_dir
         if folder is None:
             raise ValueError("profiles need a folder: start the engine with profiler_dir='profiles'")
         return folder
 
     def chat_prompt(self, messages: Any, **options: Any) -> Prompt:
-        """The prompt of a conversation. Messages may have images, if the model sees images."""
+        """Return the prompt of a conversation. Messages may have images, if the model supports images."""
         if self.engine.model.takes_images:
             make = feature_object("images", "outrider.features.images.chat:chat_prompt")
             return cast(Prompt, make(self.get_tokenizer(), messages, options))
         return self.get_tokenizer().encode_chat(messages, **options)
 
     def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer. Raises an error if it has none."""
+        """Return the model's tokenizer. Raises an error if it has none."""
         return self.engine.model.need_tokenizer()
 
     if not TYPE_CHECKING:  # a checker knows which methods there are

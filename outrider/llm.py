@@ -106,7 +106,7 @@ class LLM(Front):
               pooling_params: PoolingParams | Sequence[PoolingParams] | None = None, *,
               use_tqdm: bool | Callable[..., Any] = True,
               lora_request: AdapterChoice = None) -> list[EmbeddingRequestOutput]:
-        """One vector for each prompt, in `output.outputs.embedding`."""
+        """Return one vector for each prompt, in `output.outputs.embedding`."""
         given = pooling_params if isinstance(pooling_params, (list, tuple)) else [pooling_params]
         if any(isinstance(params, pooling.PoolingParams) and params.pooling == "all" for params in given):
             raise ValueError("LLM.embed gives one vector for each prompt: use LLM.encode for pooling='all'")
@@ -252,20 +252,20 @@ class LLM(Front):
         return self.get_tokenizer().encode_chat(messages, **options)
 
     def apply_chat_template(self, messages: Sequence[dict[str, Any]], **options: Any) -> str | list[int]:
-        """The prompt of a conversation, as token ids, or with tokenize=False as text."""
+        """Return the prompt of a conversation, as token ids, or with tokenize=False as text."""
         return self.get_tokenizer().apply_chat_template(messages, **options)
 
     @cached_property
     def llm_engine(self) -> LLMEngine:
-        """An LLMEngine around the same engine, for scripts that add requests and make steps themselves."""
+        """Return an LLMEngine around the same engine, for scripts that add requests and make steps themselves."""
         return llm_engine.LLMEngine.inside(self, self._loop)
 
     def get_metrics(self) -> list[Metric]:
-        """Counts and gauges of the engine since it started, under vLLM's names."""
+        """Return counts and gauges of the engine since it started, under vLLM's names."""
         return compat.engine_metrics(self.engine, self.engine.model.name)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """New parameters with the default values, which the caller may change and use."""
+        """Return new parameters with the default values, which the caller may change and use."""
         return SamplingParams()
 
     def sleep(self, level: int = 1) -> SleepReport:
@@ -305,8 +305,8 @@ class LLM(Front):
 
     def collective_rpc(self, method: str | Callable[..., Any], timeout: float | None = None, args: Sequence[Any] = (),
                        kwargs: Mapping[str, Any] | None = None) -> list[Any]:
-        """Call a method of `worker_extension_cls`, whose object finds `model_runner.model.load_weights` in itself. It
-        runs in this process, once for all ranks; the list has its result."""
+        """Call a method of `worker_extension_cls`, whose object has `model_runner.model.load_weights`. The method runs
+        in this process, once for all ranks; the returned list has its result."""
         return self._call_worker(self.load_weights, method, args, kwargs)
 
     def finish_weight_update(self) -> UpdateReport:
@@ -316,9 +316,9 @@ class LLM(Front):
 
     def pause_generation(self, mode: str = "abort", clear_cache: bool = True) -> None:
         """Run no step until `resume_generation`; requests that arrive meanwhile wait. `mode`: "abort" ends running
-        requests with what they have, "wait" runs them to their ends first, and "keep" stops them where they are. If
-        weights change meanwhile, kept requests are computed again under the new weights, or with `clear_cache=False`
-        go on with what they have computed. `clear_cache` also forgets cached pages of requests that have ended."""
+        requests with their outputs so far, "wait" runs them to their ends first, and "keep" stops them where they are.
+        If weights change meanwhile, kept requests are computed again under the new weights, or with `clear_cache=False`
+        go on with the cache that they have. `clear_cache` also forgets cached pages of requests that have ended."""
         if mode == "wait":
             self._pause_when_done(clear_cache)
         else:
@@ -354,7 +354,7 @@ class LLM(Front):
             reset_running_requests=reset_running_requests))
 
     def start_profile(self, profile_prefix: str | None = None) -> None:
-        """Record what the engine does with torch's profiler, until `stop_profile`. Needs the setting profiler_dir."""
+        """Record the engine's work with torch's profiler, until `stop_profile`. Needs the setting profiler_dir."""
         self._profile_dir()
         self._loop.run(lambda: self._maintenance.start_profile(profile_prefix))
 
@@ -368,7 +368,7 @@ class LLM(Front):
         self.engine.close()
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """The same as `close`. vLLM's engines have this name."""
+        """End the engine like `close`. vLLM's engines have this method."""
         self.close()
 
     def __enter__(self) -> LLM:

@@ -95,7 +95,7 @@ class LLMEngine(Front):
         return len(self._caller.left)
 
     def get_metrics(self) -> list[Metric]:
-        """Counts and gauges of the engine since it started, under vLLM's names."""
+        """Return counts and gauges of the engine since it started, under vLLM's names."""
         return engine_metrics(self.engine, self.engine.model.name)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
@@ -106,7 +106,7 @@ class LLMEngine(Front):
 
     @property
     def model_executor(self) -> VllmPlace:
-        """The place where trainers load weights into an engine of their own process:
+        """The object through which trainers load weights into an engine of their own process:
         `model_executor.driver_worker.model_runner.model.load_weights([(name, tensor)])`. See `LLM.load_weights`."""
         return executor_around(self._load_weights)
 

@@ -1,8 +1,7 @@
 """Types by which LLM, AsyncLLM and their callers name and load LoRA adapters. No torch.
 
-LoRARequest names an adapter; its field names follow vLLM's. LoadedAdapter says which adapter a request runs with.
-AdapterLoads is the interface to the adapters of an engine.
-"""
+LoRARequest names an adapter; its field names follow vLLM's. LoadedAdapter is the adapter with which a request runs.
+AdapterLoads is the interface to the adapters of an engine."""
 
 from __future__ import annotations
 
@@ -47,7 +46,8 @@ class LoRARequest:
 
 @dataclass(frozen=True)
 class LoadedAdapter(RequestPart):
-    """The adapter that a request runs with: the number of its load, and the digest of its files, which keys pages."""
+    """The adapter with which a request runs: the number of its load, and the digest of its files, which is part of the
+    keys of pages."""
 
     number: int  # of its load
     digest: str = ""  # of its files, once they have been read
@@ -92,7 +92,7 @@ class AdapterLoads(RequestKeeper, ABC):
     @property
     @abstractmethod
     def names(self) -> Mapping[str, str]:
-        """The adapters that requests may ask for by name alone: their folders by name."""
+        """Return the adapters that requests may ask for by name alone: their folders by name."""
 
     @abstractmethod
     def names_in_use(self) -> tuple[list[str], list[str]]:
@@ -130,7 +130,7 @@ class AdapterLoads(RequestKeeper, ABC):
 
     @abstractmethod
     def remove(self, name: str) -> None:
-        """Let no new request name the adapter. Running requests keep it until they end."""
+        """Stop serving the adapter to new requests. Running requests keep it until they end."""
 
 
 AdapterChoice: TypeAlias = "LoRARequest | None | Sequence[LoRARequest | None]"

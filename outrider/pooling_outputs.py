@@ -131,7 +131,7 @@ class ScoringRequestOutput:
 
 
 def cosine(one: PoolingRequestOutput, other: PoolingRequestOutput) -> float:
-    """The cosine similarity of two embeddings of length 1."""
+    """Return the cosine similarity of two embeddings of length 1."""
     assert one.outputs.data is not None and other.outputs.data is not None
     return float(one.outputs.data @ other.outputs.data)
 

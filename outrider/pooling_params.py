@@ -1,4 +1,4 @@
-"""PoolingParams: how the hidden states of a prompt become its embedding. Names follow vLLM's. No torch."""
+"""PoolingParams: how the hidden states of a prompt are combined to its embedding. Names follow vLLM's. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ REFUSED_FIELDS = {
 
 @dataclass
 class PoolingParams(HiddenTask):
-    """How the hidden states of a prompt become its embedding."""
+    """Parameters of a request for an embedding: how the hidden states of its prompt are combined."""
 
     pooling: Annotated[str, OneOf(tuple(REPORTS))] = "last"  # all: one vector for each token
     normalize: bool = True  # vectors of length 1; of classes: probabilities instead of the head's scores
@@ -58,7 +58,7 @@ class PoolingParams(HiddenTask):
         return REPORTS[self.pooling]
 
     def checked(self, hidden_size: int, classes: ClassHead | None) -> PoolingParams:
-        """A copy, checked again: a caller may have changed fields, and may change them later."""
+        """Return a checked copy, because a caller may have changed fields, and may change them later."""
         if self.classifies and classes is None:
             raise ValueError("this model has no head that classifies: use LLM.embed, LLM.score or LLM.encode")
         if self.dimensions is not None and self.dimensions > hidden_size:

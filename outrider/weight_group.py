@@ -19,18 +19,18 @@ WAIT_SECONDS = 600.0  # for a tensor, which a trainer may first have to gather
 
 
 class WeightGroup:
-    """One of the two processes."""
+    """One of the two processes of the connection."""
 
     def __init__(self, host: str, port: int, rank: int, join_seconds: float = JOIN_SECONDS,
                  wait_seconds: float = WAIT_SECONDS) -> None:
-        """Join the other process. Raises ConnectionError if it does not come in time."""
+        """Join the other process. Raises ConnectionError if it does not connect in time."""
         try:
             self.store: object = distributed.TCPStore(host, port, NUM_PROCESSES, is_master=rank == TRAINER,
                                                       timeout=timedelta(seconds=join_seconds))
             self._group = distributed.ProcessGroupGloo(self.store, rank, NUM_PROCESSES,
                                                        timedelta(seconds=wait_seconds))
         except (RuntimeError, ValueError, OSError) as error:
-            raise ConnectionError(f"the trainer and the server do not reach each other at {host}:{port}: "
+            raise ConnectionError(f"the trainer and the server cannot connect at {host}:{port}: check the address. "
                                   f"{str(error).splitlines()[0]}") from None
         self.socket: object = None  # of vLLM's group; TRL sets it and the store to None when it closes
 
@@ -38,7 +38,7 @@ class WeightGroup:
         self._broadcast(tensor.detach().to("cpu").contiguous())
 
     def receive(self, dtype: str, shape: Sequence[int]) -> torch.Tensor:
-        """The next tensor that the trainer sends. Raises ConnectionError if the trainer has ended."""
+        """Receive the next tensor from the trainer. Raises ConnectionError if the trainer has ended."""
         tensor = torch.empty(tuple(shape), dtype=getattr(torch, dtype))
         self._broadcast(tensor)
         return tensor
@@ -49,5 +49,5 @@ class WeightGroup:
         try:
             self._group.broadcast(tensor.reshape(-1).view(torch.uint8), TRAINER).wait()
         except RuntimeError as error:
-            raise ConnectionError(f"the other process has ended or sends nothing: {str(error).splitlines()[0]}"
+            raise ConnectionError(f"the other process has ended or does not respond: {str(error).splitlines()[0]}"
                                   ) from None

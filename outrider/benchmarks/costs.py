@@ -105,7 +105,7 @@ class CostBench:
         return dict(sorted(paces.items()))
 
     def _contexts(self, num_requests: int) -> list[int]:
-        """The context length of each request in a measured decode step, in tokens, the longest first.
+        """Return the context length of each request in a measured decode step, in tokens, the longest first.
 
         On a CPU all contexts are short. On a GPU the lengths have a log-normal distribution, as on a server: a step
         takes as long as its longest context, and short contexts would hide how costs differ with the number of
@@ -125,18 +125,18 @@ class CostBench:
                    for context in self._contexts(num_requests) for cost in reading)
 
     def _device(self, pace: Pace, host: HostCosts = NO_HOST) -> float:
-        """The device's part of a step, in seconds. With one step in flight, the host's seconds follow those of the
-        device. With two, the device waits for the host only if two steps are done sooner than the host has answered the
-        first."""
+        """Return the device's part of a step, in seconds. With one step in flight, the host's seconds follow those of
+        the device. With two, the device waits for the host only if two steps are done sooner than the host has answered
+        the first."""
         if self._limits.steps_in_flight == 1:
             return max(0.0, pace.interval - pace.host)
         answer = host.latency + pace.host
         return pace.interval if pace.interval >= answer else max(0.0, 2 * pace.interval - answer)
 
     def _host(self, timed: TimedEngine, paces: dict[int, Pace], prompts: PromptSteps) -> HostCosts:
-        """Seconds that the host needs. Those for a step and for each request of a step are found from the smallest and
-        the largest step. The other two are the seconds from a request's arrival to its first step, and how much longer
-        a step takes if no other step is in flight."""
+        """Measure the seconds that the host needs. Those for a step and for each request of a step are found from the
+        smallest and the largest step. The other two are the seconds from a request's arrival to its first step, and how
+        much longer a step takes if no other step is in flight."""
         few, many = min(paces), max(paces)
         each = max(0.0, (paces[many].host - paces[few].host) / max(1, many - few))
         start = median(timed.start_seconds() for _ in range(REPEATS))

@@ -1,9 +1,9 @@
-"""`outrider bench exact`: what exact mode costs, by batch size, for decoding and for prompts. Last line: JSON.
+"""`outrider bench exact`: measures the cost of exact mode, by batch size, for decoding and for prompts. Last line:
+JSON.
 
 One model runs in exact mode and then in the ordinary mode. Exact mode is first, so that a model that cannot be exact is
 refused at once. Prompts are random, without prefix hits; answers are greedy and of a fixed length. Decoding is timed
-with short prompts, the computation of prompts with answers of one token. The fastest round counts.
-"""
+with short prompts, the computation of prompts with answers of one token. The fastest round counts."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def plot_spec(cells: list[dict[str, Any]], name: Path, model: str) -> list[Path]
 
 
 def _bars(pyplot: Any, cells: list[dict[str, Any]], model: str) -> Any:
-    """Draw bars of the speed-up and mean run of each prompt set, with the first set on top."""
+    """Draw bars of the speed-up and mean run of each prompt set, with the first set at the top."""
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 1 + 0.3 * len(cells)), layout="constrained", sharey=True)
     names = [cell["prompts"] for cell in cells]
     for axes, key, words in ((left, "ratio", "speed-up"), (right, "mean_run", "mean run, tokens")):

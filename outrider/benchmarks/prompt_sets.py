@@ -37,7 +37,7 @@ def read_sets(paths: list[str] | None) -> list[PromptSet]:
 
 def _read(path: Path) -> list[PromptSet]:
     if not path.is_file():
-        raise UsageError(f"there is no file {path}")
+        raise UsageError(f"there is no file {path}: correct the path of --prompts")
     return _read_categories(path) if path.suffix == ".jsonl" else [_read_set(path)]
 
 

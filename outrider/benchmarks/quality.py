@@ -69,7 +69,7 @@ def _perplexity(llm: LLM, tokenizer: Tokenizer, text: str, args: argparse.Namesp
 
 
 def _accuracy(llm: LLM, tokenizer: Tokenizer, questions: Sequence[Question], task: str) -> float:
-    """The share of questions for which the right answer is the likeliest one."""
+    """Return the share of questions for which the right answer is the likeliest one."""
     contexts = [tokenizer.encode(question.context) for question in questions]
     whole = [[tokenizer.encode(question.context + answer) for answer in question.answers] for question in questions]
     rows = _logprobs(llm, [ids for each in whole for ids in each], task)

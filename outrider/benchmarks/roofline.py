@@ -65,7 +65,7 @@ class Decoding:
 
     @property
     def num_steps(self) -> float:
-        """Number of decode steps. All requests run together, so the longest answer decides."""
+        """Return the number of decode steps. All requests run together, so it depends on the longest answer."""
         return max(outputs for _, outputs in self.requests) / self.mean_run
 
     @property

@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> int:
     if args.request_rate is not None and not 0 < args.request_rate < math.inf:
         raise UsageError(f"--request-rate must be a number above 0, got {args.request_rate}")
     if args.vocab_size <= FIRST_ID:
-        raise UsageError(f"--vocab-size must be above {FIRST_ID}: lower ids are often special, and none is drawn. Got "
-                         f"{args.vocab_size}")
+        raise UsageError(f"--vocab-size must be above {FIRST_ID}, because lower token ids are often special and are "
+                         f"never drawn; got {args.vocab_size}")
     address = Address.parse(args.base_url)
     began = time.perf_counter()
     try:

@@ -1,7 +1,6 @@
-"""`outrider bench steps`: how many drafts the steps of each round had, and what the slowest steps computed.
+"""`outrider bench steps`: lists the numbers of drafts in the steps of each round, and the content of the slowest steps.
 
-The time of a step begins at the end of the previous step, or when the step was scheduled if that was later.
-"""
+The time of a step begins at the end of the previous step, or when the step was scheduled if that was later."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ class StepShape(NamedTuple):
 
     @property
     def kind(self) -> tuple[bool, int, int]:
-        """A key that is equal for steps whose times can be compared."""
+        """Return a key that is equal for steps whose times can be compared."""
         return self.num_prompt_tokens > 0, self.num_drafts, self.num_wanted
 
     def __str__(self) -> str:

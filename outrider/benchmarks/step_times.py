@@ -24,7 +24,7 @@ PROMPT_BACKGROUND = 32  # answer tokens of the requests that decode while prompt
 
 @dataclass
 class ObservedStep:
-    """One step: what it computed, and its times in seconds on one clock."""
+    """One step: its batch, and its times in seconds on one clock."""
 
     batch: ScheduledBatch
     submitted: float  # the call of `submit` began

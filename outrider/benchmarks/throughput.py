@@ -85,7 +85,7 @@ class Shape:
             return cls(text, NANO_REQUESTS, NANO_LENGTHS[1], NANO_LENGTHS[1])
         parts = text.split("x")
         if len(parts) != 3 or not all(part.isascii() and part.isdecimal() and 0 < int(part) < 10**7 for part in parts):
-            raise UsageError(f"--shapes: {text!r} is not BATCHxINxOUT, as 8x128x256, nor nano")
+            raise UsageError(f"--shapes: {text!r} must be BATCHxINxOUT, such as 8x128x256, or nano")
         return cls(text, *map(int, parts))
 
 
@@ -131,7 +131,7 @@ def workloads(shapes: Sequence[Shape], seed: int, vocab_size: int) -> tuple[Work
 def run(args: argparse.Namespace) -> int:
     shapes = [Shape.parse(text) for text in args.shapes.split(",") if text]
     if not shapes:
-        raise UsageError("--shapes must be at least one of BATCHxINxOUT, as 8x128x256, or nano")
+        raise UsageError("--shapes must be at least one of BATCHxINxOUT, such as 8x128x256, or nano")
     most = max(shape.batch for shape in shapes)
     config = engine_config(args, speculative_config=None, max_num_seqs=most, enable_prefix_caching=False)
     check_result_file(args.save_result)

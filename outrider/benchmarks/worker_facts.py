@@ -1,9 +1,8 @@
-"""Commands that ask a worker for facts about its model, which benchmarks compare their figures with. Each rank knows
-only its own part.
+"""Commands that ask a worker for facts about its model, which benchmarks compare their figures with. Each rank reports
+its own part.
 
 Ranks compute at the same time, so the work of the busiest device counts: that of one rank if it has a GPU for itself,
-or that of all ranks which share one memory.
-"""
+or that of all ranks which share one memory."""
 
 from __future__ import annotations
 

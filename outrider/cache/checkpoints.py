@@ -1,17 +1,17 @@
-"""Checkpoints: copies of recurrent states (as of Mamba layers) in cache pages, from which other requests can begin.
+"""Checkpoints: copies of recurrent states (of Mamba layers, for example) in cache pages, from which other requests can
+begin.
 
 Keys and values can be reused up to any full page, but a recurrent state exists only after the last token. So steps save
 the state at certain *boundaries*, which are numbers of tokens. A checkpoint gets pages before a step that may reach its
 boundary. It is published, so that other requests can find it, only after a step has reported that it wrote the pages.
 Running requests that need pages may take them from unpublished checkpoints. Drafts that a step has accepted enter the
-state only in a later step, which *folds* them into it. This file does not know tokens or tensors.
+state only in a later step, which *folds* them into it. This file uses no tokens and no tensors.
 
     handed out --reported--> latest --the request ends--> published
         |--reported, and kept for good------------------> published
         |--the request ends, steps in flight------------> promised --reported--> published
         |--the request ends, drafts wait to be folded---> folding --batch made--> promised
-    A checkpoint that is not published may be dropped at any time.
-"""
+    A checkpoint that is not published may be dropped at any time."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _MOVES = {
 
 @dataclass(frozen=True, slots=True)
 class StateProgress:
-    """How many tokens the stored recurrent state of a row covers, as far as the host knows. Accepted drafts that are
-    not yet folded into the state do not count."""
+    """The number of tokens that the stored recurrent state of a row covers, according to the host. Accepted drafts that
+    are not yet folded into the state do not count."""
 
     settled: int  # tokens confirmed by results
     before: int  # least tokens when the step begins
@@ -107,7 +107,7 @@ class Checkpoints:
 
     @property
     def num_droppable(self) -> int:
-        """Pages that `make_room` can give back."""
+        """Return the number of pages that `make_room` can free."""
         return len(self._droppable()) * self.capacity.checkpoint_pages
 
     @property
@@ -159,8 +159,8 @@ class Checkpoints:
         return writes
 
     def sure_to_be_kept(self, request_id: int, progress: StateProgress) -> list[Checkpoint]:
-        """The checkpoints that the step will certainly write and publish, whatever the results of steps in flight are.
-        Called just after `grant` for the same step."""
+        """Return the checkpoints that the step will certainly write and publish, whatever the results of steps in
+        flight are. Called just after `grant` for the same step."""
         own = self._requests[request_id]
         least = min(progress.least, own.known)
         return [c for c in own.in_state(HANDED_OUT) if c.is_kept and progress.before < c.boundary <= least]
@@ -256,7 +256,7 @@ class Checkpoints:
     # Looking
 
     def held(self) -> list[int]:
-        """Every page that an unpublished checkpoint holds."""
+        """Return every page that an unpublished checkpoint holds."""
         return [page for checkpoint in self._open.values() for page in checkpoint.pages]
 
     def check_integrity(self) -> None:
@@ -271,8 +271,8 @@ class Checkpoints:
     # Inside
 
     def _droppable(self) -> list[Checkpoint]:
-        """Unpublished checkpoints that can be dropped, oldest first. A checkpoint from which a request of the next
-        batch begins is not among them."""
+        """Return unpublished checkpoints that can be dropped, oldest first. Checkpoints from which a request of the
+        next batch begins are left out."""
         restoring = set(self.states.held())
         if not restoring:
             return list(self._open.values())
@@ -284,8 +284,8 @@ class Checkpoints:
         return [checkpoint for checkpoint in self._open.values() if checkpoint.state in states]
 
     def _wanted(self, own: RequestCheckpoints, progress: StateProgress) -> list[int]:
-        """The boundaries at which the step should write a checkpoint if it reaches them: those whose checkpoint is
-        published at once, and every boundary that may turn out to be the row's latest."""
+        """Return the boundaries at which the step should write a checkpoint if it reaches them: those whose checkpoint
+        is published at once, and every boundary that may turn out to be the row's latest."""
         size, interval = self.kind.page_tokens, self.kind.interval
         first = (progress.before // size + 1) * size
         latest = max(first, progress.least // size * size)
@@ -320,7 +320,8 @@ class Checkpoints:
         self._move(checkpoint, PUBLISHED)
 
     def _move(self, checkpoint: Checkpoint, state: CheckpointState) -> None:
-        """Change a checkpoint's state, and remove it from the collections it leaves. Nothing else changes states."""
+        """Change a checkpoint's state, and remove it from the collections that it leaves. No other method changes
+        states."""
         assert state in _MOVES[checkpoint.state], f"a checkpoint moves from {checkpoint.state} to {state}"
         self._num_open[checkpoint.state] -= 1
         if checkpoint.state in OWNED and state not in OWNED:

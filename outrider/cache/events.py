@@ -44,7 +44,7 @@ class PageRemoved(NamedTuple):
 
 
 class AllRemoved(NamedTuple):
-    """An event: from now on no page and no recurrent state can be found."""
+    """An event: no page and no recurrent state can be found any more."""
 
 
 CacheEvent = PageStored | PageRemoved | AllRemoved

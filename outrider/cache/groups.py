@@ -3,9 +3,8 @@
 Layers with equal specs are split into groups with equal numbers of layers. Each group gets a power-of-two number of
 tokens for a page, so that the pages of all groups have equal bytes with as little padding as possible. Tensors that are
 kept once for each page follow the layers, at the same place in the pages of every group. Recurrent layers have no
-group: each row has their states, and a checkpoint takes as many pages as it needs. A target model with recurrent layers
-alone has one group without layers, whose pages only mark its prefixes.
-"""
+group: their states are stored by batch row, and a checkpoint takes as many pages as it needs. A target with only
+recurrent layers has one group without layers, whose pages only mark its prefixes."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ class Group:
 
 
 class Place(NamedTuple):
-    """Where one cache of a layer lies: its group, and which part of each page of the group is the layer's."""
+    """The place of one cache of a layer: its group, and its part of each page of the group."""
 
     group: int
     member: int
@@ -119,7 +118,8 @@ class CacheLayout:
 
     @property
     def padding(self) -> float:
-        """The share of the pool's bytes that stays unused if all groups with layers hold equally long contexts."""
+        """Return the share of the pool's bytes that stays unused if all groups with layers hold equally long
+        contexts."""
         part_bytes = sum(placed.part.num_bytes for placed in self.page_parts)
         keeping = [group for group in self.groups if group.layers]
         used = sum((group.used_bytes + part_bytes) / group.page_tokens for group in keeping)
@@ -130,8 +130,8 @@ class CacheLayout:
 def plan_groups(target: list[LayerCache], page_tokens: int = 16, checkpoint_interval: int = CHECKPOINT_INTERVAL,
                 drafter: Sequence[LayerCache] = (), *, whole_parts: bool = False) -> CacheLayout:
     """Split the layers of a model and its drafter into groups. `page_tokens`: the smallest page that a group may have,
-    in tokens. A drafter's layers join groups of the target if their specs are equal. `whole_parts`: whether the
-    distance of pages must be a multiple of the size of every part (`Backend.needs_whole_parts`)."""
+    in tokens. A drafter's layers join groups of the target if their specs are equal. `whole_parts`: whether the bytes
+    of a page must be a multiple of the size of every part (`Backend.needs_whole_parts`)."""
     layers = [*target, *drafter]
     if page_tokens not in PAGE_TOKENS:
         raise ValueError(f"page_size must be one of {PAGE_TOKENS}, got {page_tokens}")

@@ -1,8 +1,7 @@
 """KnownStates: recurrent states from which requests can begin, found by the digest of the tokens before them.
 
-The pages of a state are cached in the pool like any others and may be evicted one by one. A state that has lost a page
-cannot be found any more. When a request begins from a state, its pages are held until that batch is made.
-"""
+The pool caches and evicts the pages of a state one by one, like any others. A state that has lost a page cannot be
+found any more. When a request begins from a state, its pages are held until that batch is made."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class KnownStates:
         self._restoring: dict[int, list[int]] = {}  # request to pages
 
     def find(self, digest: bytes) -> list[int] | None:
-        """The pages of a state; None if the state is unknown or lost a page."""
+        """Return the pages of a state; None if the state is unknown or has lost a page."""
         entry = self._pages_of.get(digest)
         if entry is None:
             return None
@@ -49,8 +48,8 @@ class KnownStates:
     # Restoring
 
     def pages_to_restore(self, pages: list[int]) -> int:
-        """How many of these pages must be held for a restore, so that they are not allocated to others before its batch
-        is made. Pages that are held for another request's restore do not count."""
+        """Return how many of these pages must be held for a restore, so that they are not allocated to others before
+        the restore's batch is made. Pages that are held for another request's restore do not count."""
         restoring = set(self.held())
         return sum(page not in restoring for page in pages)
 
@@ -63,7 +62,7 @@ class KnownStates:
             self.num_restored += 1
 
     def restored(self, request_id: int) -> list[int]:
-        """Pages of the state that the request begins from; empty if it begins from none."""
+        """Return the pages of the state that the request begins from; empty if it begins from none."""
         return self._restoring.get(request_id, [])
 
     def end_restoring(self) -> None:
@@ -76,7 +75,8 @@ class KnownStates:
         self._free(self._restoring.pop(request_id, []))
 
     def held(self) -> list[int]:
-        """All pages that are held for restores. A page that is held for several requests occurs several times."""
+        """Return all pages that are held for restores. A page that is held for several requests occurs several
+        times."""
         return [page for pages in self._restoring.values() for page in pages]
 
     def _hold(self, pages: list[int]) -> None:
@@ -88,7 +88,7 @@ class KnownStates:
             self.pool.free(page)
 
     def _keys(self, digest: bytes, checkpoint: int, pages: list[int]) -> list[PageKey]:
-        """The keys of the state's pages. Keys contain the checkpoint's id, so that the pages of two states of the same
-        prefix are never mixed."""
+        """Return the keys of the state's pages. Keys contain the checkpoint's id, so that the pages of two states of
+        the same prefix are never mixed."""
         stem = digest + checkpoint.to_bytes(8, "little")
         return [(self._group, stem + i.to_bytes(4, "little")) for i in range(len(pages))]

@@ -1,9 +1,8 @@
-"""PrefixLookup: finds how much of a request's beginning other requests have computed or are computing.
+"""PrefixLookup: finds the longest beginning of a request that other requests have computed or are computing.
 
 It finds published pages and recurrent states. It also finds *promised* ones, which a step in flight will certainly
-write (`promises.py`). A *horizon* is a step number: only promises of earlier steps count. The lookup keeps the hashes
-of the requests' tokens, asks running requests to keep states, and changes nothing else.
-"""
+write (`promises.py`). A *horizon* is a step number: only promises of earlier steps count. The lookup stores the hashes
+of the requests' tokens, and asks running requests to keep states; nothing else is changed."""
 
 from __future__ import annotations
 
@@ -56,11 +55,11 @@ class PrefixLookup:
         self._hashes.pop(request_id, None)
 
     def digests(self, request_id: int, page_tokens: int, token_ids: Sequence[int], count: int) -> list[bytes]:
-        """Digests of at least the first `count` pages of a request."""
+        """Return digests of at least the first `count` pages of a request."""
         return self._hashes[request_id][page_tokens].upto(token_ids, count)
 
     def content(self, request_id: int, group: Group, column: int, token_ids: Sequence[int]) -> PageContent | None:
-        """The content of a full page for the record of cache events; None if events are not recorded."""
+        """Return the content of a full page for the record of cache events; None if events are not recorded."""
         if self.pool.events is None:
             return None
         size = group.page_tokens
@@ -79,8 +78,8 @@ class PrefixLookup:
         return self.pool.find(key) if page is None else page
 
     def horizon(self, step: int | None) -> Horizon:
-        """The horizon for a request in the batch of `step`: only promises of steps before the horizon may be used. If
-        `step` is None, none may be used."""
+        """Return the horizon for a request in the batch of `step`: only promises of steps before the horizon may be
+        used. If `step` is None, none may be used."""
         return NO_PROMISES if step is None else step + self._shares_within_step
 
     def find_state(self, digest: bytes, horizon: Horizon) -> list[int] | None:
@@ -91,7 +90,7 @@ class PrefixLookup:
         return pages
 
     def find_state_after(self, request_id: int, token_ids: Sequence[int], hit: int, horizon: Horizon) -> list[int]:
-        """Pages of the recurrent state after a hit; none if the model has no recurrent layers."""
+        """Return the pages of the recurrent state after a hit; none if the model has no recurrent layers."""
         if not (self._kind.layers and hit):
             return []
         pages = self.find_state(self.digest_at(request_id, token_ids)(hit), horizon)
@@ -100,9 +99,9 @@ class PrefixLookup:
 
     def cached_last(self, request_id: int, token_ids: Sequence[int], group: Group, hit: int,
                     horizon: Horizon) -> dict[PageKey, int]:
-        """The last pages of a prefix hit, as far back as the group's layers still read them, by key, in the order of
-        columns. Pages of a drafter's group may be missing, because they do not shorten a hit. The drafter cannot use
-        pages before the last missing one, so these are left out."""
+        """Return the keys of the last pages of a prefix hit, as far back as the group's layers still read them, in the
+        order of columns. Pages of a drafter's group may be missing, because they do not shorten a hit. The drafter
+        cannot use pages before the last missing one, so these are left out."""
         count = hit // group.page_tokens
         digests = self.digests(request_id, group.page_tokens, token_ids, count)
         pages: list[tuple[PageKey, int]] = []
@@ -117,8 +116,8 @@ class PrefixLookup:
     # Prefixes
 
     def longest(self, request_id: int, token_ids: Sequence[int], inputs: InputParts, horizon: Horizon) -> int:
-        """The number of tokens of the longest prefix that is cached for all layers of the target. At least one token
-        is always left to compute, so that there are logits to sample from."""
+        """Return the number of tokens of the longest prefix that is cached for all layers of the target. At least one
+        token is always left to compute, so that there are logits to sample from."""
         digest_at, kind = self.digest_at(request_id, token_ids), self._kind
 
         def has_state(boundary: int) -> bool:
@@ -128,9 +127,9 @@ class PrefixLookup:
 
     def find_common(self, request_id: int, token_ids: Sequence[int], inputs: InputParts, step: int | None,
                     hit: int) -> tuple[bool, int]:
-        """Whether a request should wait because others compute more of its beginning than `hit` tokens. If the request
-        should not wait, and cached pages reach further than any cached state, also returns a boundary at which the
-        request should keep its state. Then a common beginning of any length is computed at most twice."""
+        """Return whether a request should wait, because others are computing more of its beginning than `hit` tokens.
+        If not, and cached pages reach further than any cached state, also return a boundary at which the request should
+        keep its state. So a common beginning of any length is computed at most twice."""
         if not self._kind.layers:
             if step is None or self._shares_within_step or not self.promises:
                 return False, 0
@@ -149,7 +148,8 @@ class PrefixLookup:
         return False, reach
 
     def _writer_of(self, request_id: int, token_ids: Sequence[int], end: int, step: int) -> int | None:
-        """The request that fills, in `step`, the page that ends after `end` of these tokens. None if there is none."""
+        """Return the request that fills, in `step`, the page that ends after `end` of these tokens. None if there is
+        none."""
         group = self._target_groups[0]
         digests = self.digests(request_id, group.page_tokens, token_ids, end // group.page_tokens)
         return self.promises.writer_in(step, (group.index, digests[end // group.page_tokens - 1]))

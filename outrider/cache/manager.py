@@ -2,8 +2,7 @@
 
 Pages are allocated by the upper bound of a request's length, but dropped and published by its settled length, which
 results have confirmed. A step in flight may accept fewer drafts than the bound assumes, and then still reads pages that
-the bound would have dropped. The manager never sees a tensor.
-"""
+the bound would have dropped. The manager uses no tensors."""
 
 from __future__ import annotations
 
@@ -86,7 +85,7 @@ class CacheManager:
         self._dropping = [g for g in self.groups if g.kind.next_drop(0) <= limits.max_len]
 
     def mark_all_unclean(self) -> None:
-        """Have every page cleared before its next use, because steps of an earlier cache may have written to it."""
+        """Clear every page before its next use, because steps of an earlier cache may have written to it."""
         self.pool.mark_unclean(range(1, self.pool.num_pages))
 
     # Admission
@@ -137,7 +136,8 @@ class CacheManager:
         return start.hit
 
     def restored(self, request_id: int) -> list[int]:
-        """Pages of the recurrent state that an admitted request begins from. Valid until the batch is made."""
+        """Return the pages of the recurrent state that an admitted request begins from. Valid until the batch is
+        made."""
         return self.states.restored(request_id)
 
     def check_fits(self, tokens: int) -> None:
@@ -170,7 +170,7 @@ class CacheManager:
         return True
 
     def covered(self, request_id: int) -> int:
-        """How many tokens the request's pages have room for, in every group."""
+        """Return how many tokens the request's pages have room for, in every group."""
         columns = self._requests[request_id].columns
         return min([len(columns[g.index]) * g.page_tokens for g in self.groups])
 
@@ -213,7 +213,7 @@ class CacheManager:
 
     @property
     def has_orders(self) -> bool:
-        """Whether the cache needs a batch even if no request does. Here: to fold accepted drafts of ended requests."""
+        """Whether the cache needs a batch even if no request does: to fold accepted drafts of ended requests."""
         return self.checkpoints.has_folds
 
     def take_folds(self, step: int) -> list[CheckpointWrite]:
@@ -236,7 +236,7 @@ class CacheManager:
         return self.next_event(settled)
 
     def next_event(self, settled: Settled) -> int:
-        """The next settled length at which a page becomes full or leaves an attention window."""
+        """Return the next settled length at which a page becomes full or leaves an attention window."""
         following = (settled.at_least // self._smallest_page + 1) * self._smallest_page
         for group in self._dropping:
             drop = group.kind.next_drop(settled.at_least)
@@ -258,11 +258,12 @@ class CacheManager:
         return self.promises.settle(step, failed, written)
 
     def settle_moves(self, result: StepResult) -> None:
-        """Take a step's report of pages that came from other places or went there. Here there are none."""
+        """Process a step's report of pages that were copied from or to other storage. Without such storage this does
+        nothing."""
 
     def forget_unsettled(self, changes: Sequence[PageChanges]) -> None:
-        """Called after a failed step, when no request has a row any more. The step and those after it may have written
-        anything, so only pages published before it stay. `changes`: the changes of pages that these steps were to
+        """Called after a failed step, when no request has a row any more. The step and later ones may have written any
+        bytes, so only pages published before the step stay. `changes`: the changes of pages that these steps were to
         make."""
         self.promises.erase_all()
         self.checkpoints.drop_open()
@@ -322,7 +323,7 @@ class CacheManager:
         return 1 - self.pool.num_free / self.pool.num_usable
 
     def usage_by_group(self) -> list[float]:
-        """The share of the pool's pages that requests hold in each group. May be asked from another thread."""
+        """Return the share of the pool's pages that requests hold in each group. May be called from another thread."""
         held: list[set[int]] = [set() for _ in self.groups]
         for pages in list(self._requests.values()):
             for own, columns in zip(held, pages.columns, strict=True):
@@ -356,12 +357,12 @@ class CacheManager:
 
     @property
     def _num_available(self) -> int:
-        """Free pages, plus pages of unpublished checkpoints, which can be dropped."""
+        """Return the number of free pages, plus pages of unpublished checkpoints, which can be dropped."""
         return self.pool.num_free + self.checkpoints.num_droppable
 
     def _pages_beside(self, request_id: int, token_ids: Sequence[int], hit: int, horizon: Horizon) -> int:
-        """The number of free pages needed for all known tokens and one more, without pages of the prefix hit that other
-        requests hold.
+        """Return the number of free pages needed for all known tokens and one more, without pages of the prefix hit
+        that other requests hold.
 
         A page of the hit that no request holds counts like a new page, because holding it makes one free page less."""
         needed = self.pages_to_start(len(token_ids) + 1)

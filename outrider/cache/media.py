@@ -1,9 +1,8 @@
-"""PageMedia: which pages and recurrent states lie in places beyond the device, such as host memory or a disk.
+"""PageMedia: the list of pages and recurrent states that are stored outside the device, in host memory or on disk.
 
-This is the scheduler's only account of these places. The worker that copies the bytes reports every change. An account
-may be out of date: a place may have evicted a page, or another engine may have removed it. Then the load fails, the
-key is forgotten here, and the tokens are computed. This file knows neither tokens nor bytes.
-"""
+The worker that copies the bytes reports every change to this list, the only one that the scheduler has. The list may be
+out of date: a storage may have evicted a page, or another engine may have removed it. Then the load fails, the key is
+forgotten here, and the tokens are computed. This file uses neither tokens nor bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class PlaceState(enum.Enum):
 
 @dataclass(slots=True)
 class MediaStats(ResultPart):
-    """Counts since the engine started."""
+    """Counts of stores and loads since the engine started."""
 
     page_bytes: int = 0
     num_held: Counter[str] = field(default_factory=Counter)  # pages that a place is known to hold
@@ -60,10 +59,10 @@ class MediaStats(ResultPart):
 
 
 class PageMedia:
-    """The account of one engine. It outlives schedulers, which an engine makes anew after an interrupt."""
+    """The list of one engine. It outlives schedulers, which an engine replaces after an interrupt."""
 
     def __init__(self, names: Sequence[str]) -> None:
-        """names: the places, in the order in which they are asked."""
+        """names: the storages in lookup order."""
         self.names = tuple(names)
         self.stats = MediaStats()
         self._state = PlaceState.OPENING
@@ -83,7 +82,7 @@ class PageMedia:
 
     @property
     def keeps_waiting(self) -> bool:
-        """Whether requests still wait for the places to be opened."""
+        """Whether requests still wait until the worker has opened the storages."""
         return self.is_opening and time.monotonic() < self._until
 
     def open(self, opened: OpenedPlaces) -> None:
@@ -96,16 +95,16 @@ class PageMedia:
         self._count()
 
     def use_weights(self, version: int) -> None:
-        """Make this version of the weights a part of all keys. Versions above 0 have keys of this engine alone: another
-        engine that has updated its weights as often may have other weights."""
+        """Make this version of the weights a part of all keys. Keys of versions above 0 are valid in this engine only,
+        because another engine's weights may differ after as many updates."""
         self._version = version
         self._tags.clear()
 
     # Keys
 
     def key_of(self, group: int, digest: bytes, index: int = 0) -> bytes:
-        """The key of a page: the digest of its prefix, then a digest of everything else that its bytes depend on.
-        `index`: which of the pages of a recurrent state it is."""
+        """Return the key of a page: the digest of its prefix, then a digest of everything else that its bytes depend
+        on. `index`: the page's number within a recurrent state."""
         tag = self._tags.get((group, index))
         if tag is None:
             version = self._own + self._version.to_bytes(8, "little") if self._version else b""
@@ -115,7 +114,8 @@ class PageMedia:
         return digest[:DIGEST_BYTES] + tag
 
     def group_of(self, key: bytes) -> int | None:
-        """The group of a page of these weights, by its key. None: the page is of other weights or of another engine."""
+        """Return the group of a page of the current weights, by its key. None if the page belongs to other weights or
+        another engine."""
         return next((group for (group, _), tag in self._tags.items() if tag == key[DIGEST_BYTES:]), None)
 
     # Places
@@ -127,7 +127,7 @@ class PageMedia:
         return all(key in own for own in self._keys.values())
 
     def add(self, key: bytes, places: Sequence[str]) -> None:
-        """Note which places took a page that was ordered to be stored."""
+        """Note which storages took a page that was ordered to be stored."""
         for name, own in self._keys.items():
             if name in places:
                 own.add(key)
@@ -138,12 +138,12 @@ class PageMedia:
         self._count()
 
     def evict(self, name: str, keys: Sequence[bytes]) -> None:
-        """Note pages that a place has evicted."""
+        """Note pages that a storage has evicted."""
         self._keys[name].difference_update(keys)
         self._count()
 
     def remove(self, key: bytes) -> list[str]:
-        """Forget a page that could not be loaded. Returns the places that were thought to hold it."""
+        """Forget a page that could not be loaded. Returns the storages that should have held it."""
         lost = [name for name, own in self._keys.items() if key in own]
         for name in lost:
             self._keys[name].remove(key)
@@ -151,7 +151,7 @@ class PageMedia:
         return lost
 
     def forget(self) -> None:
-        """Find none of the pages again that the places hold now."""
+        """Forget all pages that the storages hold now, so that none is found again."""
         for own in self._keys.values():
             own.clear()
         self._count()

@@ -1,5 +1,5 @@
-"""ObservedPool: a PagePool that queues pages to be stored beyond the device, and knows the pages that are on their way
-from there."""
+"""ObservedPool: a PagePool that queues pages to be stored outside the device, and tracks pages that are being
+loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.core.page_moves import PageStore
 
 
 class PageQueue:
-    """Pages to be stored with the next batch, by page."""
+    """Pages to be stored with the next batch, by page number."""
 
     def __init__(self, media: PageMedia, state_group: int) -> None:
         self.media, self._state_group = media, state_group
@@ -37,16 +37,16 @@ class PageQueue:
                 self.told[key] = page_key, content
 
     def evict(self, page: int, page_key: PageKey) -> None:
-        """Store an evicted page that no place has. The pages of a recurrent state are evicted one by one, and some of
-        them do not help, so these are left."""
+        """Queue an evicted page that no storage has. Pages of recurrent states are not queued, because they are evicted
+        one by one and are useless alone."""
         group, digest = page_key
         if page not in self._stores and group != self._state_group and self.media.is_open:
             if not self.media.has(self.media.key_of(group, digest)):
                 self.add(page, page_key)
 
     def take(self, pool: PagePool) -> list[PageStore]:
-        """Return the pages to store, and forget them. Blank pages are left out: from now on their bytes are
-        undefined."""
+        """Return the pages to store, and forget them. Blank pages are left out, because their bytes are undefined from
+        now on."""
         blank = set(pool.blank_pages()) if self._stores else ()
         stores = [store for page, store in self._stores.items() if page not in blank]
         self._stores.clear()
@@ -58,7 +58,7 @@ class PageQueue:
 
 
 class WantedPage(NamedTuple):
-    """A page of a prefix that only other places hold."""
+    """A page of a prefix that the device lacks and another storage holds."""
 
     key: bytes
     group: int
@@ -68,7 +68,7 @@ class WantedPage(NamedTuple):
 
 @dataclass(slots=True)
 class Arrival:
-    """The pages of one prefix that are on their way, and the requests that wait for them."""
+    """The pages of one prefix that are being loaded, and the requests that wait for them."""
 
     requests: set[int]
     wanted: list[WantedPage]
@@ -83,7 +83,7 @@ class Arrival:
 
 @dataclass(slots=True)
 class Pending:
-    """Moves that the worker was told to make and has not reported."""
+    """The moves that the worker was ordered to make and has not reported yet."""
 
     num_batches: int = 0  # batches with orders
     num_stores: int = 0

@@ -1,9 +1,8 @@
 """PagePool: allocates pages and counts how many requests hold each. It finds a page by the hash of its content, and
 chooses the pages that are reused.
 
-Every page but the null page is, at any time, exactly one of: blank (no content), cached (content without a holder),
-owned (one or more holders). The pool does not know tokens, tensors or the meaning of groups.
-"""
+Every page but the null page is always in exactly one state: blank (no content), cached (content without a holder) or
+owned (one or more holders). The pool uses no tokens and no tensors."""
 
 from __future__ import annotations
 
@@ -89,9 +88,9 @@ class PagePool:
                 self._cached[page] = None
 
     def publish(self, page: int, key: PageKey, content: PageContent | None = None) -> None:
-        """Make the page findable by `key`; its content is final. If another page with the same content is held, that
-        page stays the one that is found. If it is only cached, the fresh page replaces it: the old page would be
-        evicted earlier than the pages that belong to it. `content`: for the record of events, if there is one."""
+        """Make the page findable by `key`; its content is final. If another page with the same content is held, lookups
+        still find that page. If it is only cached, the new page replaces it, because the old page would be evicted
+        earlier than its neighbours in the prefix. `content`: for the record of events, if there is one."""
         assert self._holders[page] > 0, f"page {page} published without a holder"
         if self._key[page] is not None:
             return
@@ -131,7 +130,7 @@ class PagePool:
         return changes
 
     def lose_changes(self, lost: Iterable[PageChanges]) -> None:
-        """Mark the pages that failed steps should have cleared as unclean, because they may not have been cleared."""
+        """Mark pages whose clearing was ordered in failed steps as unclean, because they may not have been cleared."""
         self.mark_unclean([page for changes in lost for page in changes.cleared])
 
     def mark_unclean(self, pages: Sequence[int]) -> None:
@@ -147,7 +146,8 @@ class PagePool:
         return [page for own in self._blank.values() for page in own]
 
     def check(self, held: dict[int, int]) -> None:
-        """Assert that every page is in exactly one state. `held`: number of holders by page, as the owners count."""
+        """Assert that every page is in exactly one state. `held`: the number of holders by page, counted by the
+        owners."""
         blank, cached = set(self.blank_pages()), set(self._cached)
         assert len(blank) == len(self.blank_pages()) == self._num_blank, "a page is blank twice"
         assert all(self._last_group[page] == group for group, own in self._blank.items() for page in own)
@@ -163,8 +163,8 @@ class PagePool:
             assert self._key[page] == key, f"page {page} is known by two contents"
 
     def _take_blank(self, group: int) -> int:
-        """Take a blank page. Pages that this group had last come first, then pages that no group has had, then all
-        other pages."""
+        """Take a blank page: preferably one that this group had last, then one that no group has had, then any
+        other."""
         own = self._blank.get(group) or self._blank.get(NO_GROUP) or next(filter(None, self._blank.values()))
         self._num_blank -= 1
         return own.pop()

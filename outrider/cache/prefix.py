@@ -28,7 +28,7 @@ class PageHashes:
         self._root = hashlib.blake2b("\x00".join(keys).encode(), digest_size=16).digest()
 
     def upto(self, token_ids: Sequence[int], num_pages: int) -> list[bytes]:
-        """Hashes of at least the first `num_pages` pages; token_ids must cover them."""
+        """Return hashes of at least the first `num_pages` pages; token_ids must cover them."""
         digests, size = self._digests, self._page_tokens
         while len(digests) < num_pages:
             start = len(digests) * size
@@ -45,8 +45,8 @@ def longest_hit(
     is_known: Callable[[PageKey], bool], groups: Sequence[Group], hashes: dict[int, PageHashes],
     token_ids: Sequence[int], most: int, serves_state: Callable[[int], int] = int,
 ) -> int:
-    """The length of the longest prefix of at most `most` tokens that all groups have cached. A candidate length is
-    lowered until all groups have it.
+    """Return the length of the longest prefix of at most `most` tokens that all groups have cached. A candidate length
+    is lowered until all groups have it.
 
     `is_known`: whether there is a page with this key. `serves_state` lowers a candidate to a length after which the
     state of the recurrent layers is cached."""

@@ -7,12 +7,11 @@ states that a step will certainly write can be found at once:
     batch made     pages that known tokens of a request fill, and checkpoints that are kept there, are promised
     shared         other requests begin from them; their steps run after the step that writes the pages
     result comes   the pages are published, whether or not their writer still runs; but if the writer's values are not
-                   finite, or a state was not written, the promise is broken and its sharers start again
+                   finite, or a state was not written, the promise is broken and the sharing requests start again
     step fails     all promises are erased, and all requests lose their rows
 
-A promise holds its pages until its step has ended. Only known tokens are promised, never drafts. This file does not
-know tokens.
-"""
+A promise holds its pages until its step has ended. Only known tokens are promised, never drafts. This file uses no
+tokens."""
 
 from __future__ import annotations
 
@@ -76,24 +75,26 @@ class Promises:
     # Looking
 
     def find_page(self, key: PageKey, before: int) -> int | None:
-        """The page that a step earlier than `before` has promised to fill for this key; None if there is none."""
+        """Return the page that a step earlier than `before` has promised to fill for this key; None if there is
+        none."""
         promise = self._of_page.get(key)
         return promise.pages[key] if promise is not None and promise.step < before else None
 
     def find_state(self, digest: bytes, before: int) -> Checkpoint | None:
-        """The checkpoint that a step before `before` writes after the tokens of this digest; None if there is none."""
+        """Return the checkpoint that a step before `before` writes after the tokens of this digest; None if there is
+        none."""
         promise = self._of_state.get(digest)
         if promise is None or promise.step >= before or not promise.states[digest].is_open:
             return None
         return promise.states[digest]
 
     def writer_in(self, step: int, key: PageKey) -> int | None:
-        """The request that fills the page of this key in this step; None if there is none."""
+        """Return the request that fills the page of this key in this step; None if there is none."""
         promise = self._of_page.get(key)
         return promise.writer if promise is not None and promise.step == step else None
 
     def held(self) -> list[int]:
-        """All pages that promises hold. A page that several promises hold occurs several times."""
+        """Return all pages that promises hold. A page that several promises hold occurs several times."""
         return [page for promise in self._all() for page in promise.pages.values()]
 
     # Sharing
@@ -134,7 +135,7 @@ class Promises:
 
     def erase_all(self) -> None:
         """Withdraw all promises after a failed step: their pages are freed and not published, because what the step
-        wrote to them is unknown. All requests lose their rows then, so none goes on with these pages."""
+        wrote to them is unknown. All requests lose their rows then, so none uses these pages any longer."""
         for promise in self._all():
             self._erase(promise)
         self._by_step.clear()

@@ -1,13 +1,13 @@
-"""CacheWithMedia: a CacheManager whose pages also lie in places beyond the device, so that they outlive its memory.
+"""CacheWithMedia: a CacheManager that also stores pages outside the device, in host memory or on disk.
 
-    published        a page's content is final: it is stored with the next batch
-    evicted          a page that no place holds yet is stored before the batch that reuses it overwrites it
-    on its way       a request begins with pages that only other places hold: it waits, and others run
-    arrived          all bytes have come and were verified: the pages are published, and the request finds them
+    published        a page's content is final: a copy is stored with the next batch
+    evicted          a page that no other storage holds is copied there before its next user overwrites it
+    on its way       a request begins with pages that only other storage holds: it waits, and others run
+    arrived          all bytes were copied and verified: the pages are published, and the request finds them
     failed           the page is freed, its key is forgotten, and the request computes the tokens
 
-A request never runs on a page whose bytes have not arrived. Nothing here is imported unless an engine has such places.
-"""
+A request never runs on a page whose bytes have not arrived. This file is imported only if an engine has other
+storage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _load_ids = count(1)  # unique in a process: a worker may still carry out a load
 
 
 class MarkedCheckpoints(Checkpoints):
-    """Checkpoints that mark states inside a prompt when they are published: other places evict these first."""
+    """Checkpoints whose published states are marked if they lie inside a prompt: other storage evicts these first."""
 
     pool: ObservedPool
 
@@ -53,15 +53,15 @@ class MarkedCheckpoints(Checkpoints):
 
 
 class WideLookup(PrefixLookup):
-    """A PrefixLookup that also knows what other places hold."""
+    """A PrefixLookup that also finds pages in other storage."""
 
     def __init__(self, layout: CacheLayout, inner: PrefixLookup, media: PageMedia, *, has_lookahead: bool) -> None:
         super().__init__(layout, inner.pool, inner.checkpoints, inner.promises, has_lookahead=has_lookahead)
         self._media, self._state_group = media, len(layout.groups)
 
     def reach(self, request_id: int, token_ids: Sequence[int], inputs: InputParts) -> int:
-        """The number of tokens of the longest prefix whose pages and state are published on the device or lie in
-        another place."""
+        """Return the number of tokens of the longest prefix whose pages and state are published on the device or are in
+        other storage."""
         digest_at, kind = self.digest_at(request_id, token_ids), self._kind
 
         def has_page(key: PageKey) -> bool:
@@ -76,7 +76,7 @@ class WideLookup(PrefixLookup):
                            lambda most: kind.serves(has_state, inputs.last_cut(most)))
 
     def state_keys(self, digest: bytes) -> list[bytes]:
-        """The keys of the pages of the recurrent state after the tokens of this digest."""
+        """Return the keys of the pages of the recurrent state after the tokens of this digest."""
         return [self._media.key_of(self._state_group, digest, index)
                 for index in range(self.checkpoints.capacity.checkpoint_pages)]
 
@@ -111,8 +111,8 @@ class CacheWithMedia(CacheManager):
 
     def find_start(self, request_id: int, token_ids: Sequence[int], keys: tuple[str, ...] = (), *,
                    use_prefix: bool = True, inputs: InputParts = NO_INPUTS, step: int | None = None) -> Start:
-        """Look up a request's cached prefix. If other places hold more of it than the device, begin to load that, and
-        have the request wait."""
+        """Look up a request's cached prefix. If other storage holds more of it than the device, begin to load that
+        part, and let the request wait."""
         reads_cache = self.enable_prefix_caching and use_prefix
         if request_id in self._waits_for or reads_cache and self.media.keeps_waiting:
             return Start(token_ids, 0, 0, 0, must_wait=True)
@@ -122,7 +122,7 @@ class CacheWithMedia(CacheManager):
         return replace(start, must_wait=self._waits(request_id, token_ids, inputs, start.hit))
 
     def _waits(self, request_id: int, token_ids: Sequence[int], inputs: InputParts, hit: int) -> bool:
-        """Whether the request should wait for pages from another place. If so, they are on their way."""
+        """Whether the request should wait for pages from other storage. If so, their load has begun."""
         if not self.media.is_open or self._num_loads.get(request_id, 0) >= MOST_LOADS:
             return False
         reach = self._wide.reach(request_id, token_ids, inputs)
@@ -143,7 +143,8 @@ class CacheWithMedia(CacheManager):
         return True
 
     def _plan(self, request_id: int, token_ids: Sequence[int], reach: int) -> Arrival:
-        """The pages of a prefix, tails first. Pages of a drafter's group may be missing."""
+        """Find the pages of a prefix, last page first: those that are cached here, and those to load from other
+        storage. Pages of a drafter's group may be missing."""
         arrival = Arrival({request_id}, [], [], [])
         for group in self._freed_in_order:
             count_ = reach // group.page_tokens
@@ -224,7 +225,7 @@ class CacheWithMedia(CacheManager):
             self._arrive(loaded)
 
     def _tell_stored(self, key: bytes, places: Sequence[str]) -> None:
-        """Record a cache event for each place that has stored the page, if events are recorded."""
+        """Record a cache event for each storage that has stored the page, if events are recorded."""
         stored = self.queue.told.pop(key, None)
         if stored is not None and self.pool.events is not None:
             for name in places:
@@ -240,7 +241,7 @@ class CacheWithMedia(CacheManager):
                 events.add(PageRemoved(group, key[:DIGEST_BYTES], name))
 
     def _arrive(self, loaded: LoadedPages) -> None:
-        """Publish the pages of a load whose bytes have come, and free all of them: they are cached as the most recently
+        """Publish those pages of a load that were filled, and free all of them: they are cached as the most recently
         used, and the requests that waited look them up again."""
         arrival = self._pending.loads.pop(loaded.id, None)
         if arrival is None:
@@ -274,7 +275,7 @@ class CacheWithMedia(CacheManager):
             del self._waits_for[request_id]
 
     def _cancel_loads(self) -> None:
-        """Free the pages of all loads. The worker is told with the next batch, before their pages are used again."""
+        """Free the pages of all loads. The next batch tells the worker before their pages are used again."""
         self._cancelled += self._pending.loads
         for arrival in self._pending.loads.values():
             self._release(arrival, arrival.pages)
@@ -298,7 +299,7 @@ class CacheWithMedia(CacheManager):
         self.media.use_weights(version)
 
     def forget_cached(self) -> bool:
-        """Forget the pages that no request holds, here and in all other places."""
+        """Forget the pages that no request holds, on the device and in all other storage."""
         self._cancel_loads()
         self.queue.clear()
         self.media.forget()
@@ -323,10 +324,10 @@ class CacheWithMedia(CacheManager):
 
 
 def add_media(plain: CacheManager, media: PageMedia) -> CacheWithMedia:
-    """Make an empty cache like `plain`, whose pages also lie in other places."""
+    """Make an empty cache like `plain` that also stores pages outside the device."""
     if isinstance(plain, CacheWithMedia):
-        raise ValueError("two features keep pages beyond the device, and only one may: start the engine without one of "
-                         "them, or let one feature have all places")
+        raise ValueError("two features store cached pages outside the device, and only one may: start the engine "
+                         "without one of them")
     media.stats.page_bytes = plain.layout.page_bytes
     pool = ObservedPool(plain.pool.num_pages, PageQueue(media, state_group=len(plain.groups)))
     return CacheWithMedia(plain.layout, pool, plain.limits, enable_prefix_caching=plain.enable_prefix_caching,

@@ -135,7 +135,7 @@ def _check(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     output = Path(args.file)
     if output.exists():
-        raise UsageError(f"{output} exists: give a new file")
+        raise UsageError(f"{output} exists already: name a new file")
     with archive.open_folder(args.folder) as (folder, log):
         chosen = archive.find_domain(archive.summaries(folder, log), args.model)
         with status_line(f"writing {output}"):

@@ -65,7 +65,7 @@ def explain(index: int, position: int, ask: Ask, tokens: tuple[int | None, int |
 
 
 def noise_of(ask: Ask, position: int, tokens: Sequence[int]) -> list[float]:
-    """The noise that the sampler adds to the logits of these tokens at the position."""
+    """Return the noise that the sampler adds to the logits of these tokens at the position."""
     if ask.params.is_greedy:
         return [0.0] * len(tokens)
     seed, index, at = (torch.tensor([value]) for value in (ask.params.seed or 0, 0, position))

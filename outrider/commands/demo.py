@@ -36,7 +36,7 @@ FREE = "Explain in a few sentences why the sky is blue."
 
 @dataclass(frozen=True)
 class Shown:
-    """A request that the demo runs without drafts and with them."""
+    """A request that the demo runs both without and with drafts."""
 
     title: str
     prompt: str
@@ -97,7 +97,7 @@ class _Lines:
 
 
 def _line_end(text: str, begin: int, is_last: bool) -> int:
-    """The index at which the next line to print ends; 0 if the line is not complete yet."""
+    """Return the index at which the next line to print ends; 0 if the line is not complete yet."""
     newline = text.find("\n", begin)
     if 0 <= newline <= begin + WIDTH:
         return newline + 1

@@ -65,8 +65,8 @@ def cpu_name() -> str:
 
 
 def _listed_cpu_name() -> str:
-    """The processor's name according to `lscpu`, which knows names of ARM processors. The system itself gives only
-    their numbers."""
+    """Return the processor's name from `lscpu`, which has names for ARM processors. The system itself gives only their
+    numbers."""
     try:
         listed = subprocess.run(["lscpu"], capture_output=True, text=True, timeout=5, env=os.environ | {"LC_ALL": "C"})
     except (OSError, subprocess.SubprocessError):
@@ -93,7 +93,7 @@ def _devices() -> list[tuple[str, str]]:
 
 
 def _plan(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """The memory plan that an engine would make. It is computed from a model on the meta device, without weights."""
+    """Return the memory plan that an engine would make, computed from a model on the meta device, without weights."""
     from outrider.commands.parser import engine_config
     from outrider.models.loader import describe_weights
     from outrider.models.registry import build_model

@@ -38,5 +38,5 @@ def run(args: argparse.Namespace) -> int:
 def _capability(text: str) -> tuple[int, int]:
     major, _, minor = text.partition(".")
     if not (major.isdecimal() and minor.isdecimal()):
-        raise UsageError(f"--capability: {text!r} is not a compute capability, as 8.9")
+        raise UsageError(f"--capability: {text!r} is not a compute capability, such as 8.9")
     return int(major), int(minor)

@@ -13,8 +13,8 @@ import re
 def with_flags(text: str, parser: argparse.ArgumentParser) -> str:
     """Replace the names of settings in a text by the names of this parser's flags.
 
-    A name without an underscore is also an ordinary word (`seed`, `device`), so it is replaced only where the text
-    begins with it and says what it must be. Names in quotes, in paths and in Python code (`skip_tokenizer_init=True`)
+    A name without an underscore is also an ordinary word (`seed`, `device`), so it is replaced only at the beginning of
+    a text that states its allowed values. Names in quotes, in paths and in Python code (`skip_tokenizer_init=True`)
     stay."""
     shown = [action for action in parser._actions if action.help != argparse.SUPPRESS]  # the others are vLLM's alone
     options = [option for action in shown for option in action.option_strings if option.startswith("--")]

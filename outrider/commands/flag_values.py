@@ -44,7 +44,7 @@ def number_list(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(word) for word in text.split(",") if word.strip())
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers, as 1,2,3") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of integers, such as 1,2,3") from None
 
 
 def _drafter(text: str) -> dict[str, Any] | str | None:
@@ -67,7 +67,7 @@ def json_object(text: str) -> dict[str, Any]:
 def _bias(text: str) -> dict[int, float]:
     bias = json_object(text)
     if any(isinstance(value, bool) or not isinstance(value, int | float) for value in bias.values()):
-        raise argparse.ArgumentTypeError(f'{text!r} must map token ids to numbers, as {{"42": -5}}')
+        raise argparse.ArgumentTypeError(f'{text!r} must map token ids to numbers, such as {{"42": -5}}')
     try:
         return bias_from_json(bias)
     except ValueError as error:

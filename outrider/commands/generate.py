@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _ask_about(llm: LLM, text: str, images: Sequence[str], params: SamplingParams, system: str | None,
                template: str | None) -> Ask:
-    """A user's message with images."""
+    """Make a user's message with images."""
     messages = [{"role": "system", "content": system}] if system else []
     prompt = llm.chat_prompt([*messages, user_message(text, images)], chat_template=template)
     assert isinstance(prompt, dict)
@@ -80,7 +80,7 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 def _from_file(path: Path) -> list[str]:
     if not path.is_file():
-        raise UsageError(f"there is no file {path}")
+        raise UsageError(f"there is no file {path}: correct --prompts-file")
     try:
         text = path.read_text(encoding="utf-8-sig")  # with or without the mark that some editors put first
     except UnicodeDecodeError as error:

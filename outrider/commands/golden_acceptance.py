@@ -21,7 +21,7 @@ NAMES = (*BY_NUM_DRAFTS, *AT_ONE_NUMBER)
 
 
 def golden_rates(given: str, num_drafts: int) -> list[float]:
-    """For each draft, the rate at which it is accepted if all drafts before it are. `given`: "golden", or
+    """Return, for each draft, the rate at which it is accepted if all drafts before it are. `given`: "golden", or
     "golden:NAME"."""
     kind, _, name = given.partition(":")
     name = name or DEFAULT
@@ -41,14 +41,14 @@ def golden_rates(given: str, num_drafts: int) -> list[float]:
 
 
 def _rates(lengths: Sequence[float]) -> list[float]:
-    """The acceptance rates that follow from the mean runs with 0, 1, 2 ... drafts. Each draft lengthens the mean run by
-    the share of steps that accept it."""
+    """Return the acceptance rates that follow from the mean runs with 0, 1, 2 ... drafts. Each draft lengthens the mean
+    run by the share of steps that accept it."""
     shares = [1.0, *(longer - shorter for shorter, longer in zip(lengths, lengths[1:], strict=False))]
     return [after / before for before, after in zip(shares, shares[1:], strict=False)]
 
 
 def _equal_rate(num_drafts: int, length: float) -> float:
-    """The rate that gives this mean run if it is the same for every draft."""
+    """Return the rate that gives this mean run if it is the same for every draft."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2

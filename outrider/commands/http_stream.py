@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 
 class HttpError(RuntimeError):
-    """The server answered with a status other than 200, or with something that is not HTTP."""
+    """Raised if the server answers with a status other than 200, or with bytes that are not HTTP."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ async def stream_events(address: Address, path: str, body: dict[str, Any],
 
 
 async def model_names(address: Address, key: str | None) -> list[str]:
-    """The names of the models that a server offers."""
+    """Return the names of the models that a server offers."""
     reader, writer = await _request(address, "GET", "/v1/models", b"", key)
     try:
         answer = json.loads(b"".join([chunk async for chunk in _body(reader)]))

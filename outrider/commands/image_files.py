@@ -11,10 +11,11 @@ KINDS = {b"\x89PNG": "png", b"\xff\xd8": "jpeg", b"GIF8": "gif", b"RIFF": "webp"
 
 
 def image_url(path: str) -> str:
-    """The data URL of an image file. The kind is read from the file's first bytes; decoding it checks the rest."""
+    """Return the data URL of an image file. The kind is read from the file's first bytes; the pixels are not
+    checked."""
     file = Path(path.strip().strip("'\"")).expanduser()
     if not file.is_file():
-        raise ValueError(f"there is no file {file}")
+        raise ValueError(f"there is no file {file}: correct the path")
     feature_object("images", "outrider.features.images.limits:DEFAULT_LIMITS").check_bytes(file.stat().st_size)
     data = file.read_bytes()
     kind = next((kind for begin, kind in KINDS.items() if data.startswith(begin)), None)

@@ -1,7 +1,6 @@
-"""Arguments: flags made from the fields of EngineConfig and SamplingParams, and a parser that suggests what was meant.
+"""Arguments: flags made from the fields of EngineConfig and SamplingParams, and a parser that suggests corrections.
 
-A flag that is not given is absent from the namespace, so defaults are defined in the dataclasses only. No torch.
-"""
+A flag that is not given is absent from the namespace, so defaults are defined in the dataclasses only. No torch."""
 
 from __future__ import annotations
 
@@ -252,7 +251,8 @@ def add_engine_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = ()) 
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, skip: Sequence[str] = (), **defaults: Any) -> None:
-    """Add flags for the fields of SamplingParams. `defaults`: the command's defaults where they differ."""
+    """Add flags for the fields of SamplingParams. `defaults`: defaults of the command that differ from those of
+    SamplingParams."""
     group = parser.add_argument_group("sampling")
     for name, field in SAMPLING_FIELDS.items():
         if name in skip:
@@ -313,7 +313,7 @@ def engine_config(args: argparse.Namespace, **defaults: Any) -> EngineConfig:
 
 
 def named_adapter(args: argparse.Namespace) -> LoRARequest | None:
-    """The adapter that `--lora` names."""
+    """Return the adapter that `--lora` names."""
     if args.lora is None:
         return None
     if not (Path(args.lora) / ADAPTER_CONFIG).is_file():

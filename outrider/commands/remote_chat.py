@@ -94,9 +94,9 @@ def connect(args: argparse.Namespace, default_model: str) -> RemoteConversation:
     if args.chat_template is not None:
         raise UsageError("--chat-template is a setting of the server: give it to `outrider serve`, or leave out --url")
     if args.lora is not None:
-        raise UsageError("--lora is for a model of this process: a server has adapters by name, in the place of MODEL")
+        raise UsageError("--lora cannot be used with --url: give the adapter's name on the server as MODEL")
     if given:
-        raise UsageError(f"--{given[0].replace('_', '-')} is a setting of the engine, and with --url the server has it")
+        raise UsageError(f"--{given[0].replace('_', '-')} is a setting of the engine: leave it out with --url")
     address = Address.parse(args.url)
     try:
         names = asyncio.run(model_names(address, args.api_key))

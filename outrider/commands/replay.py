@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_receipts(path: str) -> list[Receipt]:
-    """The receipts of a file: one JSON value, or one on each line."""
+    """Read the receipts of a file: one JSON value, or one on each line."""
     if path != "-" and not Path(path).is_file():
         raise UsageError(f"there is no file {path}: give a receipt, or an answer with receipts, as JSON")
     text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
@@ -112,8 +112,8 @@ def _lines(path: str, text: str) -> list[Any]:
 
 
 def _replay_group(args: argparse.Namespace, receipts: list[Receipt], key: bytes | None) -> list[Verdict]:
-    """Replay receipts of one model and one set of settings on one engine. One that keeps the engine from starting is
-    refused: each receipt of such a group gets an engine of its own."""
+    """Replay receipts of one model and one set of settings on one engine. If the engine does not start with them, each
+    receipt gets an engine of its own, so that only the faulty ones are refused."""
     adapter = named_adapter(args)
     if args.model is None:
         args = argparse.Namespace(**vars(args) | {"model": _model_of(receipts[0])})
@@ -139,7 +139,7 @@ def _config(args: argparse.Namespace, receipts: list[Receipt], key: bytes | None
 
 
 def _model_of(receipt: Receipt) -> str:
-    """The model that the receipt names, if its name tells where its files are."""
+    """Return the model that the receipt names, if the name is a path or a hub id."""
     name = receipt["model"]["name"]
     if receipt["model"]["weights"] is None:
         raise UsageError("the receipt names no weight files, because the engine's weights had been updated after the "
@@ -157,7 +157,8 @@ def _line(number: int, verdict: Verdict) -> str:
 
 
 def _compared(verdict: Verdict) -> str:
-    """Say what of the tokens was compared: an interrupted sample has log-probabilities of its last tokens alone."""
+    """Describe which part of the tokens was compared: an interrupted sample has log-probabilities of its last tokens
+    only."""
     if verdict.num_logprobs == verdict.num_tokens:
         return f"{verdict.num_tokens} tokens and their log-probabilities"
     more = f"and log-probabilities of the last {verdict.num_logprobs}" if verdict.num_logprobs else "alone"

@@ -94,8 +94,8 @@ def run_prompts(llm: LLM, asks: Sequence[Ask], *, on_output: Callable[[RequestOu
                 label: str | None = None, may_fail: bool = False, priority: int = 0,
                 adapter: LoRARequest | None = None) -> PromptResults:
     """Run all requests to their ends, and return their outputs and the time. If a request cannot be served, an error is
-    raised before any is started. If one fails later, the error is raised at the end, unless it `may_fail`. `label`:
-    show a bar of finished requests. `adapter`: the adapter of all requests."""
+    raised before any is started. If a request fails later, an error is raised at the end, unless `may_fail` is set.
+    `label`: show a bar of finished requests. `adapter`: the adapter of all requests."""
     done: list[RequestOutput] = []
     params = [ask.params for ask in asks]
     if on_output is None:
@@ -132,18 +132,18 @@ def raise_failed(outputs: Sequence[RequestOutput]) -> None:
 
 
 def num_known_tokens(prompt: Prompt) -> int:
-    """The number of a prompt's token ids, in which an image counts as one."""
+    """Return the number of a prompt's token ids, in which an image counts as one."""
     return len(prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt)
 
 
 def chat_ids(tokenizer: Tokenizer, text: str, system: str | None = None, template: str | None = None) -> list[int]:
-    """Token ids of a user's message, after a system message if there is one. `template`: the chat template; None is the
-    model's own."""
+    """Return the token ids of a user's message, after a system message if there is one. `template`: the chat template;
+    None is the model's own."""
     messages = [{"role": "system", "content": system}] if system else []
     return tokenizer.encode_chat([*messages, {"role": "user", "content": text}], chat_template=template)
 
 
 def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of a text. It is rendered as a chat message if the model has a template, and is plain text
+    """Return the token ids of a text. It is rendered as a chat message if the model has a template, and is plain text
     otherwise."""
     return chat_ids(tokenizer, text) if tokenizer.chat_templates else tokenizer.encode(text)

@@ -36,14 +36,14 @@ def run(args: argparse.Namespace) -> int:
 
         return serve_node(engine_config(args))  # settings of streams are node 0's
     if engine.nnodes > 1 and config.replicas > 1:
-        raise ValueError(f"replicas={config.replicas}: nnodes={engine.nnodes} is for one engine over several machines: "
-                         "start one server for each engine")
+        raise ValueError(f"replicas={config.replicas} cannot be used with nnodes={engine.nnodes}, which spreads one "
+                         "engine over several machines: start one server for each engine")
     check_files(engine, chat_template(config.chat_template))
     return (serve_engine if config.replicas == 1 else serve_replicas)(engine, config, names)
 
 
 def settings_of(args: argparse.Namespace) -> tuple[EngineConfig, ServerConfig, tuple[str, ...]]:
-    """The settings of the engine and of the server, and the names under which the model is served."""
+    """Return the settings of the engine and of the server, and the names under which the model is served."""
     if args.config is not None:
         apply_file(args, Path(args.config))
     args.model = args.model or DEFAULT_MODEL
@@ -103,5 +103,6 @@ def _as_field(name: str, value: Any) -> Any:
 
 
 def model_name(model: str) -> str:
-    """The name for a model: a hub id as it is, and only the last part of a path, because answers show no paths."""
+    """Return the name for a model: a hub id unchanged, but only the last part of a path, because answers show no
+    paths."""
     return Path(model).absolute().name if Path(model).exists() else model

@@ -1,4 +1,4 @@
-"""Reads and checks files that commands are given, before a model is loaded or a server says that it serves it. No
+"""Reads and checks files that commands are given, before a model is loaded or a server reports that it is ready. No
 torch, no weights."""
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def chat_template(given: str | None) -> str | None:
 
 
 def check_template_name(template: str | None, tokenizer: Tokenizer | None) -> None:
-    """Refuse a name that none of the model's templates has. Otherwise the name would be used as a template's text, and
-    every prompt would consist of the name."""
+    """Refuse a name that none of the model's templates has. Otherwise the name itself would be the template, and every
+    prompt would consist of the name."""
     known = {} if tokenizer is None else tokenizer.chat_templates
     if _is_name(template) and template not in known:
         raise ValueError(f"--chat-template {template!r} is neither a file, nor a template, nor one of the model's "

@@ -83,25 +83,25 @@ def socket_folder(num_replicas: int) -> Path:
         folder.rmdir()
         raise ValueError(f"the replicas' sockets cannot be in {folder.parent}: the path of a unix socket may have "
                          f"{SOCKET_PATH_BYTES} bytes, and {os.fsdecode(longest)} has {len(longest)}; set TMPDIR to a "
-                         "shorter path, as /tmp")
+                         "shorter path, such as /tmp")
     return folder
 
 
 def behind_front(config: ServerConfig, replica: Replica) -> ServerConfig:
-    """The settings of one replica's server. TLS, and the allowed hosts and origins of browsers, are handled by the
-    front alone: otherwise headers would be written twice."""
+    """Return the settings of one replica's server. TLS, and the allowed hosts and origins of browsers, are handled by
+    the front alone: otherwise headers would be written twice."""
     return replace(config, uds=replica.socket_path, replicas=1, ssl_certfile=None, ssl_keyfile=None, ssl_ca_certs=None,
                    allowed_origins=(), allowed_hosts=())
 
 
 def numbered(engine: EngineConfig, number: int) -> EngineConfig:
-    """The config of one replica. Its number makes the ports and the rank of its cache events unique."""
+    """Return the config of one replica. Its number makes the ports and the rank of its cache events unique."""
     given = engine.kv_events_config
     return engine if given is None else replace(engine, kv_events_config=given | {"data_parallel_rank": number})
 
 
 def guarded(front: App, config: ServerConfig) -> App:
-    """The front, wrapped in the checks that a server of one engine has: hosts, keys, bodies, origins and path
+    """Return the front, wrapped in the checks that a server of one engine has: hosts, keys, bodies, origins and path
     prefix."""
     app: App = Guard(front, **guard_options(config))
     if config.allowed_origins:  # outside the guard: a browser asks for permission without a key

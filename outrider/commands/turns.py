@@ -1,9 +1,7 @@
-"""Turns: runs something in two ways, one after the other in turns, until the ratio of their speeds is known well
-enough.
+"""Turns: measures two ways to do something in turns, until the ratio of their speeds is known well enough.
 
 Other programs slow down both ways, but not every turn equally. A single measurement of each would therefore measure the
-machine more than the two ways. The spread of the ratios over the turns shows how accurate the result is.
-"""
+machine more than the two ways. The spread of the ratios over the turns shows how accurate the result is."""
 
 from __future__ import annotations
 
@@ -34,12 +32,12 @@ class Turns:
 
     @property
     def ratio(self) -> float:
-        """The speed of the second way divided by that of the first."""
+        """Return the speed of the second way divided by that of the first."""
         return math.exp(statistics.mean(self._logarithms))
 
     @property
     def margin(self) -> float:
-        """The possible error of the ratio, as a share of it."""
+        """Return the possible error of the ratio, as a share of it."""
         found = self._logarithms
         share = 1 - 2 / len(found) if len(found) >= CLIPPED_TURNS else 1.0  # of the turns that are not clipped
         return STANDARD_ERRORS * statistics.stdev(found) / (share * math.sqrt(len(found)))
@@ -56,7 +54,7 @@ class Turns:
         return found
 
     def line(self, with_it: str) -> str:
-        """The result as a sentence: speeds without drafts and with them. with_it: the name of the drafts in the
+        """Return the result as a sentence: speeds without drafts and with them. with_it: the name of the drafts in the
         sentence."""
         without, others = zip(*self.speeds, strict=True)
         speed, count = statistics.median(without), len(self.speeds)

@@ -2,9 +2,8 @@
 
 The reference runs every request alone, without optional features. With several ranks it uses all of them, and one of
 the variants uses one rank. For every request that differs, the two differing tokens are scored after the tokens that
-both runs share: this tells a near-tie of arithmetic from a fault. With `--exact` every difference of a bit is a fault.
-This file knows no drafter by name.
-"""
+both runs share. This distinguishes a near-tie of rounding from a fault. With `--exact` every difference of a bit is a
+fault."""
 
 from __future__ import annotations
 
@@ -77,7 +76,8 @@ def _variants(drafts: bool) -> list[Variant]:
 
 
 def tier_variants(drafts: bool, folder: str) -> list[Variant]:
-    """Runs whose prefixes come from the device, from the host's memory, and from files that another engine wrote."""
+    """Return variants in which prefixes come from the device, from host memory, and from files that another engine
+    wrote."""
     prefix = (("enable_prefix_caching", True),)
     host, disk = (("host_cache_memory", TIER_BYTES),), (("disk_cache_dir", f"{folder}/{drafts}"),)
     return [
@@ -171,7 +171,7 @@ class Check:
         return found
 
     def _before(self, index: int, position: int) -> tuple[int, ...]:
-        """The prompt and the output tokens before the difference, which both runs share."""
+        """Return the prompt and the output tokens before the difference, which both runs share."""
         return (*self._asks[index].token_ids, *self.reference[index][:position])
 
     def _explain(self, index: int, position: int, tokens: list[int]) -> Difference:
@@ -206,8 +206,8 @@ class Check:
         return replace(self._config, **settings)
 
     def _small_pool(self, variant: Variant) -> int:
-        """The number of pages of a small pool: enough for the longest request. Unless the variant is "tighter", it is
-        also enough for several requests to start, but not for all of them to end."""
+        """Return the number of pages of a small pool: enough for the longest request. Unless the variant is "tighter",
+        it is also enough for several requests to start, but not for all of them to end."""
         if variant.drafts not in self._pages:
             with self._loaded.llm(self._config_of(Variant("probe", variant.drafts))) as llm:
                 cache, max_len = llm.engine.scheduler.cache, llm.engine.limits.max_len
@@ -275,7 +275,7 @@ class _Watch:
 
 
 def tier_hits(engine: Engine) -> dict[str, int]:
-    """Pages that came from beyond the device, by place."""
+    """Return the number of pages that came from other storage than the device, by storage."""
     cache = engine.scheduler.cache
     loaded = cache.media.stats.num_loaded if isinstance(cache, CacheWithMedia) else {}
     return {f"{name} hits": loaded.get(name, 0) for name in ("host", "disk")}

@@ -40,7 +40,7 @@ def describe_bits(reference: Sequence[Bits], found: Sequence[Bits]) -> tuple[int
 
 
 def summary(num_tokens: int, num_runs: int, num_differing: int, happened: Sequence[str]) -> str:
-    """One line that tells the user the result. happened: the events that occurred in some run."""
+    """Return one line that tells the user the result. happened: the events that occurred in some run."""
     if num_differing:
         return f"exact: {num_differing} requests differ in bits"
     return (f"exact: {num_tokens} tokens in {num_runs} runs ({', '.join(happened)}) have the log-probabilities of the "

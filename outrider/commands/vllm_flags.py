@@ -43,7 +43,7 @@ def add_unlisted_flags(group: Any, table: Mapping[str, Meaning]) -> None:
 
 
 def _any_value(text: str) -> Any:
-    """Read a value written as in Python or JSON; any other text stays text."""
+    """Read a value written as in Python or JSON; other text is returned unchanged."""
     try:
         return json.loads({"None": "null", "True": "true", "False": "false"}.get(text, text))
     except ValueError:

@@ -1,4 +1,4 @@
-"""`python -m outrider.compat script.py ...` runs a script written for vLLM without changes."""
+"""The command `python -m outrider.compat script.py ...`, which runs a script written for vLLM without changes."""
 
 from __future__ import annotations
 

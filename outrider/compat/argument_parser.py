@@ -54,8 +54,8 @@ def _add_flag(group: Any, name: str, kind: Any, default: Any, **more: Any) -> No
 
 
 def _neutral(meaning: Meaning) -> Any:
-    """The default of a setting's flag. Where possible it is a number or a switch that changes nothing, because scripts
-    compute with it."""
+    """Return the default of a setting's flag. Where possible it is a number or a switch that changes nothing, because
+    scripts compute with it."""
     if not isinstance(meaning, Refused):
         return None
     return next((value for value in meaning.neutral if isinstance(value, int)), None)

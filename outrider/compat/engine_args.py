@@ -51,9 +51,9 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def from_cli_args(cls, args: argparse.Namespace) -> EngineArgs:
-        """The settings from the arguments of a script with the flags of `add_cli_args`."""
+        """Read the settings from the arguments of a script with the flags of `add_cli_args`."""
         return cls(**argument_parser.engine_settings(args))
 
     def create_engine_config(self, usage_context: object = None) -> VllmConfig:
-        """The settings in vLLM's groups, for reading: `EngineArgs(...).create_engine_config().cache_config`."""
+        """Return the settings in vLLM's groups, for reading: `EngineArgs(...).create_engine_config().cache_config`."""
         return vllm_config.VllmConfig.from_engine_config(self)

@@ -23,4 +23,4 @@ def explain_variables() -> None:
     for name, instead in VARIABLES.items():
         if os.environ.get(name, "0") not in ("", "0") and name not in _named:
             _named.add(name)
-            log.warning("the environment variable %s makes no difference: %s", name, instead)
+            log.warning("the environment variable %s has no effect: %s", name, instead)

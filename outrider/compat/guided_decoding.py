@@ -23,7 +23,7 @@ class GuidedDecodingParams(StructuredOutputsParams):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.backend not in OWN_BACKENDS:
-            log.warning("guided_decoding: backend=%s makes no difference: grammars are compiled by llguidance",
+            log.warning("guided_decoding: backend=%s has no effect: grammars are compiled by llguidance",
                         shown(self.backend))
 
     @classmethod

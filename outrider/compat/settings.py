@@ -1,9 +1,8 @@
-"""A table of vLLM's settings that have another name here, or do not exist here: what each means, or what to use
-instead. No torch.
+"""A table of vLLM's settings that have another name here, or do not exist here, each with its effect or a replacement.
+No torch.
 
 `translate` converts the settings of a script written for vLLM to Outrider's. A setting that asks for something that
-does not exist here is refused by name. A setting without effect is explained in one line of the log.
-"""
+does not exist here is refused by name. A setting without effect is explained in one line of the log."""
 
 from __future__ import annotations
 
@@ -51,8 +50,8 @@ class Refused:
 
 @dataclass(frozen=True)
 class Checked:
-    """A setting that is accepted only for values which ask for what is done anyway. `refused` finds the part of a value
-    that asks for more."""
+    """A setting that is accepted only for values that ask for the behaviour that the engine has anyway. `refused` finds
+    the part of a value that asks for more."""
 
     refused: Callable[[Any], str | None]
     is_switch: bool = False
@@ -60,7 +59,7 @@ class Checked:
 
 Meaning: TypeAlias = SameAs | Explained | Refused | Checked
 
-NO_IMAGES = "only text is served"
+NO_IMAGES = "of the settings for images only limit_mm_per_prompt is supported: leave this one out"
 BY_CONFIG = "a head that classifies is served where the model's config names one (*ForSequenceClassification)"
 ONE_GRAMMAR_LIBRARY = "grammars are compiled by llguidance: leave it out"
 ONE_DEVICE = "a model is cut by tensor_parallel_size alone: start an engine for each further copy"
@@ -85,29 +84,32 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "scheduling_policy": Explained("requests are served by priority, then by arrival"),
     "swap_space": Explained("pages are never swapped to the host: a preempted request is computed again"),
     "trust_remote_code": Explained("no remote code is ever run: model families are built in", is_switch=True),
-    "use_v2_block_manager": Explained("there is one page manager", is_switch=True),
+    "use_v2_block_manager": Explained("there is only one page manager", is_switch=True),
     "allowed_local_media_path": Refused("it is a setting of the server: outrider serve --allowed-local-media-path",
                                         (None, "")),
-    "calculate_kv_scales": Refused("scales of an fp8 cache are the files', or 1", (None, False), is_switch=True),
+    "calculate_kv_scales": Refused("scales of an fp8 cache come from the model's files, or are 1",
+                                   (None, False), is_switch=True),
     "convert": Refused(BY_CONFIG, (None, "auto", "none", "embed", "classify")),
     "cpu_offload_gb": Refused(ALL_ON_DEVICE, (None, 0)),
     "config_format": Explained("config.json is read, or a GGUF file's metadata"),
-    "data_parallel_size": Refused("replicas are the server's: outrider serve --replicas N", (None, 1)),
-    "disable_cascade_attn": Refused("there is no cascade attention to switch", (None, True), is_switch=True),
-    "disable_sliding_window": Refused("a model attends as it was trained", (None, False), is_switch=True),
+    "data_parallel_size": Refused("replicas are an option of the server: outrider serve --replicas N", (None, 1)),
+    "disable_cascade_attn": Refused("cascade attention does not exist here: leave it out",
+                                    (None, True), is_switch=True),
+    "disable_sliding_window": Refused("a model's sliding windows cannot be switched off: leave it out",
+                                      (None, False), is_switch=True),
     "distributed_executor_backend": Refused("ranks are processes that each node starts (nnodes); replicas run on "
                                             "a Ray cluster with outrider serve --ray", (None, "mp", "uni")),
     "enable_expert_parallel": Refused(ONE_DEVICE, (None, False), is_switch=True),
     "enable_sleep_mode": Explained("every engine can sleep", is_switch=True),
-    "generation_config": Refused("defaults are those of SamplingParams: pass sampling parameters", (None, "vllm")),
+    "generation_config": Refused("the model's generation_config is not read: pass sampling parameters", (None, "vllm")),
     "guided_decoding_backend": Explained("grammars are compiled by llguidance"),
     "hf_token": Refused("set HF_TOKEN in the environment, or log in with `hf auth login`"),
-    "kv_transfer_config": Refused("one engine keeps its own cache"),
+    "kv_transfer_config": Refused("engines do not exchange KV caches: leave it out"),
     "mm_processor_kwargs": Refused(NO_IMAGES, (None, {})),
     "num_speculative_tokens": Refused("use speculative_config={'method': ..., 'num_speculative_tokens': ...}"),
     "override_generation_config": Refused("pass sampling parameters with the request", (None, {})),
     "pipeline_parallel_size": Refused(ONE_DEVICE, (None, 1)),
-    "preemption_mode": Refused("a preempted request is computed again", (None, "recompute")),
+    "preemption_mode": Refused("a preempted request is always recomputed: leave it out", (None, "recompute")),
     "reasoning_parser": Refused("it is a setting of the server: outrider serve --reasoning-parser", (None, "")),
     "rope_scaling": Refused("use hf_overrides={'rope_scaling': ...}", (None, {})),
     "rope_theta": Refused("use hf_overrides={'rope_theta': ...}"),
@@ -121,47 +123,47 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     "task": Refused(BY_CONFIG, (None, "auto", "generate", "embed", "embedding", "classify", "score", "reward")),
     "tool_call_parser": Refused("it is a setting of the server: outrider serve --tool-call-parser", (None, "")),
     "tokenizer_mode": Explained("tokenizer.json is read, or a GGUF file's own"),
-    "tokenizer_revision": Refused("revision names the version of model and tokenizer"),
-    "worker_cls": Refused("there is one worker", (None, "auto")),
-    "additional_config": Refused("there are no further settings", (None, {})),
+    "tokenizer_revision": Refused("model and tokenizer have one revision: use revision"),
+    "worker_cls": Refused("the worker class cannot be replaced: leave it out", (None, "auto")),
+    "additional_config": Refused("additional settings do not exist: leave it out", (None, {})),
     "allowed_media_domains": Refused("it is a setting of the server: outrider serve --allowed-media-domains"),
-    "attention_config": Refused("choose a backend with attention_backend"),
+    "attention_config": Refused("use attention_backend to choose a backend"),
     "code_revision": Explained("no remote code is ever run: model families are built in"),
     "cudagraph_capture_sizes": Explained("sizes of captured steps are chosen by the engine"),
     "cuda_graph_sizes": Explained("sizes of captured steps are chosen by the engine"),
     "data_parallel_backend": Refused(ONE_DEVICE, (None, "mp")),
     "decode_context_parallel_size": Refused(ONE_DEVICE, (None, 1)),
     "disable_chunked_mm_input": Explained(NO_IMAGES, is_switch=True),
-    "disable_hybrid_kv_cache_manager": Explained("there is one page manager", is_switch=True),
+    "disable_hybrid_kv_cache_manager": Explained("there is only one page manager", is_switch=True),
     "enable_dbo": Refused(ONE_DEVICE, (None, False), is_switch=True),
     "enable_eplb": Refused(ONE_DEVICE, (None, False), is_switch=True),
-    "enable_lora_bias": Refused("biases of adapters are not served", (None, False), is_switch=True),
+    "enable_lora_bias": Refused("biases of adapters are not supported: leave it out", (None, False), is_switch=True),
     "fully_sharded_loras": Explained("the factors of adapters are cut as their weights are", is_switch=True),
     "hf_config_path": Refused(OWN_CONFIG),
     "ignore_patterns": Explained("only the files that a model needs are fetched"),
-    "kv_sharing_fast_prefill": Refused("layers that share a cache are always computed alike", (None, False),
+    "kv_sharing_fast_prefill": Refused("layers that share a cache have no faster prefill: leave it out", (None, False),
                                        is_switch=True),
     "long_prefill_token_threshold": Explained("long prompts are always computed in chunks of max_num_batched_tokens"),
-    "lora_dtype": Refused("adapters have the model's dtype", (None, "auto")),
+    "lora_dtype": Refused("adapters always have the model's dtype: leave it out", (None, "auto")),
     "mamba_block_size": Refused("use checkpoint_interval: tokens between the states that are kept for prefix hits"),
     "mamba_cache_mode": Explained("states of recurrent layers are kept for prefix hits every checkpoint_interval "
                                   "tokens, unless enable_prefix_caching is False"),
-    "mamba_cache_dtype": Refused("states of recurrent layers are float32", (None, "auto", "float32")),
-    "mamba_ssm_cache_dtype": Refused("states of recurrent layers are float32", (None, "auto", "float32")),
+    "mamba_cache_dtype": Refused("states of recurrent layers are always float32", (None, "auto", "float32")),
+    "mamba_ssm_cache_dtype": Refused("states of recurrent layers are always float32", (None, "auto", "float32")),
     "max_long_partial_prefills": Explained("prompts share a step's tokens in the order of their arrival"),
     "max_num_partial_prefills": Explained("prompts share a step's tokens in the order of their arrival"),
     "max_parallel_loading_workers": Explained("weights are read by one process"),
     "media_io_kwargs": Refused(NO_IMAGES, (None, {})),
     "mm_encoder_tp_mode": Refused(NO_IMAGES, (None, "weights")),
-    "mm_processor_cache_gb": Explained("only text is served"),
-    "model_loader_extra_config": Refused("weights are read from safetensors or GGUF files", (None, {})),
+    "mm_processor_cache_gb": Explained("the features of the latest images are always kept"),
+    "model_loader_extra_config": Refused("weight loading has no further settings: leave it out", (None, {})),
     "observability_config": Refused("the server has /metrics and --otlp-traces-endpoint"),
     "prefill_context_parallel_size": Refused(ONE_DEVICE, (None, 1)),
     "safetensors_load_strategy": Explained("tensors are read one at a time"),
-    "scheduler_cls": Refused("there is one scheduler"),
+    "scheduler_cls": Refused("the scheduler class cannot be replaced: leave it out"),
     "skip_mm_profiling": Refused(NO_IMAGES, (None, False), is_switch=True),
-    "stream_interval": Explained("a stream gets every token that its reader has not seen"),
-    "use_tqdm_on_load": Explained("a terminal shows a bar, and nothing else does", is_switch=True),
+    "stream_interval": Explained("a stream sends all tokens that are ready at each step"),
+    "use_tqdm_on_load": Explained("progress bars are shown on a terminal only", is_switch=True),
     **dict.fromkeys(("data_parallel_rank", "data_parallel_size_local", "data_parallel_address", "device_ids",
                      "eplb_config", "numa_bind_nodes", "numa_bind_cpus"),
                     Refused(ONE_DEVICE, (None, 0, 1))),
@@ -172,7 +174,7 @@ VLLM_SETTINGS: dict[str, Meaning] = {
                      "performance_mode"), Explained("the engine chooses its kernels and captured steps")),
     **dict.fromkeys(("disable_async_output_proc", "enable_flashinfer_autotune", "enable_cumem_allocator",
                      "multi_step_stream_outputs", "use_fp64_gumbel"),
-                    Explained("there is one way to run steps here", is_switch=True)),
+                    Explained("steps run in one way only", is_switch=True)),
     **dict.fromkeys(("num_scheduler_steps", "num_lookahead_slots", "scheduler_delay_factor", "tokenizer_pool_size"),
                     Explained("steps are scheduled one by one, and overlap")),
     **dict.fromkeys(("collect_detailed_traces", "show_hidden_metrics_for_version", "otlp_traces_endpoint"),
@@ -183,7 +185,7 @@ VLLM_SETTINGS: dict[str, Meaning] = {
     **dict.fromkeys(("spec_method", "spec_model", "spec_tokens"),
                     Refused("use speculative_config={'method': ..., 'num_speculative_tokens': ...}")),
     **dict.fromkeys(("ec_transfer_config", "kv_offloading_backend", "kv_offloading_size"),
-                    Refused("one engine keeps its own cache")),
+                    Refused("engines do not exchange KV caches: leave it out")),
     "language_model_only": Explained(NO_IMAGES, is_switch=True),
     "enable_mm_embeds": Refused(NO_IMAGES, (None, False), is_switch=True),
     "quantization_config": Refused(OWN_FORMAT),
@@ -194,27 +196,29 @@ VLLM_SETTINGS |= {
     "allow_deprecated_quantization": Explained(OWN_FORMAT, is_switch=True),
     "cpu_offload_params": Refused(ALL_ON_DEVICE, (None, (), [], set())),
     "default_mm_loras": Refused(NO_IMAGES, (None, {})),
-    "diffusion_config": Refused("models that denoise blocks of tokens are not served"),
+    "diffusion_config": Refused("diffusion language models are not supported"),
     "enable_log_requests": Explained("requests are not logged", is_switch=True),
-    "enable_mamba_cache_stochastic_rounding": Refused("states of recurrent layers are float32", (None, False),
+    "enable_mamba_cache_stochastic_rounding": Refused("states of recurrent layers are always float32", (None, False),
                                                       is_switch=True),
-    "enable_moe_shared_loras": Refused("adapters of experts are read as PEFT saves them", (None, False),
+    "enable_moe_shared_loras": Refused("adapters of experts must have PEFT's format: leave it out", (None, False),
                                          is_switch=True),
-    "enable_return_routed_experts": Refused("choices of experts are not reported", (None, False), is_switch=True),
+    "enable_return_routed_experts": Refused("the experts that were chosen are not reported: leave it out",
+                                            (None, False), is_switch=True),
     "enable_tower_connector_lora": Refused(NO_IMAGES, (None, False), is_switch=True),
-    "enable_trace_replay": Refused("tokens are those of the model: give known tokens as part of the prompt",
+    "enable_trace_replay": Refused("answers cannot be replayed: give known tokens as part of the prompt",
                                    (None, False), is_switch=True),
-    "engram_config": Refused("tables of n-gram embeddings lie with the weights"),
-    "io_processor_plugin": Refused("prompts are texts, token ids and embeddings", (None, "")),
+    "engram_config": Refused("tables of n-gram embeddings cannot be placed elsewhere: leave it out"),
+    "io_processor_plugin": Refused("plugins for prompts are not supported: give texts, token ids or images",
+                                   (None, "")),
     "lora_target_modules": Explained("an adapter's own config names its layers"),
-    "max_lora_cls_labels": Refused("adapters change no head that classifies"),
+    "max_lora_cls_labels": Refused("adapters of classification heads are not supported: leave it out"),
     "max_num_active_seqs": Refused("use max_num_seqs"),
     "max_num_scheduled_tokens": Refused("use max_num_batched_tokens"),
     "model_class_overrides": Refused("docs/extending.md says how to add a model", (None, {})),
     "model_weights": Refused("give the folder or the file with the weights as model", (None, "")),
-    "per_request_spec_decode_metrics": Refused("outputs have the counts of their drafts in metrics", (None, "none")),
+    "per_request_spec_decode_metrics": Refused("read the counts of drafts in the outputs' metrics", (None, "none")),
     "prefill_schedule_interval": Explained("every step may compute prompts"),
-    "prefix_cache_retention_interval": Explained("pages and states stay until their room is needed"),
+    "prefix_cache_retention_interval": Explained("pages and states are cached until their memory is needed"),
     "prefix_match_unit": Explained("prefixes are found by whole pages"),
     "pt_load_map_location": Explained("weights are read from safetensors or GGUF files"),
     "reasoning_config": Refused("the length of reasoning is not bounded: use max_tokens", (None, {})),
@@ -229,8 +233,8 @@ VLLM_SETTINGS |= {
     "specialize_active_lora": Explained("captured steps serve any number of adapters", is_switch=True),
     "tokens_only": Refused("give token ids, and skip_tokenizer_init=True", (None, False), is_switch=True),
     "watermark": Explained("a preempted request is computed again"),
-    "watermark_config": Refused("texts get no watermark"),
-    "weight_transfer_config": Refused("LLM.load_weights takes tensors, and the server has --weight-transfer-config"),
+    "watermark_config": Refused("watermarks are not supported: leave it out"),
+    "weight_transfer_config": Refused("use LLM.load_weights, or outrider serve --weight-transfer-config"),
     **dict.fromkeys(("aux_output_config", "ec_manager_config", "video_pruning_rate", "video_pruning_method"),
                     Refused(NO_IMAGES, (None, {}, "evs"))),
     **dict.fromkeys(("interleave_mm_strings", "mm_encoder_only"), Refused(NO_IMAGES, (None, False), is_switch=True)),
@@ -249,15 +253,15 @@ VLLM_SETTINGS |= {
                     Explained("ranks exchange tensors in one way, chosen by the engine", is_switch=True)),
     **dict.fromkeys(("cpu_distributed_timeout_seconds", "distributed_timeout_seconds", "fault_tolerance_config",
                      "shutdown_timeout", "watchdog_config"),
-                    Explained("an engine ends by name when a rank dies or hangs")),
-    "enable_fault_tolerance": Refused("the server starts a dead engine anew, and replicas go on without it",
+                    Explained("if a rank dies or hangs, the engine ends with an error that names it")),
+    "enable_fault_tolerance": Refused("the server always restarts a dead engine: leave it out",
                                       (None, False), is_switch=True),
     **dict.fromkeys(("ir_op_priority", "kda_decode_backend", "kda_prefill_backend", "mamba_cache_philox_rounds",
                      "mamba_config", "mamba_ssu_algorithm", "replayssm_buffer_len", "sparse_indexer_topk_backend"),
                     Explained("the engine chooses its kernels and captured steps")),
     **dict.fromkeys(("enable_mixed_moe_lora_format", "long_prefill_token_threshold_adaptive", "monokernel",
                      "enable_mamba_shared_prefix_checkpoint", "swa_bounded_replay", "use_replayssm"),
-                    Explained("there is one way to run steps here", is_switch=True)),
+                    Explained("steps run in one way only", is_switch=True)),
     **dict.fromkeys(("max_num_queued_reqs", "max_num_queued_tokens"),
                     Refused("it is a setting of the server: outrider serve --max-num-queued-reqs")),
     **dict.fromkeys(("offload_backend", "offload_group_size", "offload_num_in_group", "offload_params",
@@ -276,30 +280,31 @@ DRAFTING_KEYS: dict[str, Meaning] = {
     "disable_by_batch_size": Explained("the number of drafts is chosen every step, down to none"),
     "disable_logprobs": Explained("log-probabilities are those of the model"),
     "disable_padded_drafter_batch": Explained("batches have one form with drafts and without"),
-    "enforce_eager": Refused("give enforce_eager of the engine", (None, False)),
-    "max_model_len": Refused("a drafter serves the length of the model"),
+    "enforce_eager": Refused("use the engine's setting enforce_eager", (None, False)),
+    "max_model_len": Refused("a drafter has the max_model_len of its target: leave it out"),
     "quantization": Refused(OWN_FORMAT),
-    "use_heterogeneous_vocab": Refused("a drafter has the vocabulary of its target", (None, False)),
+    "use_heterogeneous_vocab": Refused("a drafter must have its target's vocabulary: leave it out", (None, False)),
     "synthetic_acceptance_rates": Refused("use synthetic_rates"),
-    "draft_lm_head_quantization": Refused("a GPU draws drafts from an 8-bit copy of the output where that is faster"),
+    "draft_lm_head_quantization": Refused("the engine makes an 8-bit copy of the output itself where that is faster"),
     "num_speculative_tokens_per_batch_size": Explained("the number of drafts is chosen every step, down to none"),
     "enable_adaptive_verification": Explained("the number of drafts is chosen every step, down to none"),
     **dict.fromkeys(("attention_backend", "moe_backend"), Explained("a drafter has the kernels of its target")),
-    "kv_cache_dtype": Refused("a drafter's cache has the type of its target's", (None, "auto")),
+    "kv_cache_dtype": Refused("a drafter's cache has its target's dtype: leave it out", (None, "auto")),
     **dict.fromkeys(("disable_eagle_block_drop", "disable_lookahead_block_hashes", "use_local_argmax_reduction"),
-                    Explained("there is one way to draft here")),
-    "draft_sample_method": Explained("drafts are drawn so that the output's distribution is the model's"),
+                    Explained("drafting has one implementation only")),
+    "draft_sample_method": Explained("drafts never change the distribution of the output"),
     "index_share_for_mtp_iteration": Explained("a module chooses its own tokens to attend to"),
-    "parallel_drafting": Refused("a method drafts as its files were trained", (None, False)),
-    "draft_load_config": Refused("a drafter is read from safetensors or GGUF files"),
+    "parallel_drafting": Refused("the method decides this (block drafters draft in parallel): leave it out",
+                                 (None, False)),
+    "draft_load_config": Refused("loading a drafter has no further settings: leave it out"),
     "code_revision": Explained("no remote code is ever run: drafters are built in"),
     **dict.fromkeys(("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests",
                      "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
                     Explained("suffix drafts have sizes of their own: see docs/drafters.md")),
     **dict.fromkeys(("fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"),
-                    Refused("drafts that the model would not choose are never accepted")),
-    "dspark_draft_topk": Refused("DSpark drafts its likeliest tokens"),
-    "xpress_topc": Refused("there are no XPress drafters"),
+                    Refused("inexact acceptance of drafts is not supported: leave it out")),
+    "dspark_draft_topk": Refused("a DSpark drafter always drafts its likeliest token: leave it out"),
+    "xpress_topc": Refused("XPress drafters are not supported"),
     "revision": Refused("give the folder of that revision as model"),
 }
 # Values that ask for nothing where the model is on one rank: a script is its one process then.
@@ -346,7 +351,7 @@ def translate(front: str, given: dict[str, Any], known: Iterable[str],
                     settings[own] = _value(name, value)
             case Explained(words):
                 if value is not None:
-                    log.warning("%s=%s makes no difference: %s", name, shown(value), words)
+                    log.warning("%s=%s has no effect: %s", name, shown(value), words)
             case Refused(instead, neutral):
                 neutral += () if num_ranks != 1 else AT_ONE_RANK.get(name, ())
                 if not any(type(value) is type(same) and value == same for same in neutral):
@@ -373,7 +378,7 @@ def translate_drafting(given: dict[str, Any], num_ranks: int = 1) -> dict[str, A
         match meaning:
             case Explained(words):
                 if value is not None:
-                    log.warning("speculative_config: %s=%s makes no difference: %s", key, shown(value), words)
+                    log.warning("speculative_config: %s=%s has no effect: %s", key, shown(value), words)
             case Refused(instead, neutral):
                 if value not in neutral:
                     raise ValueError(f"speculative_config: {key}={shown(value)} is not supported: {instead}")
@@ -393,7 +398,7 @@ def _value(setting: str, value: Any) -> Any:
     if setting == "dtype" and type(value).__module__ == "torch":  # torch.float16 itself
         value = str(value).removeprefix("torch.")
     if setting == "attention_backend" and value in OTHER_BACKENDS:
-        log.warning("attention_backend=%s makes no difference: the engine chooses among its own kernels", shown(value))
+        log.warning("attention_backend=%s has no effect: the engine chooses among its own kernels", shown(value))
         return "auto"
     if setting == "profiler_config":
         return profiler_config.profiler_dir(value)

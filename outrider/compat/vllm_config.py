@@ -70,8 +70,8 @@ class ModelConfig(SettingsGroup):
 
 
 def _labels_of(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The names of classes in the three forms that transformers' configs have. If the config has none, names are made
-    up."""
+    """Return the names of classes in the three forms that transformers' configs have. If the config has no names, they
+    are made up."""
     given = {int(index): name for index, name in (values.get("id2label") or {}).items()}
     names = given or {index: f"LABEL_{index}" for index in range(values.get("num_labels") or TWO_LABELS)}
     return {"id2label": names, "num_labels": len(names),

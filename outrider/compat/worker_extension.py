@@ -1,8 +1,7 @@
 """The worker whose methods `collective_rpc` calls: an object of a trainer's own class (`worker_extension_cls`).
 
-It finds in itself the attributes of vLLM's workers by which weights are loaded, and lives in the caller's process. No
-torch before the first call.
-"""
+The object has the attributes of vLLM's workers through which weights are loaded, and lives in the caller's process. No
+torch before the first call."""
 
 from __future__ import annotations
 
@@ -67,7 +66,8 @@ class ExtendedWorker:
 
 
 def _join_alone(distributed: Any) -> None:
-    """Make a process group of this process alone, unless the trainer has made one: extensions ask it for their rank."""
+    """Make a process group of this process alone, unless the trainer has made one, because extensions read their rank
+    from it."""
     if not distributed.is_initialized():
         distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
 

@@ -1,4 +1,4 @@
-"""Output: the output of a request for text, or of a request for hidden states. No torch."""
+"""Output: the type of any request's output, for text or for hidden states. No torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Output: TypeAlias = RequestOutput | HiddenOutput
 
 
 def empty_output(request_id: str, request: CheckedRequest) -> Output:
-    """The output of a request that has just been added and has no tokens yet."""
+    """Make the output of a request that has just been added and has no tokens yet."""
     token_ids = list(request.token_ids)
     if isinstance(request.params, HiddenTask):
         return request.params.make_output(request_id, request.text, token_ids)

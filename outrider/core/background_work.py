@@ -1,5 +1,5 @@
-"""BackgroundWork: base class for work that a feature does in a worker while its steps go on, with the model's weights.
-No torch."""
+"""BackgroundWork: base class for a feature's work in a worker beside the steps, such as training with the model's
+weights. No torch."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Sequence
 
 
 class BackgroundWork:
-    """A feature overrides the methods that it needs; by default a method does nothing. The worker calls the methods in
-    order with its steps."""
+    """Base class of a feature's background work. A feature overrides the methods that it needs; by default a method
+    does nothing. The worker calls the methods in order with its steps."""
 
     def start(self) -> None:
         """Called when the worker is ready to serve."""
 
     def pause(self) -> None:
-        """Wait for the current piece of work, and begin no more work. After this call weights may be freed or
-        changed."""
+        """Wait for the current piece of work, and begin no other. After this call weights may be freed or changed."""
 
     def resume(self) -> None:
         """Go on after a pause."""

@@ -1,8 +1,7 @@
-"""CheckedRequest: a request that the engine has checked: prompt, parameters and what it asks of features. No torch.
+"""CheckedRequest: a request that the engine has checked: prompt, parameters and its features' parts. No torch.
 
 `engine/request_checks.py` makes these values, and only for requests that the engine can serve. Everything that belongs
-to a request is a field here, so that all code between the API and the worker passes on one value.
-"""
+to a request is a field here, so that all code between the API and the worker passes on one value."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ class CheckedRequest:
 
     @property
     def is_masked(self) -> bool:
-        """Whether a feature restricts by masks which tokens may be sampled."""
+        """Whether a feature restricts, by token masks, which tokens may be sampled."""
         return any(part.masks_tokens for part in self.parts)
 
     @property
@@ -64,42 +63,43 @@ class CheckedRequest:
 
     @property
     def min_tokens(self) -> int:
-        """The number of tokens before which the sampler forbids the ids that end the request."""
+        """Return the number of tokens before which the sampler forbids the ids that end the request."""
         return 0 if self.is_ended_by_masks else self.sampling.min_tokens
 
     def stop_ids(self, eos_ids: Sequence[int]) -> list[int]:
-        """The token ids that end the request, each once. eos_ids: those of the model."""
+        """Return the token ids that end the request, each once. eos_ids: those of the model."""
         is_endless = self.sampling.ignore_eos and not self.is_ended_by_masks
         return list(dict.fromkeys([*(() if is_endless else eos_ids), *(self.sampling.stop_token_ids or ())]))
 
     @property
     def cache_keys(self) -> tuple[str, ...]:
-        """Values that must be equal for requests to share pages, in addition to their tokens."""
+        """Return values that must be equal for requests to share pages, in addition to their tokens."""
         parts = [part.cache_key for part in self.parts]
         salt = None if self.cache_salt is None else f"salt={self.cache_salt}"
         return tuple(key for key in (*parts, salt) if key is not None)
 
     @property
     def input_parts(self) -> InputParts:
-        """Inputs of the prompt in addition to its token ids, such as embeddings."""
+        """Return the inputs of the prompt in addition to its token ids, such as embeddings."""
         if not self.parts:
             return NO_INPUTS
         return InputParts(part for part in self.parts if isinstance(part, InputPart))
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether the request may take prefix hits. One for prompt logprobs, or for hidden states of all tokens, may
-        not, because it has to compute its whole prompt."""
+        """Whether the request may take prefix hits. A request for prompt logprobs, or for hidden states of all tokens,
+        may not, because it must compute its whole prompt."""
         if self.hidden.covers_prompt:
             return False
         return self.sampling.prompt_logprobs is None and not self.sampling.skip_reading_prefix_cache
 
     def part(self, kind: type[Part]) -> Part | None:
-        """The request's part of this kind: what the request asks of one feature. None if it asks for nothing."""
+        """Return the request's part of this kind, which says what the request asks of one feature. None if it asks for
+        nothing."""
         return find_part(self.parts, kind)
 
     def with_part(self, part: RequestPart) -> CheckedRequest:
-        """A copy of the request with this part, which replaces a part of the same kind."""
+        """Return a copy of the request with this part, which replaces a part of the same kind."""
         others = [own for own in self.parts if type(own) is not type(part)]
         return replace(self, parts=(*others, part))
 

@@ -33,7 +33,7 @@ class ReadCost(NamedTuple):
 
 
 class SamplerLoad(enum.IntEnum):
-    """How much work a request makes for the sampler, for each of its logit rows."""
+    """The work that a request makes for the sampler, for each of its logit rows."""
 
     GREEDY = 0
     DRAW = 1  # noise
@@ -111,13 +111,13 @@ class MixedStepCosts(SizedCosts):
         return interpolate(self.tokens, self.seconds, tokens)
 
     def largest_size(self, max_seconds: float) -> int:
-        """The largest size of a step that takes at most so many seconds; 0 if every step takes longer."""
+        """Return the largest size of a step that takes at most `max_seconds`; 0 if every step takes longer."""
         fitting = (size for size, seconds in zip(self.tokens, self.seconds, strict=True) if seconds <= max_seconds)
         return max(fitting, default=0)
 
     def attend(self, num_tokens: int, context: int) -> float:
-        """Seconds that attention takes for a chunk of `num_tokens` tokens of a prompt, behind `context` tokens that
-        were computed before."""
+        """Return the seconds that attention takes for a chunk of `num_tokens` tokens of a prompt, after `context`
+        tokens that were computed before."""
         keys = context + (num_tokens + 1) / 2  # in the mean
         return num_tokens * sum(
             cost.seconds * (keys if cost.window is None else min(keys, cost.window)) for cost in self.attending
@@ -125,8 +125,8 @@ class MixedStepCosts(SizedCosts):
 
 
 def interpolate(points: Sequence[int], values: Sequence[float], x: int) -> float:
-    """The value at x of the piecewise linear function through sorted points. Behind the last point the last slope goes
-    on."""
+    """Return the value at x of the piecewise linear function through sorted points. Beyond the last point the last
+    slope continues."""
     at = bisect_right(points, x)
     if at == 0 or len(points) == 1:
         return values[0]

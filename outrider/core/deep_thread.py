@@ -3,9 +3,8 @@
 Code that follows thousands of nested rules overflows an ordinary stack, which would end the process. A thread cannot be
 stopped: one that exceeds the limit goes on running, and only a few may run at a time.
 
-An interpreter that exits stops its threads wherever they are, and a thread inside a Rust library then crashes the
-process. So a command calls `end_process` to exit, and other programs wait up to EXIT_SECONDS when they exit.
-"""
+Python stops all threads when it exits, and a thread inside a Rust library then crashes the process. So a command exits
+by `end_process`, and other programs wait up to EXIT_SECONDS at their exit."""
 
 from __future__ import annotations
 

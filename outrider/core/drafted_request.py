@@ -11,7 +11,7 @@ from outrider.core.costs import SamplerLoad
 
 
 class DraftedRequest(Protocol):
-    """The scheduler's `Request`, as speculation sees it."""
+    """The interface of the scheduler's `Request` that speculation uses."""
 
     @property
     def id(self) -> int: ...
@@ -57,11 +57,12 @@ class DraftedRequest(Protocol):
 
     @property
     def num_proposed(self) -> int:
-        """Number of drafts that wait on the device to be checked, as the last result said."""
+        """Number of drafts that wait on the device to be checked, according to the last result."""
 
     @property
     def levels(self) -> int:
-        """The drafter's confidence in the drafts that wait on the device, packed as `core/draft_confidence.py` says."""
+        """The drafter's confidence in the drafts that wait on the device, packed as described in
+        `core/draft_confidence.py`."""
 
     # The same, of the drafts that the last settled step checked. Speculation sets it to 0 for drafts of the host.
     checked_levels: int

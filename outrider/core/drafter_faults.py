@@ -1,9 +1,8 @@
-"""FaultRecord: the faults of one drafter, counted and logged, and whether the drafter is switched off because of them.
+"""FaultRecord: counts and logs the faults of one drafter, and switches the drafter off after too many.
 
-A drafter is somebody else's code: it may raise, or return anything. No fault of a drafter changes the text or ends a
+A drafter may be code of a user: it may raise, or return anything. No fault of a drafter changes the text or ends a
 request. The drafts of that step are lost, the log names the drafter, and after MAX_DRAFTER_FAULTS faults the engine
-goes on without the drafter.
-"""
+goes on without the drafter."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ _ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class DrafterFault:
-    """One fault, as it travels from the drafter's side to the engine's statistics."""
+    """One fault, as it is sent from the code that runs the drafter to the engine's statistics."""
 
     drafter: str  # its name and class
     kind: FaultKind

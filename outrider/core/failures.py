@@ -1,4 +1,4 @@
-"""Failures of requests, as types that say whose fault they are. No torch."""
+"""Failures of requests, as types that say whether the client, the parameters or the server caused them. No torch."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Parts that features add to the core's data: parts of a request, of a batch, of results and of the limits. No torch.
 
 A part is plain data that can be pickled; its class is defined in the feature's folder. A request, batch or result has
-at most one part of each type, and only parts of features that concern it.
-"""
+at most one part of each type, and only parts of the features that it uses."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ class BatchPart:
 
 
 class RequestPart:
-    """What a request asks of one feature. The feature defines the subclass."""
+    """The part of a request that concerns one feature, such as an adapter's name. The feature defines the subclass."""
 
     __slots__ = ()
     # Whether the feature decides which tokens may be sampled: it writes a mask for each logit row of the request, when
@@ -30,8 +29,8 @@ class RequestPart:
 
     @property
     def cache_key(self) -> str | None:
-        """A text that must be equal for requests to share pages. None: the feature does not change the keys and values
-        in the cache."""
+        """A text that must be equal for requests to share pages. None if the feature does not change keys and values in
+        the cache."""
         return None
 
 
@@ -43,12 +42,12 @@ class LimitsPart:
 
     @property
     def placeholders(self) -> tuple[int, ...]:
-        """Tokens that stand for other inputs in prompts, and that no text has."""
+        """Return the tokens that stand for other inputs in prompts, and that no text contains."""
         return ()
 
 
 class Figure(NamedTuple):
-    """One number of a report, as metrics show it."""
+    """One number of a feature's report, for metrics."""
 
     name: str
     help_text: str
@@ -71,5 +70,5 @@ Part = TypeVar("Part")
 
 
 def find_part(parts: Iterable[object], kind: type[Part]) -> Part | None:
-    """The part of this type, if there is one."""
+    """Return the part of this type, or None."""
     return next((part for part in parts if isinstance(part, kind)), None)

@@ -31,7 +31,7 @@ class Rule(Protocol):
     def holds(self, value: Any) -> bool: ...
 
     def words(self, kind: str) -> str:
-        """The restriction in words, for an error message. `kind` names the type, such as "an integer"."""
+        """Return the restriction in words, for an error message. `kind` names the type, such as "an integer"."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,8 @@ def check_value(name: str, declared: Any, value: Any) -> None:
 
 
 def _broken(value: Any) -> str:
-    """The end of an error message about a text, or a list of texts, that UTF-8 cannot encode. Empty if UTF-8 can."""
+    """Return the end of an error message about a text, or a list of texts, that UTF-8 cannot encode. Empty if it
+    can."""
     texts = "".join(text for text in (value if isinstance(value, (list, tuple)) else [value]) if isinstance(text, str))
     if re.search("[\udc80-\udcff]", texts):  # so Python writes bytes of a terminal or pipe that it cannot read
         return ", which was not written in UTF-8, or holds half of a character"
@@ -117,7 +118,7 @@ def _broken(value: Any) -> str:
 
 
 def _name_meant(declared: Any, value: Any) -> str | None:
-    """The allowed name nearest to a misspelt one. None if the type does not list its allowed names."""
+    """Return the allowed name nearest to a misspelt one. None if the type does not list its allowed names."""
     given = value if isinstance(value, (list, tuple)) else [value]
     for rule in _rules_of(declared):
         names = [name for name in rule.names if isinstance(name, str)]
@@ -129,21 +130,21 @@ def _name_meant(declared: Any, value: Any) -> str | None:
 
 
 def _has_other_number(word: str, name: str) -> bool:
-    """Whether two names differ only in the number at their end: int8 is no misspelt int4. The same digits in another
-    order are a misspelling (float23)."""
+    """Whether two names differ only in the number at their end: int8 is not a misspelling of int4. The same digits in
+    another order are one (float23)."""
     one, other = (re.fullmatch(r"(\D+)(\d+)", each) for each in (word, name))
     return one is not None and other is not None and one[1] == other[1] and sorted(one[2]) != sorted(other[2])
 
 
 def _rules_of(declared: Any) -> list[OneOf]:
-    """All `OneOf` rules in a declaration."""
+    """Return all `OneOf` rules in a declaration."""
     if isinstance(declared, OneOf):
         return [declared]
     return [rule for part in get_args(declared) for rule in _rules_of(part)]
 
 
 def shown(value: Any) -> str:
-    """A value for an error message: never long, and never an error itself."""
+    """Return a value as text for an error message: always short, even for values that cannot be shown."""
     try:
         text = repr(value)
     except Exception:  # a caller's own __repr__, or an integer of too many digits
@@ -152,7 +153,7 @@ def shown(value: Any) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = CLOSE) -> str | None:
-    """The known name that was probably meant by a misspelt one."""
+    """Return the known name that is nearest to a misspelt one."""
     names = list(known)
     longest = max(map(len, names), default=0)
     if 2 * longest < cutoff * (len(word) + longest):
@@ -162,8 +163,8 @@ def nearest(word: str, known: Iterable[str], cutoff: float = CLOSE) -> str | Non
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error message: the name that was probably meant, if there is one, or the first name that begins
-    with the word. Marks before flags and routes (`--`, `/`) and the case of letters are not compared."""
+    """Return the end of an error message: the name that was probably meant, if there is one, or the first name that
+    begins with the word. Marks before flags and routes (`--`, `/`) and the case of letters are not compared."""
     names = {name.lstrip(MARKS).lower(): name for name in reversed(list(known))}
     bare = word.lstrip(MARKS).lower()
     begun = (name for name in reversed(names) if len(bare) >= LEAST_BEGINNING and name.startswith(bare))
@@ -172,8 +173,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def unknown_name(what: str, word: str, known: Iterable[str], also: Iterable[str] = ()) -> str:
-    """An error message about an unknown name. It suggests the name that was probably meant, then a few others. `also`:
-    names that may be meant and are not listed."""
+    """Return an error message about an unknown name. It suggests the name that was probably meant, then a few others.
+    `also`: names that may be meant and are not listed."""
     names, word = list(known), word[:100]
     listed = names if len(names) <= MOST_LISTED else difflib.get_close_matches(word, names, MOST_LISTED, cutoff=0)
     more = f" and {len(names) - len(listed)} more" if len(listed) < len(names) else ""
@@ -192,7 +193,7 @@ def check_names(owner: str, kind: Any, given: Iterable[str], refused: Mapping[st
 
 
 def declared_fields(kind: Any) -> dict[str, Any]:
-    """The declared type of every field of a dataclass."""
+    """Return the declared type of every field of a dataclass."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
@@ -236,9 +237,8 @@ def _check_of(declared: Any) -> Check:
 
 
 def _all_of(declared: Any) -> Check:
-    """A check of all items of a collection. Token ids may come by the thousands: where all are plain integers, checking
-    the least and the greatest suffices. A vocabulary has a hundred thousand texts, which are checked as one joined
-    text."""
+    """Make a check of all items of a collection. It is fast for long ones: of plain integers, such as token ids, only
+    the least and the greatest are checked, and texts, such as a vocabulary, are checked as one joined text."""
     each, words = _check_of(declared)
     if declared is str:
         return (lambda items: (set(map(type, items)) <= {str} and _is_text("".join(items)))

@@ -10,14 +10,14 @@ from typing import Any
 
 
 def canonical(value: Any) -> bytes:
-    """The canonical bytes of a JSON value: sorted keys, no spaces, ASCII, and 1.0 written as 1, as some JSON writers
-    do. Raises ValueError or TypeError for a value that JSON does not have."""
+    """Return the canonical bytes of a JSON value: sorted keys, no spaces, ASCII, and 1.0 written as 1, as some JSON
+    writers do. Raises ValueError or TypeError for a value that JSON does not have."""
     return json.dumps(_whole(value), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
 
 
 def canonical_object(fields: Mapping[str, Any], written: Mapping[str, bytes]) -> bytes:
-    """The canonical bytes of a JSON object. `written`: the canonical bytes of those field values that the caller has
-    already."""
+    """Return the canonical bytes of a JSON object. `written`: the canonical bytes of those field values that the caller
+    has already."""
     parts = (canonical(name) + b":" + (written[name] if name in written else canonical(fields[name]))
              for name in sorted(fields))
     return b"{" + b",".join(parts) + b"}"

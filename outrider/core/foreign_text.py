@@ -11,15 +11,15 @@ BREAK = re.compile(r"\s*\n\s*")
 
 
 def printable(text: str) -> str:
-    """The text with its control characters as escapes. Tabs and line feeds stay."""
+    """Return the text with its control characters escaped. Tabs and line feeds stay."""
     return UNSHOWN.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 def on_one_line(text: str) -> str:
-    """The text for a message of one line: line feeds become spaces, control characters escapes."""
+    """Return the text on one line: line feeds become spaces, control characters escapes."""
     return printable(BREAK.sub(" ", text))
 
 
 def log_lines(text: str) -> str:
-    """The text of a log record: further lines are indented, so that none looks like a record of its own."""
+    """Return the text of a log record: further lines are indented, so that none looks like a separate record."""
     return printable(text).replace("\n", "\n  ")

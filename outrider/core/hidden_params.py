@@ -1,4 +1,4 @@
-"""HiddenParams: which hidden states of its prompt a request reads. No torch."""
+"""HiddenParams: the parameters of a request for hidden states of its prompt. No torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from outrider.core.params import SamplingParams
 
 
 class HiddenReport(enum.Enum):
-    """Which hidden states of a prompt are returned with the results of its steps. A request that asks for any of them
-    ends when its prompt is computed."""
+    """The choice of hidden states of a prompt that are returned with the results of its steps. A request that asks for
+    any ends when its prompt is computed."""
 
     NONE = "none: the request generates tokens"
     LAST = "the last token's"
@@ -32,7 +32,7 @@ class HiddenParams:
 
     @property
     def report(self) -> HiddenReport:
-        """The hidden states that the request needs."""
+        """Return which hidden states the request needs."""
         raise NotImplementedError
 
     def checked(self, hidden_size: int, classes: ClassHead | None) -> Self:

@@ -1,9 +1,8 @@
 """Requests for hidden states of their prompts, instead of text. No torch.
 
-They are the states after the model's final norm, from which the head would compute logits. The core reports them with
-the results of steps. A feature decides how they are used: a HiddenTask has the parameters of a request, a
-HiddenGatherer collects its vectors over the steps, and a HiddenOutput is its output.
-"""
+Hidden states here are those after the model's final norm, from which the head would compute logits. The core reports
+them with the results of steps. A feature decides how they are used: a HiddenTask has the parameters of a request, a
+HiddenGatherer collects its vectors over the steps, and a HiddenOutput is its output."""
 
 from __future__ import annotations
 
@@ -63,5 +62,5 @@ class HiddenTask(HiddenParams):
         raise NotImplementedError
 
     def make_output(self, request_id: str, prompt: str | None, token_ids: list[int]) -> HiddenOutput:
-        """The output of a request that has just been added."""
+        """Make the output of a request that has just been added."""
         raise NotImplementedError

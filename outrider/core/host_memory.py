@@ -1,4 +1,4 @@
-"""How much of the host's memory a process may still take, and how it gives memory back. No torch."""
+"""Host memory: how much a process may still take, and how it returns freed memory to the system. No torch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD, M_ARENA_MAX = -1, -3, -8  # of malloc.h
 
 
 def available_bytes() -> int:
-    """Bytes that a process may take, including the system's file cache, which is freed on demand and may be most of the
-    memory after a model was read. On systems without /proc only free memory counts."""
+    """Return the bytes that a process may take. This includes the system's file cache, which is freed on demand and may
+    be most of the memory after a model was read. On systems without /proc only free memory counts."""
     try:
         found = re.search(r"^MemAvailable:\s*(\d+) kB", MEMINFO.read_text(encoding="utf-8"), re.M)
     except OSError:  # another system

@@ -2,8 +2,7 @@
 
 A part may give vectors in place of the embeddings of tokens, let the tokens of a range see each other in both
 directions, or both. A feature makes the parts of a request from its prompt (`engine/input_reader.py`). The scheduler,
-the cache and the steps call all of them and do not know the features. Positions are those of the prompt's tokens.
-"""
+the cache and the steps use all of them through this interface. Positions are those of the prompt's tokens."""
 
 from __future__ import annotations
 
@@ -31,40 +30,41 @@ class InputPart(RequestPart):
     __slots__ = ()
 
     def page_content(self, start: int, end: int, token_ids: Sequence[int]) -> Sequence[int]:
-        """Integers for everything that the keys and values of tokens [start, end) depend on, except the token ids up to
-        `end`. They enter the hash of a page with these tokens. token_ids: at least the whole prompt."""
+        """Return integers for everything that the keys and values of tokens [start, end) depend on, except the token
+        ids up to `end`. They become part of the hash of a page with these tokens. token_ids: at least the whole
+        prompt."""
         return ()
 
     def last_cut(self, position: int) -> int:
-        """The last position, at most this one, at which a chunk or a prefix hit may end."""
+        """Return the last position, at most this one, at which a chunk or a prefix hit may end."""
         return position
 
     def next_cut(self, position: int) -> int:
-        """The first position, at least this one, at which a chunk may end."""
+        """Return the first position, at least this one, at which a chunk may end."""
         return position
 
     def vectors(self, start: int, end: int) -> InputVectors | None:
-        """The vectors at positions [start, end). Parts of one request give no two vectors for a position."""
+        """Return the vectors at positions [start, end). At most one part of a request has a vector for a position."""
         return None
 
     def encoded_ranges(self, start: int, end: int) -> Iterable[tuple[int, int]]:
-        """The ranges within [start, end) whose vectors the feature's `InputEncoder` computes on the device."""
+        """Return the ranges within [start, end) whose vectors the feature's `InputEncoder` computes on the device."""
         return ()
 
     def rope_positions(self, start: int, end: int) -> NDArray[np.int64] | None:
-        """The positions [3, end - start] by which ropes of several components rotate the tokens [start, end). None if
-        they are the tokens' positions plus `rope_shift`, as those of all tokens that are generated."""
+        """Return the positions [3, end - start] by which ropes of several components rotate the tokens [start, end).
+        None if they are the tokens' positions plus `rope_shift`, as for all generated tokens."""
         return None
 
     @property
     def rope_shift(self) -> int:
-        """The number that is added to a generated token's position for ropes of several components."""
+        """Return the number that is added to a generated token's position for ropes of several components."""
         return 0
 
     def two_way_ranges(self, start: int, end: int) -> Iterable[tuple[int, int]]:
-        """The ranges within [start, end) whose tokens see each other in both directions. No chunk and no prefix hit may
-        end inside one, one step has room for each, and ranges of one request do not overlap. The engine must serve
-        them (`ServedModel.takes_extra_keys`, `longest_range`)."""
+        """Return the ranges within [start, end) whose tokens attend to each other in both directions. No chunk and no
+        prefix hit may end inside a range, each fits into one step, and ranges of a request do not overlap. The engine
+        must support them (`ServedModel.takes_extra_keys`, `longest_range`)."""
         return ()
 
 
@@ -77,15 +77,15 @@ class InputParts(tuple[InputPart, ...]):
         return [number for part in self for number in part.page_content(start, end, token_ids)]
 
     def last_cut(self, position: int) -> int:
-        """The last position, at most this one, at which all parts let a chunk or a prefix hit end."""
+        """Return the last position, at most this one, at which all parts allow a chunk or a prefix hit to end."""
         return _moved(position, [part.last_cut for part in self])
 
     def next_cut(self, position: int) -> int:
-        """The first position, at least this one, at which all parts let a chunk end."""
+        """Return the first position, at least this one, at which all parts allow a chunk to end."""
         return _moved(position, [part.next_cut for part in self])
 
     def chunk(self, start: int, length: int, most: int) -> int:
-        """The number of tokens of the next chunk, which begins at `start` and must end at an allowed position.
+        """Return the number of tokens of the next chunk, which begins at `start` and must end at an allowed position.
         Preferably that is the first allowed position from `length` tokens on. If that makes more than `most` tokens, it
         is the last allowed one before `length` tokens. 0 if there is none."""
         longer = self.next_cut(start + length) - start
@@ -93,7 +93,7 @@ class InputParts(tuple[InputPart, ...]):
 
 
 def _moved(position: int, moves: Sequence[Callable[[int], int]]) -> int:
-    """Apply all moves to a position, again and again until none changes it: then all parts allow the position."""
+    """Apply all moves to a position repeatedly, until none changes it: then all parts allow the position."""
     before = -1
     while position != before:
         before = position

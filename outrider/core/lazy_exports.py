@@ -67,6 +67,6 @@ class LateModule:
 
 
 def import_attribute(place: str) -> Any:
-    """The attribute at "module:attribute", the form in which registries name their entries."""
+    """Return the attribute at "module:attribute", the form in which registries name their entries."""
     module, _, name = place.partition(":")
     return getattr(import_module(module), name)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Settled:
-    """Number of computed tokens that results have confirmed. A lower bound: only the device knows the exact number."""
+    """Number of computed tokens that results have confirmed. A lower bound, because only the device knows the exact
+    number."""
 
     at_least: int = 0
 

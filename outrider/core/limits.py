@@ -69,7 +69,7 @@ class Limits:
         }[axis]
 
     def part(self, kind: type[Part]) -> Part | None:
-        """The part of the limits with this type: sizes of one feature's buffers. None if there is none."""
+        """Return the part of the limits with this type, which has sizes of one feature's buffers, or None."""
         return find_part(self.parts, kind)
 
     @property

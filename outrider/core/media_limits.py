@@ -11,7 +11,7 @@ MOST_IMAGES = 64  # of one prompt, unless the setting says otherwise
 
 
 def check_limits(limits: Mapping[str, Any]) -> None:
-    """Raise ValueError if the setting asks for anything but a number of images."""
+    """Raise ValueError if the setting limits anything but the number of images."""
     for kind in limits:
         count = count_of(limits, kind)
         if type(count) is not int or count < 0 or (count and kind != "image"):
@@ -20,12 +20,13 @@ def check_limits(limits: Mapping[str, Any]) -> None:
 
 
 def most_images(limits: Mapping[str, Any]) -> int:
-    """The most images of a prompt."""
+    """Return the most images that a prompt may have."""
     return int(count_of(limits, "image"))
 
 
 def count_of(limits: Mapping[str, Any], kind: str) -> Any:
-    """vLLM takes a number, or a dict with the number and sizes."""
+    """Return the number of inputs of a kind that the setting allows. As in vLLM, its value is a number, or a dict with
+    the number and sizes."""
     default = MOST_IMAGES if kind == "image" else 0
     given = limits.get(kind, default)
     return given.get("count", default) if isinstance(given, Mapping) else given

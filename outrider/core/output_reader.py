@@ -17,13 +17,13 @@ class OutputReader:
         self._num_prompt_logprobs = 0
 
     def is_due(self, output: Output) -> bool:
-        """Whether the reader should read now. With FINAL_ONLY that is only at the end or after an error, else
+        """Whether the reader should get output now. With FINAL_ONLY that is only at the end or after an error, else
         always."""
         return self._kind is not RequestOutputKind.FINAL_ONLY or output.finished or output.error is not None
 
     def read(self, output: Output) -> Output:
-        """A copy of the output, or of its unread part. A part always has all samples, also samples without new tokens,
-        so that it is finished when the whole output is."""
+        """Return a copy of the output, or of its unread part. A part always has all samples, also samples without new
+        tokens, so that it is finished when the whole output is."""
         if self._kind is not RequestOutputKind.DELTA or not isinstance(output, RequestOutput):
             return output.copy()
         part = output.copy()

@@ -1,5 +1,5 @@
-"""Outputs of requests, and the increments that steps add to them. Names follow vLLM's where they mean the same. No
-torch."""
+"""Outputs of requests, and the increments that steps add to them. Names with the same meaning as in vLLM have vLLM's
+names. No torch."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def with_version(starts: VersionStarts, version: int, position: int) -> VersionS
 
 
 def cut_starts(starts: VersionStarts, first: int, stop: int) -> VersionStarts:
-    """Version starts of only the positions `first` to `stop`, counted from `first`."""
+    """Return version starts for the positions `first` to `stop` only, counted from `first`."""
     cut = [(version, max(0, start - first)) for version, start in starts if start < stop]
     num_before = sum(start == 0 for _, start in cut)  # only the last of these has positions
     return tuple(cut[max(0, num_before - 1) :])
@@ -62,7 +62,7 @@ def cut_starts(starts: VersionStarts, first: int, stop: int) -> VersionStarts:
 
 @dataclass
 class CompletionOutput:
-    """One of the n samples of a prompt."""
+    """The output of one of the n samples of a prompt."""
 
     index: int
     text: str = ""
@@ -76,11 +76,11 @@ class CompletionOutput:
 
     @property
     def weight_versions(self) -> list[WeightSpan]:
-        """The versions of the weights that the tokens came from."""
+        """The versions of the weights with which the tokens were computed."""
         return weight_spans(self.version_starts, len(self.token_ids))
 
     def note_version(self, version: int) -> None:
-        """Note that tokens that are added from now on come from this version of the weights."""
+        """Note that later tokens come from this version of the weights."""
         self.version_starts = with_version(self.version_starts, version, len(self.token_ids))
 
     def cut_versions(self, first: int, stop: int) -> None:
@@ -89,7 +89,7 @@ class CompletionOutput:
 
     @property
     def cumulative_logprob(self) -> float | None:
-        """The sum of the log-probabilities of the sample's tokens, if the request asked for `logprobs`."""
+        """Return the sum of the log-probabilities of the sample's tokens, if the request asked for `logprobs`."""
         if self.logprobs is None:
             return None
         return sum(entry[token].logprob for token, entry in zip(self.token_ids, self.logprobs, strict=True))
@@ -98,9 +98,9 @@ class CompletionOutput:
         self._entries: tuple[list[dict[int, Logprob]] | None, list[tuple[Any, ...]]] = (entries, [])
 
     def add_logprobs(self, entries: list[TokenLogprobs]) -> None:
-        """Add entries in the form in which a step reports them. They become dicts when `logprobs` is first read: making
-        hundreds of dicts in every step would take longer than the step. Until then they are plain tuples, which the
-        garbage collector does not track."""
+        """Add entries in the form in which a step reports them: plain tuples, which the garbage collector does not
+        track. They become dicts when `logprobs` is first read, because making hundreds of dicts in every step would
+        take longer than the step."""
         self._entries[1].extend(map(tuple, entries))
 
     def _get_logprobs(self) -> list[dict[int, Logprob]] | None:
@@ -234,7 +234,7 @@ class RequestOutput:
 
     @classmethod
     def empty(cls, request_id: str, prompt: str | None, token_ids: list[int], params: SamplingParams) -> RequestOutput:
-        """The output of a request that has just been added."""
+        """Make the output of a request that has just been added."""
         logprobs: list[list[dict[int, Logprob]] | None] = [None if params.logprobs is None else []
                                                            for _ in range(params.n)]
         samples = [CompletionOutput(index, logprobs=own) for index, own in enumerate(logprobs)]
@@ -286,13 +286,13 @@ class RequestOutput:
         return known
 
     def fail(self, error: str) -> None:
-        """End the samples that have not finished, with this error."""
+        """End the unfinished samples with this error."""
         for sample in self.outputs:
             if sample.finish_reason is None:
                 sample.finish_reason, sample.error = "error", error
 
     def copy(self) -> RequestOutput:
-        """A copy of the output as it is now. Later changes of the output do not change the copy's lists."""
+        """Return a copy of the current output. Later changes of the output do not change the copy's lists."""
         twin = _twin(self)
         twin.outputs = []
         for sample in self.outputs:
@@ -307,7 +307,7 @@ class RequestOutput:
 
     @property
     def error(self) -> str | None:
-        """The reason why a sample failed, if one did."""
+        """Return the reason why a sample failed, or None."""
         return next((sample.error for sample in self.outputs if sample.error is not None), None)
 
     @property
@@ -331,8 +331,8 @@ RequestOutput.prompt_logprobs = property(  # type: ignore[assignment]
 
 
 def _twin(instance: Shared) -> Shared:
-    """A shallow copy. A server makes one in every step for every stream, and dataclasses.replace takes ten times as
-    long."""
+    """Make a shallow copy. A server makes one in every step for every stream, and dataclasses.replace takes ten times
+    as long."""
     twin = object.__new__(type(instance))
     twin.__dict__.update(instance.__dict__)
     return twin

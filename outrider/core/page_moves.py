@@ -1,10 +1,9 @@
-"""PageMoves: copies of cache pages to and from places beyond the device, as orders of a batch and reports of a step.
-No torch.
+"""PageMoves: copies of cache pages between the device and other storage, as orders of a batch and reports of a step. No
+torch.
 
-The scheduler's side decides which page goes where; the worker's side copies bytes and knows the places by name. A page
-is ordered to be stored only when its content is final, and the order is carried out before any later work of the batch
-may overwrite the page. A loaded page belongs to no request until its report has come.
-"""
+The scheduler decides which page is copied to which storage. The worker copies the bytes and finds each storage by its
+name. A page is ordered to be stored only when its content is final, and is copied before later work of the batch may
+overwrite it. A loaded page belongs to no request until the load is reported."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 
 class PageStore(NamedTuple):
-    """An order to copy a page to every place that lacks it."""
+    """An order to copy a page to every storage that lacks it."""
 
     page: int
     key: bytes
@@ -22,7 +21,8 @@ class PageStore(NamedTuple):
 
 
 class PageLoad(NamedTuple):
-    """An order to fill pages with the bytes of these keys. The pages are done together, in any step from now on."""
+    """An order to fill pages with the bytes of these keys. The load ends when all of its pages are filled, perhaps
+    several steps later."""
 
     id: int
     pages: tuple[tuple[int, bytes], ...]
@@ -30,7 +30,8 @@ class PageLoad(NamedTuple):
 
 @dataclass(slots=True)
 class PageMoves:
-    """Orders of one batch. Every batch that has them gets a report, so a batch without orders asks for news."""
+    """Orders to copy pages, as a part of one batch. Every batch with this part gets a report, so an empty one only asks
+    for news."""
 
     stores: list[PageStore] = field(default_factory=list)
     loads: list[PageLoad] = field(default_factory=list)
@@ -39,7 +40,7 @@ class PageMoves:
 
 
 class LoadedPages(NamedTuple):
-    """The end of a load: for each page the place that its bytes came from, or None if none had them."""
+    """The end of a load: for each page the storage that its bytes came from, or None if no storage had them."""
 
     id: int
     places: tuple[str | None, ...]
@@ -47,7 +48,7 @@ class LoadedPages(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OpenedPlaces:
-    """The keys that the places hold when the worker has opened them. Without places: they could not be opened."""
+    """The keys that each storage holds after the worker has opened it. Empty if the storages could not be opened."""
 
     domain: bytes  # digest of everything that the bytes of all pages depend on
     keys: Mapping[str, Sequence[bytes]]  # by the place's name

@@ -1,7 +1,6 @@
-"""SamplingParams: the settings of one request. Names follow vLLM where they mean the same.
+"""SamplingParams: the settings of one request. A field that vLLM has too has vLLM's name.
 
-A field is implemented or refused by name; none is silently ignored.
-"""
+A field is implemented or refused by name; none is silently ignored."""
 
 from __future__ import annotations
 
@@ -76,14 +75,15 @@ NEUTRAL: dict[str, Any] = {
 
 
 def asked_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """The given fields, without vLLM's fields that Outrider lacks and whose value asks for nothing, such as
+    """Return the given fields, without those of vLLM that Outrider lacks and whose value requests nothing, such as
     `best_of=1`. Other fields that Outrider lacks stay, so that they can be refused by name."""
     return {name: value for name, value in given.items()
             if name not in REFUSED_FIELDS or not (value is None or value == NEUTRAL.get(name))}
 
 
 class _SamplingParamsType(type):
-    """Checks field names before an instance is made: dataclass's own error would suggest no alternative."""
+    """Metaclass that checks field names before an instance is made, because dataclass's own error would suggest no
+    alternative."""
 
     def __call__(cls, *args: Any, **given: Any) -> Any:
         asked = asked_fields(given)
@@ -92,7 +92,7 @@ class _SamplingParamsType(type):
 
 
 class RequestOutputKind(enum.Enum):
-    """What each item of a stream contains: the whole output so far, only the part that the reader has not seen, or the
+    """The content of each item of a stream: the whole output so far, only the part that the reader has not seen, or the
     whole output once at the end."""
 
     CUMULATIVE = 0
@@ -102,7 +102,7 @@ class RequestOutputKind(enum.Enum):
 
 @dataclass(unsafe_hash=True)
 class SamplingParams(metaclass=_SamplingParamsType):
-    """The sampling settings of a request. A caller may change fields until the parameters are used: an engine checks
+    """The sampling settings of a request. A caller may change fields before the parameters are used: an engine checks
     them again and keeps a copy."""
 
     n: Annotated[int, Range(1, MAX_SAMPLES)] = 1
@@ -149,15 +149,15 @@ class SamplingParams(metaclass=_SamplingParamsType):
 
     @classmethod
     def from_optional(cls, **given: Any) -> SamplingParams:
-        """Make parameters from arguments that may be None. None leaves the field's default. `max_tokens=None` asks for
-        as many tokens as fit."""
+        """Make parameters from arguments, of which None leaves the field's default. `max_tokens=None` asks for as many
+        tokens as fit."""
         if isinstance(given.get("logit_bias"), dict):  # keys from JSON are texts
             given["logit_bias"] = {int(token) if isinstance(token, str) and token.isdecimal() else token: bias
                                    for token, bias in given["logit_bias"].items()}
         return cls(**{name: value for name, value in given.items() if value is not None or name == "max_tokens"})
 
     def clone(self) -> SamplingParams:
-        """A deep copy."""
+        """Return a deep copy."""
         return copy.deepcopy(self)
 
     @property
@@ -172,7 +172,7 @@ class SamplingParams(metaclass=_SamplingParamsType):
 
     @property
     def effective_bias(self) -> dict[int, float]:
-        """`logit_bias` as the sampler adds it: limited to MAX_BIAS."""
+        """Return `logit_bias` with values limited to MAX_BIAS, as the sampler adds them."""
         return {token: max(-MAX_BIAS, min(MAX_BIAS, value)) for token, value in (self.logit_bias or {}).items()}
 
     @property
@@ -181,7 +181,7 @@ class SamplingParams(metaclass=_SamplingParamsType):
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the request only draws at its temperature: logits are neither edited, filtered nor reported."""
+        """Whether the request only samples at its temperature: its logits are neither edited, filtered nor reported."""
         filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         listed = self.logit_bias or self.bad_words or self.bad_words_token_ids or self.allowed_token_ids
         edits = listed or self.structured_outputs
@@ -190,7 +190,7 @@ class SamplingParams(metaclass=_SamplingParamsType):
 
     @property
     def max_drafts(self) -> int | None:
-        """The most drafts that the request allows. None leaves the number to the engine."""
+        """Return the most drafts that the request allows. None leaves the number to the engine."""
         if self.speculative is None or self.speculative is True:
             return None
         return int(self.speculative)
@@ -224,8 +224,8 @@ class SamplingParams(metaclass=_SamplingParamsType):
 
 
 def request_seed(engine_seed: int, num_accepted: int) -> int:
-    """The seed of a request without a seed, made from the engine's seed and the number of requests accepted before it.
-    It has 53 bits, so that every JSON reader keeps it exactly."""
+    """Return the seed of a request that gives none, made from the engine's seed and the number of requests accepted
+    before it. It has 53 bits, so that every JSON reader keeps it exactly."""
     digest = hashlib.blake2b(f"{engine_seed} {num_accepted}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 11
 
@@ -237,8 +237,8 @@ def need_sampling_params(given: object) -> SamplingParams:
 
 
 def check_params(given: object) -> SamplingParams:
-    """Return a copy of the caller's `sampling_params`, checked again, because the caller may have changed its fields,
-    and may change them later."""
+    """Return a checked copy of the caller's `sampling_params`, because the caller may have changed its fields, and may
+    change them later."""
     own = replace(need_sampling_params(given))
     for name in ("stop", "stop_token_ids", "logit_bias", "bad_words", "allowed_token_ids"):
         setattr(own, name, copy.copy(getattr(own, name)))

@@ -1,4 +1,4 @@
-"""Types of the prompts that callers may give, with vLLM's names."""
+"""Types of the prompts that callers may give. Names are vLLM's."""
 
 from __future__ import annotations
 

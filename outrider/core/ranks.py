@@ -1,4 +1,4 @@
-"""Tensor parallelism: the sizes that are divided among the ranks, and the error of a lost rank."""
+"""Tensor parallelism: the sizes that are divided among the ranks, and the error for a lost rank."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 
 class RankLost(RuntimeError):
-    """Raised if a rank could not reach the others, or waited for them too long. Ranks run the same collective sums in
-    the same order. After this error the orders may differ: no further step may run, and all ranks start again."""
+    """Raised if a rank could not reach the others, or waited for them too long. All ranks must run the same collective
+    operations in the same order. After this error that is no longer sure, so no further step may run and all ranks
+    start again."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class ShardSize:
 
 
 def rank_refusal(name: str, refused: ShardSize, num_ranks: int, sizes: Sequence[ShardSize]) -> str:
-    """The error message that refuses a number of ranks and lists the numbers that divide all `sizes`. name: the name of
-    the size that cannot be divided."""
+    """Return the error message that refuses a number of ranks and lists the numbers that divide all `sizes`. name: the
+    name of the size that cannot be divided."""
     *others, most = (n for n in range(1, max(size.size for size in sizes) + 1) if all(size.fits(n) for size in sizes))
     counts = f"{', '.join(map(str, others))} or {most} ranks" if others else f"{most} rank"
     return f"{name} is {refused.size}, which {num_ranks} ranks cannot share: use {counts}"

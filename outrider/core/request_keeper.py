@@ -1,4 +1,4 @@
-"""RequestKeeper: holds a feature's data about requests until they end. The engine tells every keeper when requests
+"""RequestKeeper: holds a feature's data about requests until they end. The engine calls every keeper when requests
 arrive and end. No torch."""
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from outrider.core.feature_parts import find_part
 
 
 class RequestKeeper:
-    """How a feature follows requests from arrival to end. A subclass overrides the methods that it needs; by default a
-    method does nothing. All methods are called on the thread that calls `Engine.step`."""
+    """Base class for a feature's data about running requests. A subclass overrides the methods that it needs; by
+    default a method does nothing. All methods are called on the thread that calls `Engine.step`."""
 
     def renew(self, asked: CheckedRequest) -> CheckedRequest:
         """Update a request that is about to be added, because something may have changed since it was checked. Raises
@@ -41,17 +41,17 @@ Keeper = TypeVar("Keeper", bound=RequestKeeper)
 
 
 class RequestKeepers:
-    """All keepers of an engine. The methods of a RequestKeeper are here too, and call every keeper."""
+    """All keepers of an engine. It has the methods of a RequestKeeper, each of which calls every keeper."""
 
     def __init__(self, keepers: Sequence[RequestKeeper] = ()) -> None:
         self._all = tuple(keepers)
 
     def find(self, kind: type[Keeper]) -> Keeper | None:
-        """The keeper of this kind, if a feature has one here."""
+        """Return the keeper of this kind, or None."""
         return find_part(self._all, kind)
 
     def add(self, keeper: RequestKeeper) -> None:
-        """Add the keeper of a feature that no request before has asked for. Any thread may call this."""
+        """Add the keeper of a feature, when the first request asks for the feature. Any thread may call this."""
         self._all = (*self._all, keeper)
 
     def renew(self, requests: Mapping[str, CheckedRequest]) -> Mapping[str, CheckedRequest]:

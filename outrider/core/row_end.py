@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class RowEnd(NamedTuple):
-    """Says that a request has left its row, because it ended or was preempted."""
+    """The message that a request has left its row, because it ended or was preempted."""
 
     row: int
     # Tokens of its text, the prompt's included, that count. 0 for a request that was preempted, aborted or failed.

@@ -1,10 +1,9 @@
 """SampleAddition: a value that a feature adds to the output of a sample when the sample ends. No torch.
 
 The feature's part of a request, an AddingPart, makes one SampleAddition for each of the request's samples. The engine's
-thread tells the addition about each step, and the addition only notes what it needs. The value is computed when it is
-first read, in the reader's thread, so that no step waits for it. This module is imported only for requests that have
-additions.
-"""
+thread calls the addition after each step, and the addition only stores the data that it needs. The value is computed
+when it is first read, in the reader's thread, so that no step waits for it. This module is imported only for requests
+that have additions."""
 
 from __future__ import annotations
 
@@ -28,11 +27,11 @@ class SampleAddition:
         earlier weights have computed."""
 
     def resume(self, token_ids: list[int]) -> None:
-        """Called before the first increment if the sample goes on after an interrupt. token_ids: what its reader has
-        already received."""
+        """Called before the first increment if the sample continues after an interrupt. token_ids: the tokens that its
+        reader has already received."""
 
     def take(self, increment: OutputIncrement) -> None:
-        """Called with what each step adds to the sample."""
+        """Called with the increment that each step adds to the sample."""
 
     def finish(self, end: SampleEnd) -> Callable[[], Any]:
         """Return a function that computes the value, which must be valid in JSON. Called after the last increment of a

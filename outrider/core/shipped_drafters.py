@@ -1,4 +1,4 @@
-"""Drafters that come with the package, by the model that each is for. An engine uses its model's drafter if its
+"""The table of drafters that come with the package, by model. An engine uses its model's drafter if its
 `speculative_config` is "auto". This is not the default, because a drafter does not make every kind of text faster."""
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from outrider.core.drafted_request import DraftedRequest
 
 
 class DraftedBatch(Protocol):
-    """Read-only view of the batch that the scheduler is building. A `Speculation` reads it in `take_orders`, to make
+    """A read-only view of the batch that the scheduler is building. A `Speculation` reads it in `take_orders`, to make
     the orders about drafts for this batch."""
 
     @property
@@ -48,8 +48,8 @@ class Speculation(ABC):
 
     @abstractmethod
     def take_orders(self, batch: DraftedBatch, started: Sequence[DraftedRequest]) -> DraftOrders:
-        """Return what the worker must know about drafts in the planned step, such as how many new drafts to propose.
-        started: requests that start in this step."""
+        """Return the worker's orders about drafts in the planned step, such as how many new drafts to propose. started:
+        requests that start in this step."""
 
     @abstractmethod
     def observe(self, batch: ScheduledBatch, result: StepResult, updates: Sequence[RequestUpdate],

@@ -1,5 +1,5 @@
-"""Lines on standard error: permanent lines, and on a terminal a status line, which says what a long wait is for and is
-erased when the wait ends. No torch."""
+"""Lines on standard error: permanent lines, and a status line on a terminal, which names the reason of a long wait and
+is erased after it. No torch."""
 
 from __future__ import annotations
 

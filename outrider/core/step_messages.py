@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class Finish(enum.IntEnum):
-    """Why a request ended, as the device reports it (0 to 2) or as the host decides (the rest)."""
+    """The reason why a request ended, as reported by the device (0 to 2) or decided by the host (the rest)."""
 
     NO = 0
     STOP = 1
@@ -42,7 +42,7 @@ class Finish(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Admission:
-    """Everything the device must know about a request that takes a row, at its start or after a preemption."""
+    """All data that the device needs about a request that takes a row, at its start or after a preemption."""
 
     row: int
     request: CheckedRequest
@@ -67,7 +67,7 @@ class Admission:
 
     @property
     def token_ids(self) -> list[int]:
-        """All known tokens: the prompt and the outputs that results have confirmed."""
+        """Return all known tokens: the prompt and the outputs that results have confirmed."""
         return [*self.request.token_ids, *self.output_ids]
 
 
@@ -76,7 +76,7 @@ NO_ADMISSION = Admission(NULL_ROW, NO_REQUEST, computed=1, max_len=2, output_ids
 
 class PageWrite(NamedTuple):
     """New values for columns [start, start + len(pages)) of a row's page table in one group. A tuple, because dozens
-    are made every step."""
+    are made in every step."""
 
     group: int
     row: int
@@ -86,8 +86,8 @@ class PageWrite(NamedTuple):
 
 @dataclass(slots=True)
 class PageChanges:
-    """Changes of pages that the device makes before a step. The cache manager writes it, and the device's page pool and
-    page tables read it; code between them passes it on."""
+    """Changes of pages that the device makes before a step. Written by the cache manager, read by the device's page
+    pool and page tables, passed on unchanged by the code between."""
 
     table_writes: list[PageWrite] = field(default_factory=list)
     cleared: list[int] = field(default_factory=list)  # pages that change group: zeroed before use
@@ -96,8 +96,8 @@ class PageChanges:
 
 class DeltaReach(enum.Flag):
     """The kinds of matrix products that the weight deltas of batch rows change. A captured step contains delta kernels
-    only for certain kinds, so that deltas of linear layers do not pay for those of experts, embeddings or latent
-    attention."""
+    only for certain kinds, so that a step with deltas of linear layers does not run kernels for experts, embeddings or
+    latent attention."""
 
     NOTHING = 0
     LINEARS = enum.auto()
@@ -109,7 +109,7 @@ class DeltaReach(enum.Flag):
 @dataclass(frozen=True, slots=True)
 class CheckpointWrite:
     """An order to save a row's recurrent state to pages: the state after exactly `boundary` tokens. A step carries it
-    out if the row gets that far in it."""
+    out if the row reaches the boundary in this step."""
 
     id: int  # reported in `StepResult.checkpoints` by the step that wrote the pages
     row: int
@@ -130,15 +130,15 @@ class HostDraft:
 
 
 class StepForm(enum.Enum):
-    """Whether a step runs whole or split. In a split step the host writes data for the sampler, such as masks, after
-    the forward pass is queued and before the sampler is, so that the data may depend on the step before."""
+    """Whether a step is queued whole or split. In a split step the host writes data for the sampler, such as masks,
+    between forward pass and sampler. So the data can depend on the results of the previous step."""
 
     WHOLE = "whole"
     SPLIT = "split"
 
 
 class StepMode(NamedTuple):
-    """How the worker runs a step."""
+    """The options with which the worker runs a step."""
 
     generation: int = 0  # rises after a failed step: the device forgets its rows before the first step of a new one
     form: StepForm = StepForm.WHOLE
@@ -147,7 +147,7 @@ class StepMode(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CacheOrders:
-    """What the worker must do to the cache in one step: change pages, and save recurrent states."""
+    """Orders about the cache in one step: changes of pages, and recurrent states to save."""
 
     pages: PageChanges = field(default_factory=PageChanges)
     checkpoints: list[CheckpointWrite] = field(default_factory=list)  # for rows of the batch
@@ -158,8 +158,8 @@ class CacheOrders:
 
 @dataclass(frozen=True, slots=True)
 class DraftOrders:
-    """What the worker must know about drafts in one step, mainly to make drafts for later steps. How many drafts this
-    step checks is in `ScheduledBatch.num_drafts`."""
+    """Orders about drafts in one step, mainly for making the drafts of later steps. The number of drafts that this step
+    checks is in `ScheduledBatch.num_drafts`."""
 
     num_wanted: int = 0  # most drafts that the drafter may guess for the next step; 0 leaves the drafter out
     from_host: list[HostDraft] = field(default_factory=list)
@@ -172,8 +172,8 @@ Part = TypeVar("Part", bound=BatchPart)
 
 @dataclass(frozen=True, slots=True)
 class ScheduledBatch:
-    """The scheduler's order for one step. Each list has an entry for each request, in the same order. A batch may have
-    no requests, but only folds of accepted drafts into recurrent states.
+    """The scheduler's order for one step. Each list has an entry for each request, in the same order. A batch without
+    requests may only fold accepted drafts into recurrent states.
 
     Parameters of a request are not here: they travel once, in its admission, and the device side keeps them by row."""
 
@@ -192,7 +192,7 @@ class ScheduledBatch:
     parts: tuple[BatchPart, ...] = ()  # of features, at most one of each kind
 
     def part(self, kind: type[Part]) -> Part | None:
-        """The batch's part of this class; None if it has none."""
+        """Return the batch's part of this class, or None."""
         return find_part(self.parts, kind)
 
     @property
@@ -205,14 +205,15 @@ class ScheduledBatch:
 
     @property
     def num_token_rows(self) -> int:
-        """Token rows that the step computes: fewer than its tokens if requests share rows for their drafts."""
+        """Return the number of token rows that the step computes: fewer than its tokens if requests share rows for
+        their drafts."""
         sharing = self.drafting.sharing
         return self.num_tokens if sharing is None else self.num_requests + sharing.total
 
 
 class TokenLogprobs(NamedTuple):
-    """Log-probabilities at one position: the chosen token first, then the most likely ones. A tuple of
-    tuples: hundreds are made every step."""
+    """Log-probabilities at one position: the chosen token first, then the most likely ones. A tuple of tuples, because
+    hundreds are made in every step."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -221,7 +222,7 @@ class TokenLogprobs(NamedTuple):
 
 
 class RequestResult(NamedTuple):
-    """One step's result for one request. A tuple, because hundreds are made every step."""
+    """One step's result for one request. A tuple, because hundreds are made in every step."""
 
     request_id: int
     epoch: int
@@ -240,14 +241,14 @@ class RequestResult(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """When a traced step began in its worker, and how long its parts took."""
+    """The time at which a traced step began in its worker, and the durations of its parts."""
 
     began: float  # seconds since the epoch
     parts: tuple[tuple[str, float], ...]  # names and seconds, one part after the other
 
 
 class DraftingReport(NamedTuple):
-    """What the drafters on the device have reported since the last result: their faults, and statistics of features."""
+    """A report of the drafters on the device since the last result: their faults, and statistics of features."""
 
     faults: tuple[DrafterFault, ...]
     is_over: bool  # all of them are switched off

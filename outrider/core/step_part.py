@@ -18,7 +18,7 @@ class StepPart:
         """Called first, while the rows still belong to the requests of earlier steps."""
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Called when these requests have taken their rows: the rows have tokens and parameters, but no page tables
+        """Called when these requests have taken their rows. The rows have tokens and parameters, but no page tables
         yet."""
 
     def prepare(self, batch: ScheduledBatch) -> None:
@@ -29,7 +29,7 @@ class StepPart:
         return result
 
     def reset(self) -> None:
-        """Forget all rows: a step has failed, so the content of the device is unknown."""
+        """Forget all rows, because a step has failed and the content of the device is unknown."""
 
     def close(self) -> None:
         """Free the resources of the part. Called when the worker ends."""

@@ -44,7 +44,7 @@ class StructuredOutputsParams:
 
     @classmethod
     def from_fields(cls, fields: Mapping[str, Any]) -> StructuredOutputsParams:
-        """Build from a JSON object. Raises ValueError for unknown names."""
+        """Build the parameters from a JSON object. Raises ValueError for unknown names."""
         check_names("structured_outputs", cls, fields)
         return cls(**fields)
 
@@ -67,12 +67,12 @@ class StructuredOutputsParams:
 
     @property
     def form(self) -> str:
-        """The name of the field that is set, such as "json" or "regex"."""
+        """Return the name of the field that is set, such as "json" or "regex"."""
         return self._given[0]
 
     @property
     def where(self) -> str:
-        """The set field as error messages name it, such as "structured_outputs.json"."""
+        """Return the name of the set field for error messages, such as "structured_outputs.json"."""
         return f"structured_outputs.{self.form}"
 
     @property
@@ -80,8 +80,8 @@ class StructuredOutputsParams:
         return [name for name in FORMS if getattr(self, name) not in (None, False)]
 
     def to_plain(self) -> StructuredOutputsParams:
-        """A copy with plain texts of bounded size, which no caller can change later. Raises ValueError if a text is too
-        large."""
+        """Return a copy with plain texts of bounded size, which the caller cannot change. Raises ValueError if a text
+        is too large."""
         own = self
         if self.json is not None:
             own = replace(self, json=self._json_text(self.json, "schema"))
@@ -125,7 +125,7 @@ class StructuredOutputsParams:
 
 
 def _depth(value: Any) -> int:
-    """How deep objects and lists are nested."""
+    """Return how deep objects and lists are nested."""
     depth, layer = 0, [value]
     while layer := [item for item in layer if isinstance(item, dict | list)]:
         depth += 1

@@ -27,8 +27,8 @@ def bias_from_json(bias: Mapping[str, float]) -> dict[int, float]:
 
 
 def check_token_ids(params: SamplingParams, limits: Limits) -> None:
-    """Raise ValueError if the stop ids, biases, allowed ids or bad words name a token that the vocabulary lacks. Called
-    before a request is admitted."""
+    """Raise ValueError if the stop ids, biases, allowed ids or bad words contain a token that is not in the vocabulary.
+    Called before a request is admitted."""
     bad_word_ids = [token for word in params.bad_words_token_ids for token in word]
     named: dict[str, Collection[int]] = {
         "stop_token_ids": params.stop_token_ids or (),

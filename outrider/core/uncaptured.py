@@ -1,4 +1,4 @@
-"""Uncaptured: the reasons why a step does not run as a captured graph. No torch."""
+"""Uncaptured: the reasons why a step does not run as a captured CUDA graph. No torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Uncaptured(enum.Enum):
-    """Why a step ran without replaying a captured graph."""
+    """The reason why a step ran without replaying a captured CUDA graph."""
 
     NO_GRAPHS = "no graphs on this device, or eager by setting"
     NO_CAPTURED_KERNELS = "layers whose kernels have no captured form"

@@ -2,8 +2,7 @@
 torch.
 
 A tensor's checksum is the SHA-256 of its bytes, with the elements in the order of the checkpoint and in the dtype of
-the engine. So it does not depend on how the tensor came: in a file, alone or among others.
-"""
+the engine. So it does not depend on how the tensor was loaded: from a file, alone or with others."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TensorChecksum:
-    """The checksum of one tensor, and the form in which the engine holds it."""
+    """The checksum of one tensor, and the form in which the engine stores the tensor."""
 
     sha256: str
     dtype: str  # a trainer converts its tensor to this dtype before it computes the checksum
@@ -29,31 +28,31 @@ class TensorChecksum:
 
 @dataclass(frozen=True)
 class WeightsChecksum:
-    """The checksums of a model's weights, with its prediction modules, by their names in the checkpoint."""
+    """The checksums of a model's weights, prediction modules included, by their names in the checkpoint."""
 
     tensors: Mapping[str, TensorChecksum]
 
     @property
     def sha256(self) -> str:
-        """One checksum over all tensors: the SHA-256 of their lines, in the order of their names."""
+        """Return one checksum over all tensors: the SHA-256 of their lines, in the order of their names."""
         lines = "".join(f"{name} {self.tensors[name].line}\n" for name in sorted(self.tensors))
         return hashlib.sha256(lines.encode()).hexdigest()
 
     @property
     def coded(self) -> list[str]:
-        """Names of the weights that are stored as quantized codes. Only an engine with the same codes has the same
-        checksums."""
+        """Return the names of the weights that are stored as quantized codes. Only an engine with the same codes has
+        the same checksums."""
         return [name for name, tensor in self.tensors.items() if tensor.kind is not None]
 
     def differences(self, other: Mapping[str, str]) -> list[str]:
-        """Names of tensors whose checksum differs from the one in `other` (checksums by name), or that only one side
-        has."""
+        """Return the names of tensors whose checksum differs from the one in `other` (checksums by name), or that only
+        one side has."""
         own = {name: tensor.sha256 for name, tensor in self.tensors.items()}
         return sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
 
 
 def sha256_of(parts: Iterable[Any]) -> str:
-    """The checksum of consecutive buffers of bytes."""
+    """Return the checksum of consecutive buffers of bytes."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(part)

@@ -61,7 +61,7 @@ class DraftNetwork(Protocol):
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor: ...
 
     def module(self) -> LayeredModule:
-        """The model or head that the network runs."""
+        """Return the model or head that the network runs."""
 
     def weight_bytes(self) -> int: ...
 
@@ -109,9 +109,9 @@ class AutoregressiveDrafter(NetworkDrafter):
         self._tail_shape: tuple[int, ...] = (network.hidden_size,)
 
     def cache_layers(self) -> list[LayerCache]:
-        """The cache of the drafter's layers. Each page also keeps "tail", the hidden states that the network consumes
-        at the slot after the page's last one (size 0 for a whole model), and "valid": whether the drafter has filled
-        all slots of the page."""
+        """Return the cache of the drafter's layers. Each page also keeps "tail", the hidden states that the network
+        consumes at the slot after the page's last one (size 0 for a whole model), and "valid": whether the drafter has
+        filled all slots of the page."""
         first, *others = self._own_claims()
         dtype = self.network.module().dtype
         tail = Part("tail", self._tail_shape, dtype.itemsize, str(dtype).removeprefix("torch."))
@@ -219,15 +219,16 @@ class AutoregressiveDrafter(NetworkDrafter):
             self._run_first_slot(self._batches.first_slots(view, planned), hidden, given_rows, components)
 
     def _fitting(self, given_rows: GivenRows | None) -> GivenRows | None:
-        """The request's prompt embeddings, if they have the network's width. Otherwise None, and the network embeds the
-        token ids: a draft model's embeddings may have another width than the target's."""
+        """Return the request's prompt embeddings, if they have the network's width. Otherwise return None, and the
+        network embeds the token ids: a draft model's embeddings may have another width than the target's."""
         fits = given_rows is not None and given_rows.values.shape[1] == self.network.hidden_size
         return given_rows if fits else None
 
     def _run_first_slot(self, view: BatchView, hidden: torch.Tensor | None, given_rows: GivenRows | None,
                         components: torch.Tensor | None) -> None:
         """Run one token row for each row just admitted, which fills the slot that its steps will not fill. hidden: the
-        hidden states that were stored with the page before that slot. components: those of the position before it."""
+        hidden states that were stored with the page before that slot. components: the components of the position before
+        the slot."""
         context = StepContext(self._cached.bind(view), view.positions, given_rows=given_rows,
                               rope_components=components)
         self.network.forward(view.token_ids, hidden, context)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DraftBuild:
-    """What a drafter is made from: the target model, and properties of the engine."""
+    """The target model and the engine's properties from which a drafter is made."""
 
     target: Model
     dtype: torch.dtype
@@ -44,8 +44,8 @@ class DraftBuild:
 
     @property
     def first_layer(self) -> int:
-        """The number of a drafter's first layer. Drafters' layers are numbered after the target's and each other's; a
-        layer of the target may have several numbers, one for each kind of cache that it keeps."""
+        """Return the number of a drafter's first layer. Drafters' layers are numbered after the target's and each
+        other's; a layer of the target may have several numbers, one for each kind of cache that it keeps."""
         last = max((claim.layer for claim in self.target.cache_layers()), default=-1)
         return max(self.target.num_layers, last + 1) + self.num_drafter_layers
 
@@ -56,7 +56,7 @@ class DraftBuild:
 
 
 class HiddenReads(enum.IntEnum):
-    """Which of a step's final hidden states a drafter reads. The target need not compute the others."""
+    """The kinds of a step's final hidden states that a drafter reads. The target need not compute the others."""
 
     NOTHING = 0
     LAST = 1  # the state of each request's last computed token, by `Step.last_final`
@@ -118,16 +118,17 @@ class Drafter:
         super().__init_subclass__(**options)
         for old, name in RENAMED.items():
             if old in vars(cls):
-                warnings.warn(f"{cls.__name__}.{old} is called {name} now", FutureWarning, stacklevel=2)
+                warnings.warn(f"{cls.__name__}.{old} is called {name} now: rename it", FutureWarning, stacklevel=2)
                 setattr(cls, name, vars(cls)[old])
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in RENAMED:
-            warnings.warn(f"{type(self).__name__}.{name} is called {RENAMED[name]} now", FutureWarning, stacklevel=2)
+            warnings.warn(f"{type(self).__name__}.{name} is called {RENAMED[name]} now: rename it", FutureWarning,
+                          stacklevel=2)
         super().__setattr__(RENAMED.get(name, name), value)
 
     def cache_layers(self) -> list[LayerCache]:
-        """The cache that the drafter's layers need. Data that is kept once for each page is declared here too
+        """Return the cache that the drafter's layers need. Data that is kept once for each page is declared here too
         (`LayerCache.page_parts`). It is stored in the page, and the drafter finds it in `CachedLayers.page_parts`."""
         return []
 
@@ -139,7 +140,7 @@ class Drafter:
         """Called when requests take rows, before the step that first schedules them."""
 
     def reset(self) -> None:
-        """Forget the state of all rows. Called when no row holds a request any more."""
+        """Forget the state of all rows. Called when no row holds a request."""
 
     def fill_slots(self, view_of: ViewOf, *, is_cold: bool) -> None:
         """Called before a step, when the page tables of the rows just admitted are written. Fill those cache slots of
@@ -156,7 +157,7 @@ class Drafter:
         tokens."""
 
     def modules(self) -> list[LayeredModule]:
-        """The models and heads that the drafter runs."""
+        """Return the models and heads that the drafter runs."""
         return []
 
     def weight_bytes(self) -> int:

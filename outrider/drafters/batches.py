@@ -34,17 +34,17 @@ class DraftingBatches:
         self._single = SingleTokenView(limits, device)
 
     def tables(self, view: BatchView) -> Tables:
-        """The page tables of the drafter's cache groups."""
+        """Return the page tables of the drafter's cache groups."""
         return tuple(view.page_tables[group.index] for group in self.groups)
 
     def first(self, step: Step, passes: DraftPasses) -> BatchView:
-        """The batch of the first pass: the token rows of the step, each moved to the next position."""
+        """Make the batch of the first pass: the token rows of the step, each moved to the next position."""
         keys = KeysFrom(passes.key_starts, passes.key_starts_int32)
         return self._moved(step.batch.padded, step, 1, passes.tokens, passes.first, keys)
 
     def last_tokens(self, first: BatchView, token_rows: torch.Tensor) -> BatchView:
-        """A batch with only the last token of every request, taken from the first pass, for layers that need no other
-        rows. token_rows: where these tokens are in the first pass. Nothing is written to the cache."""
+        """Make a batch with only the last token of every request, taken from the first pass, for layers that need no
+        other rows. token_rows: the rows of these tokens in the first pass. Nothing is written to the cache."""
         single, live = self._single.cut(first), first.live.clamp_max(1)
         return replace(
             single, token_ids=first.token_ids[token_rows], positions=first.positions[token_rows], live=live,
@@ -52,20 +52,20 @@ class DraftingBatches:
         )
 
     def further(self, step: Step, passes: DraftPasses, index: int, tokens: torch.Tensor) -> BatchView:
-        """The batch of a drafting pass after the first. It has one token per request: the draft that precedes draft
-        `index`. The token of a request that has ended is arbitrary."""
+        """Make the batch of a drafting pass after the first. It has one token per request: the draft that precedes
+        draft `index`. The token of a request that has ended is arbitrary."""
         keys = KeysFrom(passes.key_starts, passes.key_starts_int32)
         single = self._single.cut(step.batch.padded)
         return self._moved(single, step, 1 + index, tokens, passes.further[index - 1], keys)
 
     def first_slots(self, admitted: BatchView, planned: FirstSlots) -> BatchView:
-        """The batch of the pass for newly admitted rows. It fills one slot of each row: the one just before the first
-        slot that the row's steps fill."""
+        """Make the batch of the pass for newly admitted rows. It fills one slot of each row: the one just before the
+        first slot that the row's steps fill."""
         keys = KeysFrom(planned.key_starts, planned.key_starts_int32)
         return self._with_rows(admitted, admitted.token_ids, planned.only, keys)
 
     def reading(self, step: Step, reading: ReadingPass) -> BatchView:
-        """The batch of a pass that only reads the cache. Each live request has one query, at its last computed
+        """Make the batch of a pass that only reads the cache. Each live request has one query, at its last computed
         token."""
         single, only = self._single.cut(step.batch.padded), reading.only
         return replace(
@@ -76,8 +76,8 @@ class DraftingBatches:
 
     def _moved(self, view: BatchView, step: Step, ahead: int, tokens: torch.Tensor, rows: DraftPass,
                keys: KeysFrom) -> BatchView:
-        """The view with the token rows of a drafting pass instead. Their contexts are at most `ahead` tokens longer
-        than those of the step."""
+        """Return the view with the token rows of a drafting pass instead. Their contexts are at most `ahead` tokens
+        longer than those of the step."""
         bound = step.batch.padded.max_length.after(ahead, self._max_len)
         return replace(self._with_rows(view, tokens, rows, keys), max_length=bound)
 

@@ -74,8 +74,8 @@ class BlockDrafter(Drafter):
         return self.head.weight_bytes()
 
     def cache_layers(self) -> list[LayerCache]:
-        """The cache of the drafter's layers. Each page also keeps the flag "valid": whether the drafter has filled all
-        slots of the page, so that a prefix hit may use it."""
+        """Return the cache of the drafter's layers. Each page also keeps the flag "valid": whether the drafter has
+        filled all slots of the page, so that a prefix hit may use it."""
         first, *others = self.head.cache_layers()
         return [replace(first, page_parts=(Part("valid", (), 1, "bool"),)), *others]
 
@@ -182,7 +182,8 @@ class BlockDrafter(Drafter):
         return tuple(slots)
 
     def _context_view(self, view: BatchView, context: DraftPass) -> BatchView:
-        """A view of the step's token rows for writing their slots. Only computed and accepted tokens are live in it."""
+        """Return a view of the step's token rows for writing their slots. Only computed and accepted tokens are live in
+        it."""
         return replace(
             view, positions=context.positions, lengths=context.lengths, live=context.live,
             lengths_int32=context.lengths_int32, live_int32=context.live_int32,
@@ -200,7 +201,8 @@ class BlockDrafter(Drafter):
                                                                              strict=True)})
 
     def _causal_view(self, view: BatchView, block: BlockRows, num_rows: int, sight: Sight) -> BatchView:
-        """A view of the blocks with causal attention: each row sees its request's context and the rows before it."""
+        """Return a view of the blocks with causal attention: each row sees its request's context and the rows before
+        it."""
         count, device = view.num_requests, block.positions.device
         starts = torch.arange(count + 1, device=device) * num_rows
         return replace(
@@ -214,8 +216,8 @@ class BlockDrafter(Drafter):
         )
 
     def _whole_view(self, view: BatchView, block: BlockRows, num_rows: int, sight: Sight) -> BatchView:
-        """A view of the blocks for layers in which each row attends to its whole block. Every row becomes a request of
-        its own with one query at the block's end, so that causal kernels let it see the whole block."""
+        """Return a view of the blocks for layers in which each row attends to its whole block. Every row becomes a
+        request of its own with one query at the block's end, so that causal kernels let it see the whole block."""
         count, device = view.num_requests * num_rows, block.positions.device
         bound = view.max_length.after(num_rows, self._max_len)
         tables = list(view.page_tables)
@@ -247,7 +249,7 @@ class BlockLayers:
 
 
 def _repeated(tensor: torch.Tensor, times: int) -> torch.Tensor:
-    """[n * times, ..] the tensor with each entry of the first axis repeated `times` times in a row."""
+    """Return [n * times, ..] the tensor with each entry of the first axis repeated `times` times in a row."""
     return tensor[:, None].expand(-1, times, *tensor.shape[1:]).reshape(-1, *tensor.shape[1:])
 
 

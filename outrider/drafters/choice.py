@@ -8,8 +8,7 @@ the proposal with the largest number is chosen. If numbers are equal, the drafte
 new request begins with equal rates.
 
 So a drafter that is right more often for a request is chosen within a few steps, and no step is spent on trying the
-others. All of it happens on the device, by row, so that steps stay captured.
-"""
+others. All of this is computed on the device, by row, so steps can be captured."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ MOST_RATE = 0.99
 
 
 class _Grades:
-    """How well one drafter has done in every row: its last proposal, and decaying counts of drafts that were tried and
-    right."""
+    """The quality of one drafter in every row: its last proposal, and decaying counts of tried drafts and right
+    drafts."""
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         self.tokens = buffer(limits, Axis.ROWS, Axis.DRAFTS, dtype=torch.int64, device=device)
@@ -52,7 +51,8 @@ class _Grades:
         self.counts.index_copy_(0, rows, torch.where(run_len > 0, 0, counts))
 
     def expected(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """[requests] expected number of accepted drafts, if the drafter proposes `counts` drafts for these rows."""
+        """Return [requests] the expected number of accepted drafts, if the drafter proposes `counts` drafts for these
+        rows."""
         rate = (self.right[rows] + PRIOR_WEIGHT * PRIOR_RATE) / (self.tried[rows] + PRIOR_WEIGHT)
         rate = rate.clamp_max(MOST_RATE)
         return rate * (1 - rate ** counts.clamp_min(0)) / (1 - rate)
@@ -72,7 +72,7 @@ class ProposalChoice:
         self._vocab_size, self._device = limits.vocab_size, device
 
     def admit(self, admissions: Sequence[Admission]) -> None:
-        """Forget the grades of rows that have a new owner."""
+        """Forget the grades of rows that new requests have taken."""
         if admissions:
             rows = to_device([admission.row for admission in admissions], torch.int64, self._device)
             for own in self._drafters:

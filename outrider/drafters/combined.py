@@ -1,7 +1,7 @@
 """CombinedDrafter: presents several drafters as one at start-up, with the layers, hidden states and memory of all.
 
-A step calls its drafters one by one (`drafters/guard.py`), so that a fault of one leaves the others alone. Each request
-gets the drafts of the drafter from which most are expected to be accepted (`drafters/choice.py`)."""
+A step calls its drafters one by one (`drafters/guard.py`), so that a fault of one does not affect the others. Each
+request gets the drafts of the drafter from which most are expected to be accepted (`drafters/choice.py`)."""
 
 from __future__ import annotations
 

@@ -101,8 +101,8 @@ def _load_model(config: SpeculativeConfig, build: DraftBuild) -> Model:
 
 
 def _shared_by(source: ModelSource, build: DraftBuild) -> RankGroup | None:
-    """The ranks that share the weights of the draft model: the target's ranks. If the model's sizes cannot be divided
-    among them, each rank holds all of it."""
+    """Return the ranks that share the weights of the draft model: the target's ranks. If the model's sizes cannot be
+    divided among them, each rank holds all of it."""
     group = build.target.group
     if group is None:
         return None

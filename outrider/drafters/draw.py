@@ -31,9 +31,9 @@ def _draw_drafts(logits: torch.Tensor, keys: DraftSamplingKeys, index: int, *, t
 
 
 def _levels(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """[requests] the confidence level of each chosen token, from its probability at temperature 1. The request's own
-    temperature is not used, because the probability at 1 predicts best whether the target picks the token. The level is
-    1 if logits are not finite."""
+    """Return [requests] the confidence level of each chosen token, from its probability at temperature 1. The request's
+    own temperature is not used, because the probability at 1 predicts best whether the target picks the token. The
+    level is 1 if logits are not finite."""
     mass = (logits - logits.gather(1, chosen[:, None])).exp_().sum(dim=1)  # infinite for a token that has hardly any
     return 1 + (TOP_LEVEL / mass).nan_to_num(0.0).long().clamp_max(TOP_LEVEL - 1)
 

@@ -22,7 +22,7 @@ FIRST_LAYER = re.compile(r"(model\.|backbone\.)(language_model\.)?layers\.0\..*"
 
 
 def drafter_source(config: SpeculativeConfig, build: DraftBuild) -> ModelSource:
-    """The source of the files that `model` of a speculative_config names. They are downloaded if need be."""
+    """Find the source of the files that `model` of a speculative_config names. They are downloaded if need be."""
     assert config.model is not None
     return resolve(config.model, weights=build.load_format != "dummy").without_keys(config.ignore_config_keys)
 
@@ -43,8 +43,8 @@ def with_method(config: SpeculativeConfig, build: DraftBuild) -> SpeculativeConf
 
 
 def method_of(source: ModelSource, *, has_tensors: bool, is_target: bool) -> str:
-    """The draft method that a model's files are for. `has_tensors`: whether the weights can be read. `is_target`:
-    whether these are the target's own files, which can draft only with a multi-token-prediction module."""
+    """Return the draft method for which a model's files are made. `has_tensors`: whether the weights can be read.
+    `is_target`: whether these are the target's own files, which can draft only with a multi-token-prediction module."""
     config = source.reader()
     classes = " ".join(map(str, config.get("architectures", list, []))).lower()
     for word, kind in NOT_SERVED.items():

@@ -2,7 +2,7 @@
 
 The assistant has query-only layers, each of which reads the keys and values of one of the target's groups. All drafts
 of a step are guessed from one place: the query follows the last computed token and sees that token's context.
-Implementations differ only in its rope position, which is the same for all drafts:
+Implementations differ only in the query's rope position, which is the same for all drafts:
 
     computed tokens   0 .. n-1      have keys and values, in both groups
     last known token  n             gives the embedding; it has no keys and values yet
@@ -15,8 +15,7 @@ So one batch view serves every draft. The drafter writes no cache and computes n
 the tests train a small pair with the first rule, and with 3 drafts it yields 3.88 tokens per step with that rule and
 1.01 with the other. Published checkpoints have not been measured here. The drafts of transformers also depend on
 history: right after a prompt or a fully accepted draft its assistant sees one more sliding key. Here it always sees the
-window of the last computed token.
-"""
+window of the last computed token."""
 
 from __future__ import annotations
 

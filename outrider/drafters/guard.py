@@ -1,10 +1,9 @@
 """DrafterGuards: the only place where a step calls drafters, and where their results enter the engine.
 
-A drafter may be a user's own class. Whatever it raises, returns or writes, requests get the same tokens as without a
-drafter. Exceptions are caught here, and so are values of a wrong type, shape, dtype or device. Counts and token ids are
-checked on the device (`store_drafts` in `kernels/step.py`), because the host does not wait for them; `report` turns
-what was found there into faults when a step's result is read.
-"""
+A drafter may be a user's own class. Even if it raises errors or returns or writes wrong values, requests get the same
+tokens as without a drafter. Exceptions are caught here, and so are values of a wrong type, shape, dtype or device.
+Counts and token ids are checked on the device (`store_drafts` in `kernels/step.py`), because the host does not wait for
+them; `report` turns the device's findings into faults when a step's result is read."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ class DrafterGuard:
         self._call("skip()", lambda: self.drafter.skip(step))
 
     def propose(self, step: Step) -> Proposal | None:
-        """The drafter's proposal; None if the drafter is off or has failed."""
+        """Return the drafter's proposal; None if the drafter is off or has failed."""
         return self._call("propose()", lambda: _checked(self.drafter.propose(step), step))
 
     def _call(self, name: str, method: Callable[[], Made]) -> Made | None:
@@ -162,8 +161,8 @@ class DrafterGuards(StepPart):
 
     def bind(self, row_tensors: Sequence[torch.Tensor], limits: Limits, device: torch.device,
              make_view_of: Callable[[], ViewOf]) -> None:
-        """row_tensors: row state that drafters see and must not write to. make_view_of: makes what makes the batch of
-        the tokens of admitted rows. Called if there are drafters."""
+        """row_tensors: row state that drafters see and must not write to. make_view_of: makes the object that makes
+        batches of admitted rows. Called only if there are drafters."""
         self._choice = ProposalChoice(len(self._guards), limits, device) if len(self._guards) > 1 else None
         self.is_on = torch.ones(len(self._guards), dtype=torch.int64, device=device)
         self._num_told_off = 0
@@ -176,7 +175,7 @@ class DrafterGuards(StepPart):
 
     @contextmanager
     def observers_resting(self) -> Iterator[None]:
-        """A context in which no observer uses the device."""
+        """Context manager: inside it no observer uses the device."""
         with ExitStack() as stack:
             for observer in self._observers:
                 stack.enter_context(observer.resting())
@@ -226,8 +225,8 @@ class DrafterGuards(StepPart):
             observer.reset()
 
     def aux_layers_for(self, num_wanted: int) -> tuple[int, ...]:
-        """The layers whose hidden states the target records for drafters, in a step that asks for `num_wanted` drafts.
-        Recording takes time and memory, and few drafters read the hidden states of a step without drafts."""
+        """Return the layers whose hidden states the target records for drafters, in a step that asks for `num_wanted`
+        drafts. Recording takes time and memory, and few drafters read the hidden states of a step without drafts."""
         reads_always = any(guard.drafter.aux_layers and guard.drafter.skip_reads_aux for guard in self._guards)
         is_needed = num_wanted > 0 or bool(self._observers) or reads_always
         return self.aux_layers if is_needed else ()
@@ -294,7 +293,7 @@ class DrafterGuards(StepPart):
 
     def check_rows(self) -> None:
         """Raise SpoiledRows if a drafter has written to the engine's state of the rows. The step then fails, and all
-        requests are admitted anew."""
+        requests are admitted again."""
         for guard in self._guards:
             if guard.has_written:
                 raise SpoiledRows(f"drafter {guard.record.drafter} wrote to the tensors of the engine's rows; all "

@@ -20,7 +20,7 @@ class NgramDrafter(Drafter):
 
     def __init__(self, max_drafts: int, *, min_n: int = 2, max_n: int = 4,
                  never: torch.Tensor | None = None) -> None:
-        """never: tokens of prompts that no text has. Drafts end before them."""
+        """never: tokens that occur in prompts but never in text, such as image placeholders. Drafts end before them."""
         if not 1 <= min_n <= max_n:
             raise ValueError(f"prompt_lookup_min ({min_n}) must be from 1 to prompt_lookup_max ({max_n})")
         self.max_drafts, self.min_n, self.max_n, self._never = max_drafts, min_n, max_n, never

@@ -1,10 +1,9 @@
 """SuffixDrafter: proposes the tokens that followed the longest matching suffix: in the request's own tokens, in other
-samples of its prompt that run, or in outputs of the same tenant that finished recently. It runs on the host, without
+running samples of its prompt, or in outputs of the same tenant that finished recently. It runs on the host, without
 torch.
 
 The host knows only the tokens up to the last result that it has read, so its drafts begin there. The device drops the
-leading drafts whose positions have been computed since.
-"""
+leading drafts whose positions have been computed since."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ class _IndexedTokens:
     __slots__ = ("tokens", "places", "group", "_done")
 
     def __init__(self, group: tuple[str, int] | None = None) -> None:
-        """group: the tenant and the prompt's hash, of a request that runs."""
+        """group: for a running request, its tenant and the hash of its prompt."""
         self.group = group
         self.tokens: Sequence[int] = []
         self.places: dict[tuple[int, ...], list[int]] = {}
@@ -43,8 +42,8 @@ class SuffixDrafter:
     `max_tokens` tokens are kept in all."""
 
     def __init__(self, num_kept: int = 64, max_tokens: int = 1 << 18, never: Collection[int] = ()) -> None:
-        """num_kept: how many finished requests of each tenant are kept. never: tokens of prompts that no text has;
-        drafts end before them."""
+        """num_kept: how many finished requests of each tenant are kept. never: tokens that occur in prompts but never
+        in text; drafts end before them."""
         self._never = never
         self._own: dict[int, _IndexedTokens] = {}
         self._groups: dict[tuple[str, int], dict[int, _IndexedTokens]] = {}  # running requests of the same prompt
@@ -103,7 +102,8 @@ class SuffixDrafter:
         return own
 
     def _siblings(self, own: _IndexedTokens) -> Iterator[_IndexedTokens]:
-        """The running requests of the same tenant with the same prompt, as samples of one group are in training."""
+        """Return the running requests of the same tenant with the same prompt, such as the samples of one group in
+        training."""
         assert own.group is not None, "it runs"
         others = (each for each in reversed(self._groups[own.group].values()) if each is not own)
         return islice(others, MAX_SIBLINGS)
@@ -116,6 +116,6 @@ class SuffixDrafter:
 
 
 def _common_suffix(tokens: Sequence[int], others: Sequence[int], end: int) -> int:
-    """The length of the common suffix of `tokens` and others[:end]."""
+    """Return the length of the common suffix of `tokens` and others[:end]."""
     most = min(LONGEST, end, len(tokens))
     return next((n for n in range(most) if others[end - 1 - n] != tokens[-1 - n]), most)

@@ -1,7 +1,6 @@
-"""SyntheticAcceptance, for benchmarks: drafts are accepted at chosen rates, whatever the model says.
+"""SyntheticAcceptance, for benchmarks: drafts are accepted at chosen rates, independent of the model.
 
-The real drafter and the real check run; only the decision to accept is replaced, so the text is not the model's.
-"""
+The real drafter and the real check run; only the decision to accept is replaced, so the text is not the model's."""
 
 from __future__ import annotations
 
@@ -18,8 +17,8 @@ ROW_STEP = 0x9E3779B97F4A7  # between the keys of rows with one seed
 
 
 class SyntheticAcceptance:
-    """Accepts draft j of row r with probability rates[r % len(rates)][j], if the drafts before it were accepted. Drafts
-    beyond the list have its last rate."""
+    """Accepts draft j of row r with probability rates[r % len(rates)][j], if the drafts before it were accepted.
+    Further drafts have the last rate of the list."""
 
     def __init__(self, rates: Sequence[Sequence[float]], max_drafts: int, device: torch.device) -> None:
         # [kinds of rows, max drafts] the rate times 2^32, made outside of any capture.

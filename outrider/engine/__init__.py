@@ -9,10 +9,10 @@ recurrent states, unfinished checkpoints, and every page that only unsettled ste
 stay, and so do pages and checkpoints that settled results have published. A row's page table is null until the last
 part of its admission, so a row whose admission failed half-way reaches no pages.
 
-**Who is blamed** (`sched/faults.py`). The requests of a failed step are computed again together, once. If that fails
-too, they are tried in halves, then in halves of halves, while all others wait; a request that fails twice alone ends
-with the error, and the others go on. A step that was only too large succeeds in halves. A request counts as innocent
-when it has come further than the failed step would have brought it.
+**The request at fault is found** (`sched/faults.py`). The requests of a failed step are computed again together, once.
+If that fails too, they are tried in halves, then in halves of halves, while all others wait; a request that fails twice
+alone ends with the error, and the others go on. A step that was only too large succeeds in halves. A request is no
+longer suspected once it is computed further than the failed step would have brought it.
 
 **A drafter fails** (it raises, or returns something else than drafts): no step fails, and no request ends. The drafter
 loses its drafts of that step, and after 3 faults it is switched off (`core/drafter_faults.py`; drafters.md lists the
@@ -49,8 +49,7 @@ fail every token that may see it, and no other token, even if the bad token was 
   and values do the same, head by head (`kernels/gpu/pages/cache_write.py`).
 - Recurrent layers: a scan gives NaN to the bad token, to the tokens after it and to the state, and to no token before
   it, as computing token by token would (`kernels/recurrent.py`). The Triton kernels compute a chunk that has a bad
-  token again, token by token.
-"""
+  token again, token by token."""
 
 from pathlib import Path
 

@@ -22,7 +22,7 @@ class AcceptanceAlarm(StepWatcher):
     update."""
 
     def __init__(self, stats: EngineStats, version: Callable[[], int]) -> None:
-        """version: returns the current version of the weights."""
+        """version: function that returns the current version of the weights."""
         self._stats, self._version = stats, version
         self._seen = version()
         self._drafted = self._accepted = 0  # when this version began

@@ -36,8 +36,8 @@ else:
 
 def engine_around(config: EngineConfig, worker: RunningWorker, tokenizer: Tokenizer | None = None,
                   event_sockets: EventSockets | None = None) -> Engine:
-    """Make an engine for a worker that has started. The worker belongs to the engine from now on. `event_sockets`: the
-    sockets on which events of the cache are published."""
+    """Make an engine for a worker that has started. The engine then owns the worker and closes it. `event_sockets`: the
+    sockets on which cache events are published."""
     info, has_suffixes = worker.info, "suffix" in config.draft_methods
     of_settings: list[EngineFeature] = engine_features(config)
     stats, watchers, host_faults = EngineStats(), list[StepWatcher](), None

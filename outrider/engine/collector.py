@@ -1,10 +1,9 @@
 """Keeps Python's garbage collector from stalling a running engine.
 
-A full collection looks at every container that lives. After start-up these are some hundred thousand of imported
+A full collection visits every live container object. After start-up these are some hundred thousand of imported
 libraries, which takes 80 to 140 ms: a stall of every request, once in a few hundred large steps. The objects that exist
 after start-up are therefore frozen. The objects of a few hundred requests also take 30 to 60 ms, and with so few older
-objects Python runs full collections often. While an engine has work, only the young generation is collected.
-"""
+objects Python runs full collections often. While an engine has work, only the young generation is collected."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ def collections_paused() -> Iterator[None]:
 
 def freeze_heap(engine: object) -> None:
     """Exclude all objects that exist now from garbage collection, until every engine that froze the heap has ended.
-    Collections go on, but look only at objects that are made later."""
+    Later collections visit only newer objects."""
     gc.collect()
     gc.freeze()
     _engines.add(id(engine))

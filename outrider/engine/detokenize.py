@@ -53,7 +53,7 @@ class Detokenizer:
 
     @property
     def num_waiting(self) -> int:
-        """The number of characters that are held back although they are complete."""
+        """Return the number of characters that are held back although they are complete."""
         return self._decoder.num_waiting
 
     def own_text(self, token_id: int) -> str:
@@ -66,8 +66,8 @@ class Detokenizer:
         return "" if token is None else self._decoder.feed(token)
 
     def _written(self, token_id: int) -> str | None:
-        """Return a token as the tokenizer's file writes it; None if it adds no text, as skipped special tokens and the
-        padding of a model's vocabulary."""
+        """Return a token as the tokenizer's file writes it. None if it adds no text: skipped special tokens, and ids
+        that only pad the model's vocabulary."""
         return None if token_id in self._skipped else self._tokenizer.id_to_token(token_id)
 
 
@@ -100,7 +100,7 @@ def _make_decoder(tokenizer: Tokenizer) -> _Decoder:
     for step in steps:
         if not _is_streamable(step):
             raise TokenizerError(f"{tokenizer.source}: text cannot be decoded in pieces with this tokenizer's "
-                                 f"decoder ({json.dumps(step)})")
+                                 f"decoder ({json.dumps(step)}): use skip_tokenizer_init=True")
     return _Pieces(decoder, has_byte_tokens="ByteFallback" in kinds)
 
 
@@ -112,8 +112,8 @@ def _decoder_steps(decoder: Any) -> list[dict[str, Any]]:
 
 
 def _is_streamable(step: dict[str, Any]) -> bool:
-    """Whether text can be decoded piece by piece with this decoder step, because no later token changes the text of an
-    earlier one."""
+    """Whether this decoder step can decode a text piece by piece, because no later token changes the text of an earlier
+    one."""
     match step["type"]:
         case "ByteFallback" | "Fuse" | "Metaspace" | "WordPiece":
             return True

@@ -1,9 +1,8 @@
 """Engine: the loop that schedules a step, runs it, updates the scheduler and emits outputs. The next step may be
 scheduled before the last one's result is read.
 
-The engine owns a request from its arrival, after it was checked, to its last token. It exchanges only plain data with
-the scheduler and the runner; a runner may live in another thread or process.
-"""
+The engine owns a checked request from its arrival to its last token. It exchanges only plain data with the scheduler
+and the runner; a runner may live in another thread or process."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ class Engine:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is the copy of an engine in a forked process, which cannot be used."""
+        """Whether this object is an engine's copy in a forked process, which cannot be used."""
         return self.worker.is_forked
 
     @property
@@ -100,8 +99,8 @@ class Engine:
         return seeded
 
     def resume(self, request_id: str, queued: CheckedRequest, known: dict[int, list[int]]) -> dict[int, str]:
-        """Add a request again after `reset`. `known`: the tokens that the caller already has, for each sample that has
-        not ended. Returns the text of these tokens by sample."""
+        """Add a request again after `reset`. `known`: for each sample that has not ended, the tokens that the caller
+        already has. Returns the text of these tokens by sample."""
         return self._requests.resume(request_id, queued, known, self.scheduler)
 
     def abort(self, request_id: str) -> None:
@@ -111,8 +110,8 @@ class Engine:
             self._end_early(self._held)
 
     def settle(self) -> None:
-        """Wait for the steps in flight. The next `step` returns what they added to requests, and the ends of requests
-        that were aborted before."""
+        """Wait for the steps in flight. The next `step` returns their outputs, and the ends of requests that were
+        aborted before."""
         self.check_running()
         while self.worker.num_in_flight:
             self._requests.emit(self._take_result(), self.scheduler, self._held)
@@ -124,8 +123,8 @@ class Engine:
 
     def rest(self) -> None:
         """Bring the engine to rest, because the content of the device's memory is about to change: wait for the steps
-        in flight, preempt all requests and empty the cache. The next `step` returns what the steps in flight added to
-        requests."""
+        in flight, preempt all requests and empty the cache. The next `step` returns the outputs of the steps in
+        flight."""
         self.settle()
         self.scheduler.preempt_all()
         self.scheduler.cache.forget_all()
@@ -155,10 +154,10 @@ class Engine:
         return self.worker.command(command)
 
     def reset(self) -> None:
-        """Forget all requests, steps and pages. Called after an interrupt, which may have landed on any line, so their
-        state may be inconsistent. The worker runs steps in order: a step that it may still be computing comes before
-        the first step of the new generation and is forgotten with it. Afterwards `resume` adds requests again, and
-        `drop_unused` drops what features keep for the others."""
+        """Forget all requests, steps and pages. Called after an interrupt, which may have left their state
+        inconsistent. The worker runs steps in order: a step that it may still be computing comes before the first step
+        of the new generation and is forgotten with it. Afterwards `resume` adds requests again, and `drop_unused` drops
+        the data that features keep for all other requests."""
         scheduler = self._watched_scheduler(self.scheduler.generation + 1)
         scheduler.cache.mark_all_unclean()
         self.worker.forget()
@@ -167,8 +166,8 @@ class Engine:
         self._flush()
 
     def drop_unused(self) -> None:
-        """Drop what features keep for requests that are gone. Called after `reset`, when `resume` has added the
-        requests that are still wanted."""
+        """Drop the data that features keep for requests that are gone. Called after `reset`, when `resume` has added
+        the requests that are still wanted."""
         self.keepers.drop_unused()
 
     # One step
@@ -193,8 +192,8 @@ class Engine:
         return increments
 
     def idle(self, quiet_seconds: float) -> float | None:
-        """Let the worker prepare for later steps while there is no work. Returns the seconds after which to call again;
-        None: only after further steps. quiet_seconds: for how long there has been no work."""
+        """Let the worker prepare for later steps while there is no work. Returns the seconds after which to call again,
+        or None if that makes sense only after further steps. quiet_seconds: how long there has been no work."""
         return self.runner.idle(quiet_seconds)
 
     def close(self) -> None:
@@ -209,8 +208,8 @@ class Engine:
         unfreeze_heap(self)  # what start-up made may be garbage from now on
 
     def close_watchers(self) -> None:
-        """Close the step watchers, which frees what another engine may need, such as the addresses for events of the
-        cache."""
+        """Close the step watchers, which frees resources that another engine may need, such as the addresses for cache
+        events."""
         watchers, self._watchers = self._watchers, ()
         for watcher in watchers:
             watcher.close()
@@ -218,7 +217,8 @@ class Engine:
     # Inside
 
     def _submit(self) -> bool:
-        """Schedule and queue the next step. Returns False if there is nothing to compute or no step may run."""
+        """Schedule and queue the next step. Returns False if there is nothing to compute or the engine may not run
+        steps."""
         if not self.worker.takes_steps or self.pause.is_on:
             return False
         batch = self.trace.schedule(self.scheduler)

@@ -54,9 +54,9 @@ class EngineFeature:
         """Raise ValueError for parameters that the feature cannot serve. Called before a request is accepted."""
 
     def part_maker(self, params: SamplingParams, caller: Caller | None) -> Callable[[], RequestPart] | None:
-        """Prepare what requests with these parameters need, which may take seconds. Returns a function that makes the
-        feature's part of one such request, or None if they need none. Raises ValueError if they cannot be served.
-        caller: None if the program itself asks."""
+        """Prepare the feature for requests with these parameters, which may take seconds. Returns a function that makes
+        the feature's part of one such request, or None if no part is needed. Raises ValueError for parameters that
+        cannot be served. caller: None if the program itself asks."""
         return None
 
     def start_check(self, check: Callable[[], Checked], tenant: str) -> Future[Checked] | None:
@@ -66,7 +66,7 @@ class EngineFeature:
 
     def make_resource(self, info: WorkerInfo) -> RowResource | None:
         """Make the device resource that requests of the feature must hold to run. Every new scheduler gets a new one,
-        of which nothing is taken yet. A feature that is made when a request first asks for it has none."""
+        of which nothing is taken yet. A feature that is made for its first request has no resource."""
         return None
 
     def make_cache(self, plain: CacheManager) -> CacheManager:
@@ -74,7 +74,7 @@ class EngineFeature:
         return plain
 
     def make_keeper(self, tools: EngineTools) -> RequestKeeper | None:
-        """Make the object that keeps the feature's data for requests. Called once, before requests are checked."""
+        """Make the object that keeps the feature's data for requests. Called once, before any request is checked."""
         return None
 
     def page_labels(self) -> dict[str, str]:

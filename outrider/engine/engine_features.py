@@ -49,7 +49,7 @@ class EngineFeatures:
             feature.check_params(params)
 
     def part_makers(self, params: RequestParams, caller: Caller | None) -> list[PartMaker]:
-        """Prepare what requests with these parameters need of features. Returns functions that each make one feature's
+        """Prepare features for requests with these parameters. Returns functions, each of which makes one feature's
         part of such a request."""
         if not isinstance(params, SamplingParams):
             return []

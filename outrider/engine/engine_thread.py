@@ -24,7 +24,7 @@ Made = TypeVar("Made")
 
 
 class EngineThread:
-    """The thread that runs the engine. All other threads reach the engine through this thread's queue of commands."""
+    """The thread that runs the engine. Other threads use the engine only through this thread's queue of commands."""
 
     def __init__(self, engine: Engine) -> None:
         self.error: BaseException | None = None  # why it no longer runs

@@ -1,8 +1,7 @@
-"""ErrandAnswers: tells callers when every rank of a worker has done a piece of background work (an errand). No torch.
+"""ErrandAnswers: tells callers when every rank has done an errand. No torch.
 
 An errand (`runner/commands.py`) is work that a worker does beside its steps, such as reading files. Every rank does it
-and sends an answer. The caller gets a future, which is done with the last answer.
-"""
+and sends an answer. The caller gets a future that completes with the last answer."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ class ErrandAnswers:
         self._begun: dict[int, _Begun] = {}
 
     def add(self) -> tuple[int, Future[None]]:
-        """Register a new errand. Returns its number and a future that is done when every rank has done it, and that
-        raises ValueError if any rank could not."""
+        """Register a new errand. Returns its number and a future, which completes when every rank has done the errand,
+        and raises ValueError if a rank could not."""
         done: Future[None] = Future()
         with self._lock:
             number = next(self._numbers)

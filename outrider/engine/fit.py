@@ -1,9 +1,8 @@
 """Chooses an engine's settings by the device's memory, if the setting `fit` is on, and explains why an engine had too
 little memory. No torch.
 
-A process that looks at a GPU's memory takes some hundred MiB of it for as long as the process lives. So if the worker
-has a process of its own, yet another process looks at the memory, and ends before the worker starts.
-"""
+A process that measures a GPU's memory occupies some hundred MiB of it until the process ends. So if the worker runs in
+a separate process, a short-lived third process measures the memory before the worker starts."""
 
 from __future__ import annotations
 
@@ -31,8 +30,8 @@ log = logging.getLogger("outrider")
 
 
 def fit_to_memory(config: EngineConfig, source: ModelSource, *, apart: bool = False) -> EngineConfig:
-    """Return the config with the settings that fit the device's memory, if the config asks for them. apart: whether
-    another process looks at the device."""
+    """Return the config with the settings that fit the device's memory, if the config asks for them. apart: whether a
+    separate process measures the memory."""
     if not config.fit:
         return config
     with status_line("fitting the settings to the memory"):
@@ -44,11 +43,11 @@ def fit_to_memory(config: EngineConfig, source: ModelSource, *, apart: bool = Fa
 
 def explained(lack: str, config: EngineConfig, source: ModelSource, *, apart: bool = False) -> NoDeviceMemory:
     """Return the error of an engine that had too little memory, with the settings that would help most. lack: the
-    message of the first error; the error itself would keep in memory what was loaded already."""
+    message of the error. The error object itself would keep loaded weights in memory."""
     try:
         advice = _call(_advise, config, source, apart)
     except Exception as error:  # the lack is what the user must see
-        log.debug("no advice: %r", error)
+        log.debug("no smaller settings could be found: %r", error)
         advice = f"`outrider fit {config.model}` shows what fits"
     return NoDeviceMemory(f"{lack}; {advice}")
 
@@ -72,7 +71,7 @@ def _call(work: Callable[[EngineConfig, ModelSource], T], config: EngineConfig, 
     try:
         answer: T | Failure = own.recv()
     except EOFError:
-        raise RuntimeError("the process that looks at the device's memory has ended without an answer") from None
+        raise RuntimeError("the process that measures the device's memory has ended without a result") from None
     finally:
         process.join()
         own.close()

@@ -1,7 +1,6 @@
 """Builds a tokenizer from the metadata of a GGUF file: byte-level BPE, SentencePiece-style BPE, or WordPiece.
 
-It neither reads files nor knows models. Unknown kinds of tokenizer are refused by name.
-"""
+It reads no files: the caller gives the metadata. Unknown kinds of tokenizer are refused by name."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ TOKEN_ID = "_token_id"
 
 
 class TokenizerError(ValueError):
-    """Tokenizer files are missing, damaged or of a kind that is not supported."""
+    """Raised if tokenizer files are missing, damaged or of a kind that is not supported."""
 
 
 def build_gguf_tokenizer(meta: Mapping[str, Any]) -> Tokenizer:

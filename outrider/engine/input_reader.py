@@ -19,7 +19,7 @@ class InputReader:
     has_ids = True  # False: the prompt has no token ids; zeros hold the places of its inputs
 
     def __init__(self, prompt: Mapping[str, Any], params: RequestParams, model: ServedModel) -> None:
-        """prompt: its values have been checked to have the declared types."""
+        """prompt: its values have the declared types, which was checked before."""
 
     def token_ids(self, own: Callable[[], Sequence[int]]) -> Sequence[int]:
         """Return the token ids of the prompt. own: returns the ids that the prompt gives, or tokenizes its text."""

@@ -53,8 +53,8 @@ class EventWriter:
         self._state_size = layout.recurrent.page_tokens
 
     def write(self, events: Iterable[CacheEvent]) -> list[Event]:
-        """Convert events into the wire format. Pages that follow one another in a prompt, or are removed one after
-        another, share one event."""
+        """Convert events into the wire format. Consecutive events for pages that follow one another in a prompt, or
+        that are removed together, are joined into one."""
         written: list[Event] = []
         last: tuple[type[CacheEvent], int, bytes, str] | None = None  # of the event before: type, group, digest, medium
         for event in events:
@@ -106,7 +106,7 @@ class EventWriter:
         return written
 
     def _extra_keys(self, event: PageStored) -> list[str] | None:
-        """Return the keys that a block is cached under beside its tokens: public names of keys in every block, and
+        """Return the keys, beside tokens, that are part of a block's hash: public names of keys in every block, and
         salts in the first block if events contain tokens."""
         content = event.content
         if content is None:

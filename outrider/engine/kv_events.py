@@ -1,11 +1,10 @@
-"""KvEvents: publishes what the prefix cache holds, so that external routers (llm-d, Dynamo) can send a request to the
-engine that has its prefix cached. Messages go through ZeroMQ and msgpack in vLLM's wire format.
+"""KvEvents: publishes which pages the prefix cache holds, so that external routers (llm-d, Dynamo) can send a request
+to the engine that has its prefix cached. Messages go through ZeroMQ and msgpack in vLLM's wire format.
 
 The engine's thread only hands over a list at the end of a step. A thread of its own packs and sends the lists, and
 answers subscribers who ask for batches that they missed. No step waits for it: if the queue is full, a batch is
 dropped. Its sequence number is then missing, and the next batch begins with AllBlocksCleared, so that no subscriber
-goes on believing in pages that are gone.
-"""
+keeps pages in its list that are gone."""
 
 from __future__ import annotations
 
@@ -62,8 +61,8 @@ class EventSockets:
     def _open(self, socket: Any, endpoint: str, failure: type[Exception], *, is_bound: bool) -> None:
         address = with_rank(endpoint, self.config.data_parallel_rank)
         if self.config.token_ids and not is_local(address):
-            log.warning("events of the prefix cache tell the prompts and answers of all clients, as token ids, at %s: "
-                        "let nobody but the router reach it", address)
+            log.warning("events of the prefix cache reveal the token ids of all prompts and answers at %s: "
+                        "make sure that only the router can connect", address)
         try:
             (socket.bind if is_bound else socket.connect)(address)
         except failure as error:
@@ -129,8 +128,8 @@ class KvEvents(StepWatcher):
             self._was_dropped = False
         except queue.Full:
             if not self._was_dropped:
-                log.warning("events of the prefix cache come faster than they can be published: some are dropped, and "
-                            "the router's picture of the cache is not complete until it asks for them again")
+                log.warning("events of the prefix cache come faster than they can be published: some are dropped. "
+                            "The router's list of pages is incomplete until it asks for the dropped events")
             self._was_dropped = True
             self.num_dropped += 1
 
@@ -157,7 +156,7 @@ class KvEvents(StepWatcher):
                 self._publish(*batch)
                 self._replay()
         except Exception:
-            log.exception("events of the prefix cache are no longer published")
+            log.exception("publishing events of the prefix cache failed: no more are published")
         finally:
             self._sockets.close()
 
@@ -169,13 +168,13 @@ class KvEvents(StepWatcher):
         self._sent.append((numbered, payload))
 
     def _replay(self) -> None:
-        """Answer subscribers that ask for all batches from a sequence number on, as far as the batches are still
-        kept."""
+        """Answer subscribers that ask for all batches from a sequence number on, as far as those batches are still
+        stored."""
         socket = self._sockets.replaying
         while socket is not None and socket.poll(0):
             client, *rest = socket.recv_multipart()
             if len(rest) != 2 or len(rest[1]) != SEQUENCE_BYTES:
-                log.warning("a request for missed events is not a number of 8 bytes: it gets no answer")
+                log.warning("a request for missed events is ignored, because it is not a number of 8 bytes")
                 continue
             for numbered, payload in list(self._sent):
                 if numbered >= rest[1]:

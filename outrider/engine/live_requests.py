@@ -189,7 +189,7 @@ class LiveRequests:
                 if result.run or result.finish or result.hidden is not None:
                     increments.append(sample.take(result))
             except Exception as error:  # one request's text must not take its batch mates' tokens along
-                log.exception("a request's output failed")
+                log.exception("the output of a request could not be made; the request ends with an error")
                 increments.append(sample.end(Finish.ERROR, f"the output failed: {error!r}"))
             if result.finish:
                 self._end(request, increments)
@@ -221,7 +221,7 @@ class LiveRequests:
     # After an interrupt
 
     def forget(self) -> None:
-        """Forget all requests, whose state may be inconsistent after an interrupt. Features keep their data for these
-        requests until `drop_unused`."""
+        """Forget all requests, because their state may be inconsistent after an interrupt. Features keep their data for
+        these requests until `drop_unused`."""
         self._live, self._samples, self._prompts = {}, {}, {}
         self.keepers.forget_requests()

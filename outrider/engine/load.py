@@ -1,4 +1,4 @@
-"""Finds the files that an engine starts with: the model's and its tokenizer's."""
+"""Finds the files of the model and its tokenizer, with which an engine starts."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ def load_tokenizer(config: EngineConfig, source: ModelSource) -> Tokenizer | Non
     except TokenizerError as error:
         if config.tokenizer is not None:
             raise
-        log.warning("no tokenizer: %s", str(error))  # a kept record must not keep the engine
+        # A kept record must not keep the engine: the error becomes a text.
+        log.warning("there is no tokenizer, so prompts must be token ids: %s", str(error))
         return None
 
 

@@ -50,16 +50,16 @@ RESUMED = "resume_generation was called before all requests had ended"
 OVERTAKEN = "another call paused the engine before all requests had ended"
 ASLEEP = "the engine sleeps: requests wait for wake_up"
 UPDATING = "an update of weights was interrupted: requests wait for an update with all weights"
-IN_SESSION = "an update of weights has begun: finish_weight_update() ends it"
+IN_SESSION = "an update of weights is in progress: finish_weight_update() ends it"
 LOADING = "a call of load_weights goes on, in which weights change: wait for its end"
 SLEPT = "an update of weights had begun when the engine went to sleep"
-STREAMING = "an update of weights has begun: reset_prefix_cache() ends it"
+STREAMING = "an update of weights is in progress: reset_prefix_cache() ends it"
 AGAIN = "start_weight_update() begins it again, finish_weight_update() gives it up"
 
 
 @dataclass
 class _Stream:
-    """An update of weights in progress. Its tensors come one by one."""
+    """An update of weights in progress, whose tensors come one by one."""
 
     is_session: bool  # `start_weight_update` began it, and only `finish_weight_update` ends it
     lacked_before: str  # why no request could run before; empty if some could
@@ -67,7 +67,7 @@ class _Stream:
 
 
 class _Load:
-    """Represents a call of `load_weights` that has not returned."""
+    """A call of `load_weights` that has not returned yet."""
 
 
 class Maintenance:
@@ -146,7 +146,7 @@ class Maintenance:
         """Replace weights. If the update is refused, nothing has changed. If it fails after that, requests wait until
         another update succeeds."""
         if self._stream is not None and self._stream.is_session:
-            raise ValueError("an update of weights has begun: give its weights to load_weights, and end it with "
+            raise ValueError("an update of weights is in progress: give its weights to load_weights, and end it with "
                              "finish_weight_update()")
         if not self._lacks_weights:  # else the worker takes nothing but all weights
             self._check_unspoilt()
@@ -174,7 +174,7 @@ class Maintenance:
     def start_weight_update(self) -> None:
         """Begin an update that lasts until `finish_weight_update` and must have all weights by then."""
         if self._stream is not None and self._stream.is_session:
-            raise ValueError("an update of weights has begun already: finish_weight_update() ends it")
+            raise ValueError("an update of weights is in progress: end it with finish_weight_update() first")
         self._end_stream()
         self._rest()
         self._spoilt = ""
@@ -203,7 +203,7 @@ class Maintenance:
         weight belongs, if `start_weight_update` has begun it."""
         self._check_unspoilt()
         if session is not None and session is not self._stream:
-            raise ValueError("the weight came after its update had ended: give it again in another update")
+            raise ValueError("the weight arrived after its update had ended: send it again in another update")
         if self._stream is None:
             self._rest()
             self._open_stream(is_session=False)
@@ -261,15 +261,15 @@ class Maintenance:
         self._pause()
 
     def _end_stream(self) -> None:
-        """End an update that `start_weight_update` did not begin, because another call follows. Raises
-        WeightsIncomplete if the update is not whole."""
+        """End an update that `start_weight_update` did not begin, because a different call follows. Raises
+        WeightsIncomplete if weights are missing."""
         if self._stream is not None and not self._stream.is_session:
             self._check_loaded()
             self._finish_stream(self._stream)
 
     def _check_unspoilt(self) -> None:
-        """Raise ValueError if the update that `start_weight_update` began cannot be completed any more: none of its
-        later weights may be published alone."""
+        """Raise ValueError if the update that `start_weight_update` began has failed. The rest of its weights must not
+        be served alone."""
         if self._spoilt:
             raise ValueError(f"{self._spoilt}: {AGAIN}")
 
@@ -286,14 +286,14 @@ class Maintenance:
             raise WeightsIncomplete(self._lacks_weights)
 
     def _let_requests_run(self) -> None:
-        """Note that the worker's weights are whole. While an update goes on, requests still wait for its end."""
+        """Note that the worker's weights are complete. While an update goes on, requests still wait for its end."""
         if self._stream is None:
             self._lacks_weights, self._refuses = "", False
         else:
             self._stream.lacked_before = ""
 
     def _take_new_weights(self) -> None:
-        """Note that an update is whole, and raise the version of the weights."""
+        """Raise the version of the weights after a complete update."""
         self._lacks_weights, self._refuses, self._are_dropped, self._spoilt = "", False, False, ""
         self._asleep -= {WEIGHTS}
         self._engine.take_new_weights()

@@ -13,12 +13,13 @@ Message = Mapping[str, Any]
 
 
 class ChatTemplateError(ValueError):
-    """There is no chat template, or the template is not valid, refused the messages or exceeded a limit."""
+    """Raised if there is no chat template, or if the template is not valid, refused the messages or exceeded a
+    limit."""
 
 
 def with_plain_content(message: Message, keeps_parts: bool = False) -> Message:
-    """Return the message with plain text as its content. Parts of text, as in OpenAI's API, are joined by newlines,
-    unless the template reads the parts themselves."""
+    """Return the message with plain text as its content. Text parts, as in OpenAI's API, are joined by newlines, unless
+    the template accepts lists of parts."""
     if not isinstance(message.get("role"), str):
         raise ChatTemplateError("a message needs a 'role' that is a text, such as 'user', got "
                                 f"{shown(message.get('role'))} among {', '.join(map(str, message)) or 'nothing'}")

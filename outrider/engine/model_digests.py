@@ -43,7 +43,8 @@ class ModelDigests:
 
 
 def digest_model(source: ModelSource, tokenizer: Tokenizer | None, loaded_at: float) -> ModelDigests:
-    """Digests of a model's files. This may read all of them. loaded_at: when the engine had read them."""
+    """Compute digests of a model's files. This may read all of them. loaded_at: the time at which the engine read the
+    files."""
     with _hashing:
         files = _weight_files(source.path)
         changed = next((path.name for path in files if path.stat().st_mtime > loaded_at), None)
@@ -56,7 +57,7 @@ def digest_model(source: ModelSource, tokenizer: Tokenizer | None, loaded_at: fl
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """The files that the model's weights are read from, in the order of their names."""
+    """Return the files from which the model's weights are read, in the order of their names."""
     if path.is_file():
         return [path]
     single, index = path / "model.safetensors", path / "model.safetensors.index.json"

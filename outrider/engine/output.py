@@ -43,8 +43,7 @@ class SampleOutput:
             addition.use_weights(version, in_place=in_place)
 
     def take(self, result: RequestResult) -> OutputIncrement:
-        """Make the increment that a run adds. The sample may end here by a stop string, of which the device does not
-        know."""
+        """Make the increment that a run adds. A stop string, which the device cannot see, may end the sample here."""
         increment = self._take(result)
         return self._with_additions(increment) if self._additions else increment
 
@@ -87,9 +86,9 @@ class SampleOutput:
         return OutputIncrement(self._key, run, text, logprobs, end)
 
     def _explained(self, error: str | None) -> str | None:
-        """Explain the error of a sample for which no token could be chosen. The device does not say why. If parameters
-        of the request forbid tokens, they are the likely cause: logits that are not finite would fail other requests
-        too."""
+        """Explain the error of a sample for which no token could be chosen. The device gives no reason. Parameters of
+        the request that forbid tokens are the likely cause, because logits that are not finite would fail other
+        requests too."""
         can_be_theirs = any(getattr(self._params, name) for name in FORBID_ALL)
         if error is None or isinstance(error, ExplainedFailure) or not can_be_theirs:
             return error

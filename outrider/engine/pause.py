@@ -14,7 +14,7 @@ COMING = "the engine pauses as soon as its requests have ended: other requests w
 
 
 class PauseMode(enum.Enum):
-    """What `pause_generation` does with the requests that run."""
+    """The treatment of running requests by `pause_generation`."""
 
     ABORT = "they end with the tokens that they have"
     WAIT = "they run to their ends first"
@@ -57,7 +57,7 @@ class Pause:
     waits: Sized = ()  # calls that pause the engine when no request is left; requests are added after that
 
     def admit_requests(self) -> None:
-        """Called before requests are added: ends the pause, or raises the error that refuses the requests."""
+        """Called before requests are added. Ends the pause, or raises the error that refuses the requests."""
         if self.before_requests is not None:
             self.before_requests()
 
@@ -71,5 +71,5 @@ class Pause:
 
     @property
     def why_requests_wait(self) -> str:
-        """The reason for requests that arrive now; empty if they do not wait."""
+        """Return the reason why requests that arrive now must wait; empty if they need not wait."""
         return self.reason or (COMING if self.is_coming else "")

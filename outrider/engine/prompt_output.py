@@ -10,8 +10,8 @@ from outrider.engine.text import Tokenizer
 
 
 class PromptLogprobsOutput:
-    """Gathers the log-probabilities of a prompt's tokens over the chunks that steps compute. The first token has none,
-    and neither have tokens in whose places encoded vectors stand."""
+    """Gathers the log-probabilities of a prompt's tokens over the chunks that steps compute. The first token has none.
+    Neither have tokens that encoded vectors (such as an image's) replace."""
 
     def __init__(self, key: SampleKey, prompt_len: int, tokenizer: Tokenizer | None,
                  inputs: InputParts = NO_INPUTS) -> None:
@@ -45,7 +45,7 @@ class PromptLogprobsOutput:
         return OutputIncrement(self._key, [], prompt_logprobs=PromptRows(start, rows))
 
     def _reported(self, rows: list[TokenLogprobs], start: int) -> list[TokenLogprobs]:
-        """The rows of tokens from this position on, without those of tokens that stand for vectors."""
+        """Return the rows of tokens from `start` on, without tokens that vectors replace."""
         ranges = [own for part in self._inputs for own in part.encoded_ranges(start, start + len(rows))]
         for first, last in ranges:
             rows[first - start : last - start] = [NOT_REPORTED] * (last - first)

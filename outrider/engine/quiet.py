@@ -10,9 +10,9 @@ Got = TypeVar("Got")
 
 
 def wait_for(take: Callable[[float | None], Got | None], idle: Callable[[float], float | None]) -> Got:
-    """Call `take` until it returns something, and return that. `take` gets the seconds that it may wait; None: without
-    end. Between its calls `idle` does a little work. It gets the seconds since the wait began, and returns the seconds
-    after which it wants to be called again; None: never."""
+    """Call `take` until it returns something, and return that. `take` gets the seconds that it may wait, or None for no
+    limit. Between its calls `idle` does a little work. It gets the seconds since the wait began, and returns the
+    seconds until it wants the next call, or None for no further call."""
     begin = time.perf_counter()
     pause = idle(0.0)
     while pause is not None:

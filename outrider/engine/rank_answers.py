@@ -1,13 +1,12 @@
 """RankAnswers: collects the answers of all ranks to each step and command, and resolves their futures. No torch.
 
-What the ranks have answered, and what follows:
+The consequence of the ranks' answers:
 
     a step that rank 0 has run                 its result
     a step that failed on every rank           its failure; the engine admits its requests anew, on every rank
     a step that failed on some ranks alone     the end of all ranks: the others wait for these in an all-reduce
     a command that every rank has carried out  the answers, combined
-    a command that failed on some ranks alone  the end of all ranks: they hold different states from now on
-"""
+    a command that failed on some ranks alone  the end of all ranks: they hold different states from now on"""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class RankAnswers:
     """Collects the answers of ranks to steps and commands. May be used by several threads."""
 
     def __init__(self, num_ranks: int, places: Sequence[str] = ()) -> None:
-        """places: where there are several machines, words for each rank's."""
+        """places: if there are several machines, a text for each rank that names its machine."""
         self._num_ranks = num_ranks
         self._names = [f"rank {rank}{place}" for rank, place in enumerate(places or [""] * num_ranks)]
         self._lock = threading.Lock()
@@ -88,8 +87,8 @@ class RankAnswers:
         return None
 
     def overdue(self, seconds: float) -> WorkerDied | None:
-        """Return an error if a step or a command has failed on some ranks, and the others have not answered in so many
-        seconds since."""
+        """Return an error if some ranks failed at a step or command, and the others have not answered within `seconds`
+        after that."""
         with self._lock:
             for number, asked in self._asked.items():
                 if asked.first_failure is not None and time.monotonic() - asked.first_failure > seconds:
@@ -112,8 +111,8 @@ class RankAnswers:
             asked.future.set_exception(error)
 
     def _alone_of(self, number: int, failures: dict[int, Failure]) -> WorkerDied:
-        """Make the error that names the first rank that failed by itself. A rank that failed only because it lost
-        another rank is named only if there is no such rank."""
+        """Make the error that names the first rank whose failure was not caused by the loss of another rank, or else
+        the first rank that failed."""
         by_cause = sorted(failures.items(), key=lambda own: (issubclass(own[1].kind, RankLost), own[0]))
         return self._alone(by_cause[0][0], number, by_cause[0][1])
 

@@ -27,7 +27,7 @@ class StartedRank:
 
 @dataclass(frozen=True)
 class RankStarter:
-    """Values that all ranks of a machine are given."""
+    """Starts ranks of a machine, with the values that all of them are given."""
 
     config: EngineConfig
     source: ModelSource
@@ -36,7 +36,8 @@ class RankStarter:
     host: HostPlace = field(default_factory=HostPlace)
 
     def start(self, links: Mapping[int, tuple[Connection, ...]]) -> list[StartedRank]:
-        """Start the ranks with these numbers. links: each rank's ends of the pipes between rank 0 and the others."""
+        """Start the ranks with these numbers. links: for each rank, its ends of the pipes between rank 0 and the other
+        ranks."""
         check_sent(self.config, self.source)
         context = multiprocessing.get_context("spawn")
         count = self.config.tensor_parallel_size

@@ -1,9 +1,9 @@
 """RankWatch: finds out that a rank has died, hangs or was left behind by the others, and names it. No torch.
 
-A process that is stopped no longer counts up its beats. A process that hangs still does, but makes no progress. Then
-the ranks that wait for others in an all-reduce are not to blame; the remaining ranks are. Time counts only while the
-parent itself runs, so that ranks survive when the machine or the group of processes is suspended.
-"""
+A rank's process counts up its heartbeats in shared memory. A process that is stopped no longer counts. A process that
+hangs still counts, but makes no progress. Ranks that wait in an all-reduce are not at fault then; the remaining ranks
+are. Time counts only while the parent itself runs, so that ranks survive when the machine or the group of processes is
+suspended."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STRAGGLER_SECONDS = 30.0  # that ranks may take to fail in a step in which anoth
 
 
 class Process(Protocol):
-    """What a parent uses of a rank's process, which may run on another machine."""
+    """The methods of a rank's process that its parent uses. The process may run on another machine."""
 
     @property
     def pid(self) -> int | None: ...
@@ -55,7 +55,7 @@ class RankProcess:
 
     @property
     def loss(self) -> str:
-        """Why the parent knows nothing of the process any more; empty for a process of its own."""
+        """Return the reason why the connection to the process is lost; always empty for a local process."""
         return ""
 
 
@@ -68,7 +68,7 @@ class RankWatch:
 
     def look(self, seconds: float, *, has_steps: bool, has_any: bool) -> WorkerDied | None:
         """Check the ranks. Returns an error that names a rank if the ranks cannot go on. seconds: the time since the
-        last check. has_steps, has_any: whether any step, or any message at all, waits for an answer."""
+        last check. has_steps: whether a step waits for an answer. has_any: whether any message does."""
         seconds = min(seconds, 2 * LOOK_SECONDS)
         for index, own in enumerate(self._ranks):
             if own.process.exitcode is not None:

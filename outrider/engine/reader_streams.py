@@ -17,11 +17,11 @@ from outrider.core.outputs import OutputIncrement
 
 
 class RequestError(RuntimeError):
-    """One request failed while it ran. The message is the `error` of its output."""
+    """Raised if a request failed while it ran. The message is the `error` of its output."""
 
 
 class ParamsError(RequestError):
-    """One request failed because of its own parameters."""
+    """Raised if a request failed because of its own parameters."""
 
     def __init__(self, request_id: str, failure: OwnFailure) -> None:
         super().__init__(f"request {request_id}: {failure}")
@@ -91,7 +91,7 @@ class GrowingOutput(Stream):
 
 
 class Increments(Stream):
-    """A stream that keeps the increments that its reader has not seen. They take as much memory as that part of the
+    """A stream that keeps the increments that its reader has not seen, which take as much memory as that part of the
     output."""
 
     def __init__(self, request_id: str, loop: asyncio.AbstractEventLoop, num_samples: int) -> None:

@@ -1,9 +1,8 @@
 """RequestChecks: checks a caller's prompt and parameters and makes a CheckedRequest of them, once, before the engine
 gets it.
 
-Everything that may be wrong with a request is found here. The checks only read the engine's limits and settings, so any
-thread may run them.
-"""
+All errors in a request are found here. The checks only read the engine's limits and settings, so any thread may run
+them."""
 
 from __future__ import annotations
 
@@ -41,8 +40,8 @@ class RequestChecks:
 
     def check_all(self, prompts: Sequence[Prompt], params: Sequence[RequestParams],
                   priorities: Sequence[int], caller: Caller | None = None) -> list[CheckedRequest]:
-        """Make one checked request for each prompt. This may take seconds, for a long text or for what a feature
-        prepares. Parameters that several requests share are checked once. `caller`: the tenant on whose behalf the
+        """Make one checked request for each prompt. This may take seconds, if a text is long or a feature prepares
+        something. Parameters that several requests share are checked once. `caller`: the tenant on whose behalf the
         requests are checked, for features that give tenants turns."""
         given = {id(own): own for own in params}
         checked = {key: self._check_params(own) for key, own in given.items()}

@@ -1,13 +1,12 @@
 """RequestLoop: runs the steps of an engine for synchronous callers, in the callers' threads.
 
 There may be several callers, also in several threads, of which one at a time uses the engine. A step computes tokens
-for the requests of all callers; what it adds to another caller's request is kept until that caller asks.
+for the requests of all callers. Outputs for another caller are kept until that caller asks.
 
 An interrupt may land on any line, also during the clean-up after another interrupt. The engine is therefore changed
 only while `_is_mid_change` is set. A call that finds the mark already set resets the engine and goes on from the
 outputs that callers have. Callers are held by weak references: the next call drops the requests of callers that are
-gone.
-"""
+gone."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class Caller:
         self.readers: dict[str, OutputReader] = {}  # of requests whose outputs are not read whole, as they grow
 
     def read(self, output: Output) -> Output | None:
-        """Return the output in the form that its reader wants; None if the reader is not due to get anything yet."""
+        """Return the output in the form that the reader wants, or None if the reader does not want this output yet."""
         reader = self.readers.get(output.request_id)
         if reader is None:
             return output
@@ -178,8 +177,8 @@ class RequestLoop:
         return made
 
     def _must_wait(self, caller: Caller) -> bool:
-        """Whether the engine is paused and has nothing for the caller, so that the caller must wait until another
-        thread ends the pause."""
+        """Whether the caller must wait until another thread ends the pause: the engine is paused and has no output for
+        the caller."""
         reason = self._engine.pause.reason
         if not reason or self._engine.has_ended or self._engine.has_work or self._is_mid_change:
             return False
@@ -232,8 +231,8 @@ class RequestLoop:
                     self._changed[request_id] = None
 
     def _finish_steps(self) -> None:
-        """Wait for the steps in flight if no request is left: they hold pages, and there may be no later call to do
-        it."""
+        """Wait for the steps in flight if no request is left. They hold pages, and perhaps no later call would read
+        their results."""
         while self._engine.has_work and not self._engine.num_requests:
             self._step_engine()
 

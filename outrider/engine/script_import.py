@@ -1,6 +1,4 @@
-"""Tells whether this process is a child of an engine that is just importing the caller's script (`spawned.py`). No
-torch.
-"""
+"""Tells whether this process is an engine's child that is importing the caller's script (`spawned.py`). No torch."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ UNGUARDED_ADVICE = ("each process of the engine imports the script, and the scri
 
 
 class ScriptImport:
-    """Whether this process is importing the caller's script. The flag belongs to the process, because no engine exists
-    yet."""
+    """Whether this process is importing the caller's script. The flag is global to the process, because it is read
+    before an engine exists."""
 
     is_running = False
 

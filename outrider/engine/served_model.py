@@ -1,4 +1,4 @@
-"""ServedModel: what an engine and its callers know of the model: its sizes, its tokenizer, and its name for
+"""ServedModel: the facts about the model that an engine and its callers use: its sizes, its tokenizer, and its name for
 messages."""
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class ServedModel:
 
     @property
     def longest_range(self) -> int:
-        """The most tokens of a prompt that a step can always compute together. In the worst case every other request
-        computes one token and its drafts in the same step."""
+        """Return the most tokens of a prompt that a step can always compute together. In the worst case every other
+        request computes one token and its drafts in the same step."""
         return self.limits.max_batched_tokens - self.limits.max_requests * (1 + self.limits.max_drafts)
 
     def longest(self, prompt_len: int, max_tokens: int | None) -> int:

@@ -58,7 +58,7 @@ class CallersScript:
 
 def spawn_process(target: Callable[..., None], args: tuple[Any, ...], *, name: str,
                   daemon: bool = False) -> SpawnProcess:
-    """Start a process that imports the caller's script and then calls `target` with the arguments."""
+    """Start a process that imports the caller's script and then calls `target(*args)`."""
     script = CallersScript.of_this_process()
     process = multiprocessing.get_context("spawn").Process(target=_run, args=(script, target, *args), name=name,
                                                            daemon=daemon)
@@ -87,7 +87,7 @@ def _import_script(place: tuple[tuple[str, str], ...], is_vllm_aliased: bool) ->
 
 @contextmanager
 def _without_script() -> Generator[None, None, None]:
-    """A context in which multiprocessing finds no script that a new process should import."""
+    """A context in which multiprocessing finds no script for a new process to import."""
     main = sys.modules["__main__"]
     with _hiding:
         spec, file = main.__spec__, main.__dict__.pop("__file__", None)

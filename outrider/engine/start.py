@@ -1,6 +1,5 @@
-"""Starts an engine from a config: finds the model, starts a worker, which holds the device, and makes an engine around
-it. No torch.
-"""
+"""Starts an engine from a config: finds the model, starts a worker (which owns the device), and makes an engine around
+it. No torch."""
 
 from __future__ import annotations
 
@@ -83,6 +82,6 @@ def _make_worker(config: EngineConfig, source: ModelSource, in_process: bool) ->
 
 def _in_thread(work: Callable[[], T]) -> T:
     """Run the work in a new thread, because this process may have been forked. A thread that computed matrix products
-    before the fork would wait for ever for its OpenMP threads, which a fork does not copy."""
+    before the fork would wait forever for OpenMP threads, because a fork does not copy them."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work).result()

@@ -1,7 +1,6 @@
-"""EngineStats: counts of what an engine has done since it started, and the log line that shows them.
+"""EngineStats: counts of an engine's steps, tokens and drafts since it started, and the log line that shows them.
 
-Counts plain data only (batches and results), so a server can keep one without torch.
-"""
+Counts plain data only (batches and results), so a server can keep one without torch."""
 
 from __future__ import annotations
 
@@ -26,8 +25,8 @@ STEP_TOKENS = (1, *(1 << power for power in range(3, 15)))  # bounds of the size
 
 @dataclass
 class EngineStats:
-    """Counts of what an engine has done. Here a *draft* is the sequence of one request's draft tokens in one step, and
-    a position is an index in this sequence."""
+    """Counts of an engine's steps, tokens and drafts. Here a *draft* is the sequence of one request's draft tokens in
+    one step, and a position is an index in this sequence."""
 
     num_requests: int = 0
     num_prompt_tokens: int = 0
@@ -101,12 +100,12 @@ class EngineStats:
 
     @property
     def mean_run_length(self) -> float:
-        """The mean number of tokens that a step yields for one request. Steps without drafts count too."""
+        """Return the mean number of tokens that a step yields for one request, steps without drafts included."""
         return self.num_generation_tokens / self.num_runs if self.num_runs else 0.0
 
     @property
     def mean_acceptance_length(self) -> float:
-        """The mean number of tokens that a step yields for a request whose drafts it checks."""
+        """Return the mean number of tokens that a step yields for a request whose drafts it verifies."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     @property
@@ -115,8 +114,8 @@ class EngineStats:
 
     @property
     def acceptance_per_position(self) -> list[float]:
-        """The share of drafts accepted up to and including each position, among the drafts that are long enough to have
-        it."""
+        """Return, for each position, the share of drafts that are accepted up to and including it, among the drafts
+        that reach it."""
         accepted = self.accepted_per_position + [0] * len(self.drafted_per_position)
         return [hit / tried if tried else 0.0 for hit, tried in zip(accepted, self.drafted_per_position, strict=False)]
 
@@ -127,7 +126,7 @@ class EngineStats:
 
     @property
     def uncaptured_line(self) -> str:
-        """A line for the log: how many steps ran uncaptured, by reason."""
+        """Return a line for the log: how many steps ran without a captured graph, by reason."""
         reasons = ", ".join(f"{count} ({reason.value})" for reason, count in self.uncaptured.most_common())
         return f"Steps: {self.num_steps}, uncaptured: {reasons or 'none'}"
 
@@ -195,7 +194,7 @@ class StatsLog(StepWatcher):
 
     def close(self) -> None:
         if self._stats.num_runs:
-            log.info("in all: %s", self._stats.line())
+            log.info("totals since the start: %s", self._stats.line())
 
 
 class HostFaultsWatcher(StepWatcher):

@@ -1,9 +1,7 @@
 """StepTrace: records the times of a few of an engine's steps, from their scheduling to their result, for a tracer.
 
-The engine asks it for batches, and it asks the scheduler. It marks at most `steps_per_second` steps as traced and
-passes the others through. An engine without a tracer has UntracedSteps in its place. It does not depend on
-OpenTelemetry.
-"""
+StepTrace stands between engine and scheduler and passes batches on. It marks at most `steps_per_second` of them as
+traced. An engine without a tracer has UntracedSteps in its place. It does not depend on OpenTelemetry."""
 
 from __future__ import annotations
 

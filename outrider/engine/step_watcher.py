@@ -34,4 +34,4 @@ class UntracedSteps:
         return scheduler.schedule()
 
     def finish(self, result: StepResult) -> None:
-        """Note that a step's result was read."""
+        """Called when a step's result was read. Does nothing."""

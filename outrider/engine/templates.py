@@ -76,8 +76,8 @@ def compiled_template(text: str) -> ChatTemplate:
 
 
 class _Sandbox(ImmutableSandboxedEnvironment):
-    """Runs templates within limits: counts the loop rounds and calls of each thread's template, and measures what it
-    makes."""
+    """Runs templates within limits: counts the loop rounds and calls of each thread's template, and measures the texts
+    that it makes."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -99,8 +99,8 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         return self._measure(super().call(*args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Carry out an operation of two operands, unless its result is estimated to be too large, since it might never
-        end."""
+        """Carry out an operation with two operands, unless the estimated size of its result is too large. Such an
+        operation might never end."""
         bits = [v.bit_length() if isinstance(v, int) else 0 for v in (left, right)]
         lengths = [len(v) if isinstance(v, Sized) else 0 for v in (left, right)]
         match operator:
@@ -189,8 +189,7 @@ class _Counted:
 
 
 class _GenerationTag(Extension):
-    """The tag {% generation %}, which marks the assistant's words for training. Here it only renders what it
-    encloses."""
+    """The tag {% generation %}, which marks the assistant's words for training. Here it only renders its content."""
 
     tags = {"generation"}
 
@@ -223,5 +222,5 @@ def _too_much(what: str) -> ChatTemplateError:
 
 
 def _told(error: Exception) -> str:
-    """Return the message for an error. It names the type, except for an error that the template raised on purpose."""
+    """Return the message for an error, with the error's type unless the template raised the error on purpose."""
     return str(error) if type(error) is jinja2.TemplateError else f"{type(error).__name__}: {error}"

@@ -1,8 +1,7 @@
 """Tokenizer: converts text to tokens and back, and renders chats as text.
 
 A tokenizer comes from a folder's tokenizer.json or from the metadata of a GGUF file. Spaces are not cleaned up after
-decoding, so that text decoded in pieces equals text decoded as a whole. Knows nothing of models.
-"""
+decoding, so that text decoded in pieces equals text decoded as a whole. Does not depend on the model."""
 
 from __future__ import annotations
 
@@ -40,8 +39,8 @@ class TokenTexts(dict[int, str]):
 
 
 class Encoded(dict[str, Any]):
-    """The token ids of one or several texts, as a dict that also has attributes, like what tokenizers of transformers
-    return."""
+    """The token ids of one or several texts, as a dict that also has attributes, like the results of transformers'
+    tokenizers."""
 
     @property
     def input_ids(self) -> list[Any]:
@@ -234,11 +233,11 @@ class Tokenizer:
         return up_to_the_end_of(messages, template.render(messages, False, values))
 
     def _explain(self, unused: Mapping[str, str]) -> None:
-        """Log once for each of these variables that it has no effect."""
+        """Log, once for each of these variables, that the template does not use it."""
         for name, why in unused.items():
             if name not in self._explained and len(self._explained) < MOST_EXPLAINED:
                 self._explained.add(name)
-                log.warning("chat_template_kwargs: %s makes no difference: %s", name[:100], why)
+                log.warning("chat_template_kwargs: %s has no effect: %s", name[:100], why)
 
     def apply_chat_template(self, conversation: Iterable[Message], tools: Sequence[Mapping[str, Any]] | None = None, *,
                             tokenize: bool = True, add_generation_prompt: bool = False,

@@ -1,4 +1,4 @@
-"""Loads torch's shared libraries in the background, before torch is imported. No torch."""
+"""Loads torch's shared libraries in the background before torch is imported. This file does not import torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 
 def load_torch_libraries_ahead() -> None:
-    """Load torch's largest library in a thread of its own, while other modules are imported: linking it takes 0.3 s, in
-    which Python code can run.
+    """Load torch's largest library in a separate thread. Linking it takes 0.3 s, in which other modules can be
+    imported.
 
     Only for a torch that is built for CPUs: one for CUDA finds its libraries in several places, by code that runs when
     it is imported. If this fails, the import of torch loads the library itself and reports the error."""

@@ -2,8 +2,7 @@
 tensor after the other.
 
 A file in /dev/shm is shared memory. A file's header and length are checked before the first tensor is returned, so that
-a file that was cut off yields none. No torch.
-"""
+no tensor of a truncated file is returned. No torch."""
 
 from __future__ import annotations
 
@@ -16,15 +15,15 @@ from outrider.runner.commands import NamedArray
 
 
 def read_safetensors(path: Path) -> Iterator[NamedArray]:
-    """Read the tensors of a safetensors file. Raises ValueError if the file is damaged or was cut off."""
+    """Read the tensors of a safetensors file. Raises ValueError if the file is damaged or truncated."""
     file = FileReader(path)
     return _arrays(file, safetensors_header(file))
 
 
 def read_packed(path: Path, names: Sequence[str], dtypes: Sequence[str],
                 shapes: Sequence[Sequence[int]]) -> Iterator[NamedArray]:
-    """Read the tensors of a file that has nothing but their bytes, one tensor after the other. The file may be longer,
-    because shared memory comes in whole pages."""
+    """Read the tensors of a file that contains only their bytes, one tensor after the other. The file may be longer
+    than the tensors, because shared memory comes in whole pages."""
     if not len(names) == len(dtypes) == len(shapes):
         raise ValueError(f"update_weights: {len(names)} names, {len(dtypes)} dtype_names and {len(shapes)} shapes: "
                          "each weight needs one of each")
@@ -42,5 +41,5 @@ def read_packed(path: Path, names: Sequence[str], dtypes: Sequence[str],
 
 
 def _arrays(file: FileReader, tensors: Sequence[FileTensor]) -> Iterator[NamedArray]:
-    """Read the tensors one after the other, each when it is asked for."""
+    """Read the tensors in order, each when the caller asks for it."""
     return (NamedArray(each.name, each.dtype, each.shape, file.read_tensor(each)) for each in tensors)

@@ -50,7 +50,7 @@ log = logging.getLogger("outrider")
 
 @dataclass(frozen=True)
 class RankPlace:
-    """What a child is told about its place among the ranks of a worker."""
+    """The place of a child among the ranks of a worker, given to the child when it starts."""
 
     link: RankLink
     numbers: Any  # shared memory of its RankStatus
@@ -139,8 +139,8 @@ def _leave_to_parent(*_: object) -> None:
 
 
 def _end_with_parent(place: RankPlace) -> None:
-    """End this process when its parent ends, whatever it is doing: loading a model may take minutes, in which it would
-    hold a device's memory. The other ranks are ended too, since one of them may be stopped."""
+    """End this process when its parent ends, even in the middle of work. Otherwise it could hold device memory for
+    minutes while it loads a model. The other ranks are ended too, since one of them may be stopped."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -1,8 +1,7 @@
 """WorkerLine: the engine's connection to its worker. It keeps the futures of the steps in flight, sends commands
-between steps, and remembers the error after which no step can run any more.
+between steps, and stores the error after which no step can run any more.
 
-The runner may live in this process or in another: the line uses nothing of it but its futures.
-"""
+The runner may live in this process or in another, because the line uses only its futures."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from outrider.runner.interface import Runner, WorkerDied
 
 
 class EngineError(RuntimeError):
-    """The engine has failed or was shut down; no request can be served any more. The cause is chained."""
+    """Raised if the engine has failed or was shut down: no request can be served any more. The cause is chained."""
 
 
 class WorkerLine:
@@ -55,7 +54,7 @@ class WorkerLine:
         return os.getpid() != self._process_id
 
     def check(self) -> None:
-        """Raise the error that ended the line, if it has ended."""
+        """Raise the error that ended the connection to the worker, if there is one."""
         if self._error is not None:
             raise type(self._error)(*self._error.args)
         if self.is_forked:
@@ -102,8 +101,8 @@ class WorkerLine:
         self._in_flight, self._last_end, self._is_step_missing = deque(), None, False
 
     def seconds_since_last(self, *, has_requests: bool) -> float | None:
-        """Return the seconds since the step before, when a step has ended; None if the engine had no requests in
-        between. has_requests: whether it has any now."""
+        """Return the seconds between the ends of the last step and of the step before. None if the engine had no
+        requests in between. has_requests: whether it has any now."""
         now, last = time.perf_counter(), self._last_end
         self._last_end = now if has_requests else None
         return None if last is None else now - last
@@ -127,7 +126,7 @@ class WorkerLine:
     # The end
 
     def end(self, error: EngineError) -> None:
-        """Run no more steps, for the reason that the error gives. If there is an earlier reason, it is kept."""
+        """Run no more steps. `error` gives the reason; an earlier reason is kept."""
         self._error = self._error or error
 
     def _end_with(self, death: WorkerDied) -> None:

@@ -13,15 +13,15 @@ TORCH_FREE = ("builtins", "outrider.core", "outrider.runner.interface", "outride
 
 @dataclass(frozen=True)
 class OfCommand:
-    """A message that announces a command or its answer, which follows in a message of its own. A command may be of any
-    class, so if one side cannot unpickle it, only that command fails."""
+    """A message that announces a command or its answer, which follows as a separate message. So if one side cannot
+    unpickle a command of an unknown class, only that command fails."""
 
     number: int
 
 
 @dataclass(frozen=True)
 class OfErrand:
-    """A message that announces an errand (work beside the steps). The errand follows in a message of its own, like a
+    """A message that announces an errand (work beside the steps), which follows as a separate message, like a
     command."""
 
     number: int
@@ -37,8 +37,8 @@ class ErrandDone:
 
 @dataclass(frozen=True)
 class Failure:
-    """The data of an exception that crosses the pipe. Unpickling the exception itself would call its constructor with
-    other arguments."""
+    """The data of an exception, for sending it through the pipe. Unpickling the exception itself would call its
+    constructor with other arguments."""
 
     kind: type[BaseException]
     message: str

@@ -1,10 +1,9 @@
-"""A worker in processes of its own, one for each rank: batches, commands and answers go through pipes, pickled.
+"""A worker in child processes, one for each rank. Batches, commands and answers are pickled and go through pipes.
 
 The children are spawned and share no memory with their parent except their `RankStatus`. An error at their start is
-raised here with the same type and message. If a child dies, hangs or fails alone, all children are ended, and every
-step in flight and every later step fails with WorkerDied. The same happens if an interrupt cuts off a batch on its way
-to the children. This file imports no torch; the children do.
-"""
+raised here with the same type and message. If a child dies, hangs or fails alone, all children are ended. Every step in
+flight and every later step then fails with WorkerDied. The same happens if an interrupt cuts off a batch on its way to
+the children. This file imports no torch; the children do."""
 
 from __future__ import annotations
 
@@ -51,7 +50,7 @@ Given = TypeVar("Given")
 
 
 class RankPipe(Protocol):
-    """What a parent uses of the pipe to a rank, which may run on another machine."""
+    """The methods of the pipe to a rank that the parent uses. The rank may run on another machine."""
 
     def send_bytes(self, data: bytes | memoryview, /) -> None: ...
 
@@ -199,7 +198,7 @@ class WorkerProcess:
         self._end(death_of(own, len(self._ranks), "" if self._is_ready else "while it started"))
 
     def _look(self) -> None:
-        """Watch the ranks until they have ended, and end all if one hangs or was left behind."""
+        """Watch the ranks until they have ended. If one hangs or was left behind, end all of them."""
         last = time.monotonic()
         while self._died is None:
             time.sleep(rank_watch.LOOK_SECONDS)
@@ -251,7 +250,8 @@ class WorkerProcess:
         return {rank: own for rank, own in self._started.items() if isinstance(own, Failure)}
 
     def _explained(self) -> BaseException:
-        """Return the error to raise for a failed start: that of the first rank that did not fail because of another."""
+        """Return the error to raise for a failed start: the error of the first rank that did not fail because of
+        another rank."""
         failures = self._failures
         causes = {rank: own for rank, own in failures.items() if not issubclass(own.kind, RankLost)}
         if not causes and self._died is not None:

@@ -1,4 +1,5 @@
-"""Features: each folder is one, and imports the core but no other feature. `outrider/feature_list.py` names them.
+"""Optional features, one folder for each. A feature imports the core but no other feature. `outrider/feature_list.py`
+names them.
 
 The table shows what each feature adds to the core. The core calls these parts through interfaces, and does not know
 which feature implements them:
@@ -24,13 +25,12 @@ which feature implements them:
 | inputs of a prompt's tokens | | | | | who sees whom, cuts, keys, ropes | | |
 | is loaded by | a setting | a setting | a setting | a request | a request | a request | a request, a setting |
 
-`tiers` has places beyond the device where cached pages lie: it makes the cache of a scheduler
-(`EngineFeature.make_cache`), and its part of a step copies pages and reports it (`StepPart.amend_result`).
+`tiers` stores cached pages outside the device's memory. It makes the scheduler's cache (`EngineFeature.make_cache`);
+its part of a step copies pages and reports the copies (`StepPart.amend_result`).
 
 A part has an interface of its own if two features need it, or if a feature from outside the package may need it. Events
 of the cache are still in the core.
 
 Two files of the core name grammars: `core/params.py` has the parameter `structured_outputs`, and `core/structured.py`
 its class. Users build both before there is an engine. Without the feature's folder a request with this parameter is
-refused by name.
-"""
+refused by name."""

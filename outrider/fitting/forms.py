@@ -21,7 +21,7 @@ SHORT_CONTEXT = 8_192  # 4 bits are worth theirs up to this
 
 @dataclass(frozen=True)
 class Form:
-    """A choice of the settings `quantization` and `kv_cache_dtype`. None: the setting stays as the user has it."""
+    """A choice of the settings `quantization` and `kv_cache_dtype`. None keeps the user's value of a setting."""
 
     weights: str | None = None
     cache: str | None = None
@@ -38,13 +38,13 @@ class Form:
 
     @property
     def loss(self) -> float:
-        """The relative growth of the perplexity, such as 0.01, in the worst measurement of each setting."""
+        """Return the relative growth of the perplexity, such as 0.01, in the worst measurement of each setting."""
         return sum(max(MEASURED[each]) - 1 for each in self.rounded)
 
     @property
     def worth_context(self) -> int:
-        """The longest context that justifies this form's rounding. When plans are compared, a longer context counts no
-        more than this one."""
+        """Return the longest context that justifies this form's rounding. When plans are compared, a longer context
+        counts no more than this one."""
         return SHORT_CONTEXT if self.weights == "int4" else USUAL_CONTEXT
 
     def cost(self) -> str:

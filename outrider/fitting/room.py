@@ -56,7 +56,7 @@ class DeviceRoom:
 
 
 def room_of(device: torch.device) -> DeviceRoom:
-    """Return the total and the free memory of one of this machine's devices, as they are now."""
+    """Return the total and the currently free memory of one of this machine's devices."""
     if device.type != "cuda":
         return DeviceRoom(name_device(device), device, device_bytes(device), available_bytes())
     free, total = torch.cuda.mem_get_info(device)

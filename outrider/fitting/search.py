@@ -35,7 +35,8 @@ LEAST_SAVING = 0.02  # a form of weights that saves a smaller share of them is l
 
 @dataclass(frozen=True)
 class StepPace:
-    """How much an engine does at once. A slower pace takes less memory and more time, and never changes a token."""
+    """The number of requests at once and of tokens in a step. A slower pace takes less memory and more time, and never
+    changes a token."""
 
     requests: int | None = None  # None: as the config has it by default
     tokens: int | None = None
@@ -277,8 +278,8 @@ class Search:
         return list(found.values())
 
     def need(self, form: Form, pace: StepPace, length: int | None = None) -> Need:
-        """Return the least memory that a candidate needs. length: tokens of a request; by default what the config asks
-        for."""
+        """Return the least memory that a candidate needs. length: tokens of a request; by default the length that the
+        config asks for."""
         config = pace.apply(self._in_form(form))
         outline = self._outline(config)
         length = length or self._config.max_model_len or outline.model.max_positions

@@ -151,5 +151,5 @@ _export = lazy_exports(__name__)
 
 def __getattr__(name: str) -> Any:
     if name in _RENAMED:
-        warnings.warn(f"{__name__}.{name} is called {_RENAMED[name]} now", FutureWarning, stacklevel=2)
+        warnings.warn(f"{__name__}.{name} is called {_RENAMED[name]} now: rename it", FutureWarning, stacklevel=2)
     return _export(_RENAMED.get(name, name))

@@ -2,8 +2,7 @@
 
 A layer declares its weight. A format is built from the declaration, allocates exactly the tensors that it stores, and
 asks the declaration for the slots through which the loader fills them. Sizes in the checkpoint (`ModelSize`) and on one
-rank (`RankSize`) are two types, so that they cannot be confused.
-"""
+rank (`RankSize`) have different types, so that they cannot be confused."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ MAX_BYTES = 2**63 - 1
 
 @dataclass(frozen=True)
 class StoredFormat:
-    """How a source stores a weight. `kind` is the name of the encoding. Subclasses add facts that a format needs, such
-    as the group size."""
+    """The way in which a source stores a weight. `kind` is the name of the encoding. Subclasses add facts that a format
+    needs, such as the group size."""
 
     kind: str  # name under which `register_format` finds the format that keeps it
 
@@ -76,7 +75,7 @@ class OutputShard:
     packed: Mapping[str, Sequence[PackedPart]] = field(default_factory=dict)  # of segments with parts of their own
 
     def held(self, name: str, size: ModelSize) -> tuple[range, ...]:
-        """The output features of a segment that this rank holds."""
+        """Return the output features of a segment that this rank holds."""
         ranges: list[range] = []
         first = 0
         for part in self.packed.get(name, (PackedPart(size, self.pieces.get(name)),)):
@@ -100,7 +99,7 @@ class VocabularyShard(OutputShard):
         return cls(Ranks.from_group(group), group=group)
 
     def width(self, size: ModelSize) -> int:
-        """The number of rows that every rank but the last holds."""
+        """Return the number of rows that every rank but the last holds."""
         return -(-size // self.ranks.count)
 
     def held(self, name: str, size: ModelSize) -> tuple[range, ...]:
@@ -175,7 +174,7 @@ class LinearDeclaration:
 
     @property
     def num_numbers(self) -> ModelSize:
-        """The number of elements of the whole weight, on all ranks together."""
+        """Return the number of elements of the whole weight, on all ranks together."""
         return ModelSize(self.in_features * sum(self.stored.values()))
 
     @cached_property
@@ -192,7 +191,7 @@ class LinearDeclaration:
 
     @cached_property
     def inputs(self) -> range:
-        """The input features that this rank holds."""
+        """Return the number of input features that this rank holds."""
         if isinstance(self.shard, InputShard):
             return self.shard.ranks.share(self.in_features, self.shard.pieces)
         return ALONE.share(self.in_features)
@@ -206,15 +205,15 @@ class LinearDeclaration:
         return RankSize(self.segments[-1].rows.stop)
 
     def matrices(self) -> Iterable[str]:
-        """Names of the layer's matrices in the checkpoint, relative to the layer's name."""
+        """Return the names of the layer's matrices in the checkpoint, relative to the layer's name."""
         return self.stored
 
     def without_bias(self) -> LinearDeclaration:
         return replace(self, has_bias=False)
 
     def slot(self, segment: Segment, held: StoredTensor, rows_axis: int = 0) -> WeightSlot:
-        """The slot that the checkpoint's tensor of one segment fills. `held`: the format's tensor, of which the slot is
-        a part. `rows_axis`: the axis of the output features; axes before it are not sharded."""
+        """Return the slot that the checkpoint's tensor of one segment fills. `held`: the format's tensor, of which the
+        slot is a part. `rows_axis`: the axis of the output features; axes before it are not sharded."""
         per_row, per_column, axis = held.outputs_per_row, held.inputs_per_column, rows_axis
         rows = _in_units(segment.rows, per_row, self.num_outputs)
         target = held.tensor.narrow(axis, rows.start, len(rows))
@@ -267,8 +266,8 @@ class ExpertsDeclaration:
         return first, LinearDeclaration(self.expert_size, down, False, self.dtype, self.device, shard=self.shard)
 
     def matrices(self) -> Iterator[str]:
-        """Names of the experts' matrices in the checkpoint, relative to the name of the experts' module. There may be
-        many."""
+        """Return the names of the experts' matrices in the checkpoint, relative to the name of the experts' module.
+        There may be many."""
         names = [name for projection in self.projections for name in projection.stored]
         if self.is_joint:
             yield from names
@@ -276,8 +275,8 @@ class ExpertsDeclaration:
             yield from (f"{expert}.{name}" for expert in range(self.num_experts) for name in names)
 
     def slots(self, first: Sequence[StoredTensor], down: Sequence[StoredTensor]) -> dict[str, WeightSlot]:
-        """Slots of the tensors [experts, rows, ..] of both projections, by their names below the experts' own name. A
-        tensor's name is added to that of a joint matrix ("gate_up_proj" + name) or of an expert's matrix
+        """Return the slots of the tensors [experts, rows, ..] of both projections, by their names below the experts'
+        own name. A tensor's name is added to that of a joint matrix ("gate_up_proj" + name) or of an expert's matrix
         ("0.gate_proj." + name)."""
         separator = "" if self.is_joint else "."
         joint = {f"{segment.name}{separator}{held.name}": projection.slot(segment, held, rows_axis=1)

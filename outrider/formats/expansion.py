@@ -29,7 +29,7 @@ class ExpansionDeclaration(LinearDeclaration):
 
     @property
     def num_heads(self) -> int:
-        """The number of heads that this rank holds."""
+        """Return the number of heads that this rank holds."""
         return self.num_outputs // (self.key_dim + self.value_dim)
 
 
@@ -39,9 +39,9 @@ class ExpansionFormat(MatrixFormat):
 
     @property
     def plain_parts(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The key and value parts as plain tensors, ([heads, latent, key], [heads, value, latent]) in the model's
-        dtype, for kernels that fuse these products with others. None if the format has no such tensors, or must be
-        exact."""
+        """Return the key and value parts as plain tensors, ([heads, latent, key], [heads, value, latent]) in the
+        model's dtype, for kernels that fuse these products with others. None if the format has no such tensors, or must
+        be exact."""
         return None
 
     @abstractmethod

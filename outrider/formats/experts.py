@@ -27,7 +27,7 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
 
     @abstractmethod
     def tensors(self) -> tuple[Sequence[StoredTensor], Sequence[StoredTensor]]:
-        """The tensors of the first and of the second projections, in the layout that `ExpertsDeclaration.slots`
+        """Return the tensors of the first and of the second projections, in the layout that `ExpertsDeclaration.slots`
         describes."""
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
@@ -39,8 +39,8 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
 
     @property
     def rounding(self) -> int:
-        """The number of columns that share an fp8 scale when the first projection's input is rounded to fp8; 0 if it is
-        not. See `LinearFormat.rounding`."""
+        """Return the number of columns that share an fp8 scale when the first projection's input is rounded to fp8; 0
+        if it is not. See `LinearFormat.rounding`."""
         return 0
 
     def prepare(self, allow_copy: bool) -> int:
@@ -62,8 +62,9 @@ class ExpertsFormat(WeightFormat[ExpertsDeclaration]):
 
     @property
     def plain_parts(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The weights as plain tensors, ([experts, gate | up, hidden], [experts, hidden, inner]) in the model's dtype,
-        for adapters that change the products of single experts. None if the format stores them in another form."""
+        """Return the weights as plain tensors, ([experts, gate | up, hidden], [experts, hidden, inner]) in the model's
+        dtype, for adapters that change the products of single experts. None if the format stores them in another
+        form."""
         return None
 
     def mix_with_shared(self, x: torch.Tensor, routed: moe.Routed, activation: str, gate_up: LinearFormat,

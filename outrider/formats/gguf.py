@@ -41,7 +41,7 @@ class TransposedHeads(StoredFormat):
 
 @dataclass(frozen=True)
 class PackedSlot(WeightSlot):
-    """A slot for GGUF blocks of a file, which are packed in another order when they are copied to the target."""
+    """A slot for GGUF blocks of a file. They are packed in another order when they are copied to the target."""
 
     rows: native.PackedRows | None = None
     stored_shape: tuple[int, ...] = ()

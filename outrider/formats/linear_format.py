@@ -1,8 +1,8 @@
 """LinearFormat: the stored weight of one linear layer and every product with it.
 
-A format is built empty from a declaration and must implement `tensors` and `product`. Everything that may be fused with
-a product has a default here that composes the plain operations, so a format overrides only what it can do better.
-"""
+A format is built empty from a declaration and must implement `tensors` and `product`. Every operation that may be fused
+with a product has a default here that composes plain operations. A format overrides the operations for which it has
+something faster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class NativeProduct(NamedTuple):
 
 
 class LinearFormat(MatrixFormat):
-    """How the weight [outputs, inputs] of a linear layer is stored, perhaps with a bias [outputs], and the products
+    """The stored form of a linear layer's weight [outputs, inputs], perhaps with a bias [outputs], and the products
     with it."""
 
     use, may_be_coded = LINEAR, True
@@ -37,8 +37,8 @@ class LinearFormat(MatrixFormat):
 
     @property
     def plain_weight(self) -> torch.Tensor | None:
-        """The weight as a plain tensor, for code that multiplies several weights in one product. None if the weight is
-        not in the model's dtype, has a bias or must be exact."""
+        """Return the weight as a plain tensor, for code that multiplies several weights in one product. None if the
+        weight is not in the model's dtype, has a bias or must be exact."""
         return None
 
     def use_activation_bits(self, bits: int) -> float | None:
@@ -52,8 +52,8 @@ class LinearFormat(MatrixFormat):
 
     @property
     def rounding(self) -> int:
-        """The number of columns of a token row that share an fp8 scale, if products round token rows to fp8. The kernel
-        that makes the rows may then round them itself. 0 if products do not round to fp8."""
+        """Return the number of columns of a token row that share an fp8 scale, if products round token rows to fp8. The
+        kernel that makes the rows may then round them itself. 0 if products do not round to fp8."""
         return 0
 
     def round_activated_for(self, reader: LinearFormat) -> None:
@@ -125,13 +125,13 @@ class EmbeddingFormat(LinearFormat):
 
     @property
     def table(self) -> torch.Tensor | None:
-        """The weight in the model's dtype, for kernels that look up rows themselves. None if the format stores it in
-        another form."""
+        """Return the weight in the model's dtype, for kernels that look up rows themselves. None if the format stores
+        it in another form."""
         return None
 
     @property
     def packed_rows(self) -> native.PackedRows | None:
-        """The packed weight, for native code that looks up rows itself. None if the weight is not in one packed
+        """Return the packed weight, for native code that looks up rows itself. None if the weight is not in one packed
         form."""
         return None
 

@@ -1,8 +1,7 @@
-"""RankGroup: the ranks that hold one model together (tensor parallelism), as layers and formats see them.
+"""RankGroup: the interface of layers and formats to the ranks that hold one model together (tensor parallelism).
 
 A rank holds its part of every sharded weight. During a forward pass, ranks only sum tensors or gather them; both give
-the same bits on every rank. `runner/ranks.py` implements the group over processes.
-"""
+the same bits on every rank. `runner/ranks.py` implements the group over processes."""
 
 from __future__ import annotations
 
@@ -47,4 +46,4 @@ class UnsummedRanks:
         return part
 
     def gather(self, part: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        raise AssertionError("nothing is gathered before the sum")
+        raise AssertionError("gather is not supported before the ranks are summed: this is a bug")

@@ -55,8 +55,8 @@ class ScaledFormat(StoredFormat):
         return self.group or inputs
 
     def rounding(self, declared: LinearDeclaration) -> int:
-        """The number of inputs that share a scale in token rows that are rounded to fp8. 0 if rows are not rounded; on
-        a CPU they never are, because products there are in float32."""
+        """Return the number of inputs that share a scale in token rows that are rounded to fp8. 0 if rows are not
+        rounded; on a CPU they never are, because products there are in float32."""
         is_large = declared.num_numbers >= FEWEST_NUMBERS_TO_ROUND
         rounds = self.rounds and is_large and declared.device.type == "cuda"
         return min(self.width(declared.num_inputs), declared.num_inputs) if rounds else 0

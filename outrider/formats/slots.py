@@ -137,7 +137,7 @@ class WeightSlot:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape that the checkpoint's tensor must have."""
+        """Return the shape that the checkpoint's tensor must have."""
         return tuple(self.target.shape) if self.shard is None else self.shard.shape
 
     @property

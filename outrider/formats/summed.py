@@ -109,7 +109,7 @@ class SharedVocabulary(AroundLinear, EmbeddingFormat):
         return self._gathered(self._inner.adapted(x, add, is_wide))
 
     def dense(self) -> torch.Tensor:
-        """The whole table, gathered from all ranks."""
+        """Return the whole table, gathered from all ranks."""
         table = self._inner.dense()
         assert table is not None
         return self._gathered(table, 0)

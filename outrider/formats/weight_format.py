@@ -69,7 +69,7 @@ class MatrixFormat(WeightFormat[LinearDeclaration]):
 
     @abstractmethod
     def tensors(self) -> Sequence[StoredTensor]:
-        """The tensors that store the matrix."""
+        """Return the tensors that store the matrix."""
 
     def slots(self, prefix: str) -> dict[str, WeightSlot]:
         bias = [] if self._bias is None else [StoredTensor("bias", self._bias, inputs_per_column=None)]

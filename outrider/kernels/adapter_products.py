@@ -1,11 +1,11 @@
-"""What LoRA adapters add to a model's products, in plain torch: out += scale * (x A') B', for each token row.
+"""The products of LoRA adapters that are added to a model's products, in plain torch: out += scale * (x A') B', for
+each token row.
 
 Each token row is computed by itself, with one order of additions. Rows without an adapter are not written. The tables
-(`delta_tables.py`) say where the factors A and B are stored. This file knows nothing of files, requests or layers.
+(`delta_tables.py`) say where the factors A and B are stored. This file does not depend on files, requests or layers.
 
 The functions ending in `_by` take as an argument the function that multiplies token rows with a matrix. That function
-must give a token row the same bits whatever other rows it is called with.
-"""
+must give a token row the same bits whatever other rows it is called with."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def reduce_by(product: Product, x: Tensor, rows: RowSlots, tables: DeltaTables, 
 def add_adapters(inner: Tensor, out: Tensor, first: int, rows: RowSlots, tables: DeltaTables,
                  targets: TargetRange) -> None:
     """Add the adapters' results to `out` [tokens, features], which holds the output features of a linear layer from
-    `first` on. inner: what `reduce_adapters` returned for the targets within these features."""
+    `first` on. inner: the result of `reduce_adapters` for the targets within these features."""
     add_by(row_products, inner, out, first, rows, tables, targets)
 
 
@@ -76,7 +76,7 @@ def add_by(product: Product, inner: Tensor, out: Tensor, first: int, rows: RowSl
 def add_adapters_gated(inner: Tensor, out: Tensor, activation: str, rows: RowSlots, tables: DeltaTables,
                        targets: TargetRange) -> Tensor:
     """Add the adapters' results to out [tokens, 2 x width], the output features of a linear layer, and return the gated
-    activation of the sum: [tokens, width]. `out` may be overwritten. inner: what `reduce_adapters` returned."""
+    activation of the sum: [tokens, width]. `out` may be overwritten. inner: the result of `reduce_adapters`."""
     add_adapters(inner, out, 0, rows, tables, targets)
     return activate(out, activation)
 
@@ -110,9 +110,10 @@ class HeadColumns(NamedTuple):
 
 def add_head_adapters(x: Tensor, out: Tensor, rows: RowSlots, tables: DeltaTables, target: int, columns: HeadColumns,
                       into_latents: bool) -> None:
-    """Add what adapters add to one part of a latent expansion: `columns` are the part's columns of `b` in each head. If
-    into_latents is set, x [tokens, heads, keys] is multiplied with b, then a, and added to out [tokens, heads, latent].
-    Otherwise x [tokens, heads, latent] is multiplied with a, then b, and added to out [tokens, heads, values]."""
+    """Add the adapters' products to one part of a latent expansion: `columns` are the part's columns of `b` in each
+    head. If into_latents is set, x [tokens, heads, keys] is multiplied with b, then a, and added to out [tokens, heads,
+    latent]. Otherwise x [tokens, heads, latent] is multiplied with a, then b, and added to out [tokens, heads,
+    values]."""
     add_heads_by(row_products, x, out, rows, tables, target, columns, into_latents)
 
 
@@ -140,8 +141,8 @@ class ExpertTargets(NamedTuple):
 def mix_adapted_experts(out: Tensor, x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor,
                         activation: str, added: Tensor | None, rows: RowSlots, tables: DeltaTables,
                         targets: ExpertTargets) -> None:
-    """Compute anew the rows of out [tokens, hidden] whose adapter changes the experts. `out` holds the weighted sums of
-    the experts plus `added`; the other arguments are those of `kernels.moe.experts`. An adapter's part of the first
+    """Compute again the rows of out [tokens, hidden] whose adapter changes the experts. `out` holds the weighted sums
+    of the experts plus `added`; the other arguments are those of `kernels.moe.experts`. An adapter's part of the first
     projection is added before the activation."""
     mix_experts_by(row_products, out, x, ids, weights, gate_up, down, activation, added, rows, tables, targets)
 

@@ -1,4 +1,4 @@
-"""LoRA adapters on the CPU: what they add to a model's products, computed with the products of exact mode."""
+"""LoRA adapters on the CPU: their products, computed with the matrix products of exact mode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ add_adapters = partial(add_by, exact.linear)
 
 def add_adapters_gated(inner: Tensor, out: Tensor, activation: str, rows: RowSlots, tables: DeltaTables,
                        targets: TargetRange) -> Tensor:
-    """See `kernels.adapter_products.add_adapters_gated`."""
+    """Add the adapters' results and apply a gated activation; see `kernels.adapter_products.add_adapters_gated` for the
+    arguments."""
     ops.add_adapters(inner, out, 0, rows, tables, targets)
     return ops.gated(out, activation)
 

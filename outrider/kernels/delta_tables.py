@@ -1,8 +1,7 @@
 """The tables of LoRA adapters: where each adapter's factors are stored on the device, and which token rows use which
 adapter.
 
-`kernels/adapter_products.py` computes with these tables; they know nothing of files, requests or layers.
-"""
+`kernels/adapter_products.py` computes with these tables, which do not depend on files, requests or layers."""
 
 from __future__ import annotations
 

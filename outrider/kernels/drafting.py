@@ -5,8 +5,7 @@ A position is a token's index in the text. A slot is the cell, in the pages of o
 cached. Positions, slots, lengths and noise keys do not depend on which tokens are drafted, so all passes are planned at
 once, before the first one runs. This file is plain torch for any device, and the specification: `kernels.gpu.drafts`
 and, on a CPU, `kernels.cpu.draft_plan` compute the same integers in one call, and take and return the types declared
-here. This file does not know what the passes compute.
-"""
+here. The plan does not depend on what the passes compute."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ class DraftingRows(NamedTuple):
 
 @dataclass(frozen=True)
 class DrafterCacheState:
-    """Which slots and pages of its cache a drafter has filled. Every step updates the tensors."""
+    """The slots and pages of a drafter's cache that the drafter has filled. Every step updates the tensors."""
 
     page_tokens: tuple[int, ...]  # tokens of a page, by group of the drafter
     tail_group: int  # index of the group whose pages keep hidden states

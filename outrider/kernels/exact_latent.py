@@ -19,7 +19,8 @@ KEYS = 64  # positions of a tile
 
 def write_latents(compressed: Tensor, q_norm: Tensor | None, latent_norm: Tensor, eps: float, rope: RopeRows,
                   slots: Tensor, cache: Tensor, index: IndexInputs | None) -> tuple[Tensor, Tensor]:
-    """See `latent_inputs.write_latents`."""
+    """Norm, rotate and store the compressed vectors of each token row by itself; see `latent_inputs.write_latents` for
+    the arguments."""
     if not len(compressed):
         return latent_inputs.write_latents(compressed, q_norm, latent_norm, eps, rope, slots, cache, index)
     rows = zip(compressed.split(1), rope.positions.split(1), slots.split(1), strict=True)
@@ -30,14 +31,15 @@ def write_latents(compressed: Tensor, q_norm: Tensor | None, latent_norm: Tensor
 
 
 def head_products(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """See `latent_inputs.head_products`."""
+    """Multiply each head with its own matrix, one token row at a time; see `latent_inputs.head_products` for the
+    arguments."""
     for row, to in zip(x.split(1), out.split(1), strict=True):
         latent_inputs.head_products(row.clone(memory_format=torch.contiguous_format), weight, to)
 
 
 def choose_positions(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenContexts, chosen: Tensor,
                      scales: Tensor | None = None, counters: Tensor | None = None) -> None:
-    """See `latent.choose_positions`."""
+    """Choose positions for one token row at a time; see `latent.choose_positions` for the arguments."""
     num_keys = latent.check_choice(q, weights, keys, contexts, chosen)
     for row in range(q.shape[0]):
         own = contexts.cut(slice(row, row + 1))
@@ -60,7 +62,7 @@ def _index_scores(q: Tensor, weights: Tensor, keys: Tensor, contexts: TokenConte
 
 def latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: Tensor, scale: float,
                      latent_dim: int, sinks: Tensor | None = None) -> Tensor:
-    """See `latent.latent_attention`."""
+    """Attend to chosen positions, one token row at a time; see `latent.latent_attention` for the arguments."""
     out = q.new_empty(*q.shape[:2], latent_dim)
     for row in range(q.shape[0]):
         out[row] = _attend(q[row].clone(), cache, contexts.cut(slice(row, row + 1)), positions[row], scale, latent_dim,
@@ -70,7 +72,8 @@ def latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, position
 
 def dense_latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, num_positions: int, scale: float,
                            latent_dim: int, sinks: Tensor | None = None) -> Tensor:
-    """See `latent.dense_latent_attention`. Gives the same bits as `latent_attention` over all positions."""
+    """Attend to all visible positions, with the same bits as `latent_attention` over all of them; see
+    `latent.dense_latent_attention` for the arguments."""
     return latent_attention(q, cache, contexts, _every_position(contexts, num_positions), scale, latent_dim, sinks)
 
 

@@ -32,7 +32,7 @@ def experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tens
 
 def exact_experts(x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, activation: str,
                   added: Tensor | None = None, biases: moe.ExpertBiases | None = None) -> Tensor:
-    """Compute experts in exact mode: a token row's result has the same bits whatever the other rows are and choose."""
+    """Compute experts in exact mode: a token row's result has the same bits for any other rows in the batch."""
     return _mix(exact.linear_wide, x, ids, weights, gate_up, down, activation, added, biases)
 
 

@@ -18,8 +18,8 @@ from outrider.kernels.scaled import Scaled, by_outputs, pack_nibbles
 
 
 class CodedForm(NamedTuple):
-    """How weights of one GGUF kind are stored as codes: the codes' type, how many inputs share a scale, and which code
-    of the file becomes 0."""
+    """The form in which weights of one GGUF kind are stored as codes: the codes' type, how many inputs share a scale,
+    and which code of the file becomes 0."""
 
     code: str
     group: int

@@ -1,9 +1,8 @@
 """Mixtures of experts in plain torch: the choice of experts for each token row, and their weighted results.
 
-A *pair* is one (token row, chosen expert); pair p belongs to token row p // k. This file knows only tensors; where
-weights come from, shared experts and norms are the business of layers. Any float type is served; sums are in float32,
-or in float64 for a float64 model.
-"""
+A *pair* is one (token row, chosen expert); pair p belongs to token row p // k. This file works on tensors; layers load
+the weights and add shared experts and norms. Any float type is served; sums are in float32, or in float64 for a float64
+model."""
 
 from __future__ import annotations
 

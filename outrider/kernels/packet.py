@@ -58,7 +58,7 @@ class StepExtents:
 
 
 class StepPacket(NamedTuple):
-    """What the scheduler decided for a step, as int64 device tensors."""
+    """The scheduler's decisions for a step, as int64 device tensors."""
 
     rows: PerRequest
     num_known: PerRequest  # known tokens

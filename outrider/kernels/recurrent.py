@@ -3,12 +3,11 @@ request.
 
 A *step* function is the recurrence itself, token by token, and the specification. A *scan* function computes the same
 in chunks, with matrix products in place of a loop over tokens. Arithmetic is in float32, or in float64 for float64
-inputs, with fixed shapes and no host reads. This file knows nothing of layers or requests.
+inputs, with fixed shapes and no host reads. This file does not depend on layers or requests.
 
 A token that is not finite makes its own result and those of the later tokens NaN, in scans as in steps. Products over a
 chunk multiply later tokens by 0, and 0 x NaN is NaN, so a scan computes with zeros from that token on and puts NaN into
-the results at the end.
-"""
+the results at the end."""
 
 from __future__ import annotations
 

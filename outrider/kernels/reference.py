@@ -1,8 +1,7 @@
 """Plain torch versions of the kernels. They define each operation, and run where no kernel serves.
 
 They work on any device and floating type; 16-bit inputs are computed in float32. All tensor operations have fixed
-shapes, and nothing is read from the device to the host. This file knows nothing of layers, models or batches.
-"""
+shapes, and nothing is read from the device to the host. This file does not depend on layers, models or batches."""
 
 from __future__ import annotations
 
@@ -143,9 +142,9 @@ def write_slots(cache: Tensor, values: Tensor, slots: Tensor) -> None:
 
 
 def contain_non_finite(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep a non-finite token from spoiling other requests: k and v [tokens, heads, dim] are what goes into a cache.
-    The token gets keys of NaN, so that every token that may attend to it fails, and values of 0, because a token that
-    must not see it multiplies its value by 0, and 0 x NaN is NaN."""
+    """Keep a non-finite token from spoiling other requests: k and v [tokens, heads, dim] are about to be written to a
+    cache. The token gets keys of NaN, so that every token that may attend to it fails, and values of 0, because a token
+    that must not see it multiplies its value by 0, and 0 x NaN is NaN."""
     is_finite = (k.isfinite() & v.isfinite()).all(dim=(1, 2), keepdim=True)
     return torch.where(is_finite, k, torch.nan), torch.where(is_finite, v, 0)
 

@@ -3,9 +3,8 @@ sampler, `store_drafts` at the end. `share_drafts` runs before all others in cap
 shares out among drafts.
 
 This file is plain torch for any device, and the specification: `kernels.gpu.step`, `drafts.entry` and `drafts.share`
-compute the same integers in one launch each, and take and return the types declared here. Nothing here knows models or
-caches.
-"""
+compute the same integers in one launch each, and take and return the types declared here. This file does not depend on
+models or caches."""
 
 from __future__ import annotations
 

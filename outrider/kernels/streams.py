@@ -71,7 +71,7 @@ def mean_streams(streams: Tensor, num_streams: int) -> Tensor:
 
 
 class StreamRule(NamedTuple):
-    """How hyper-connections compute their weights from logits."""
+    """The rule by which hyper-connections compute their weights from logits."""
 
     num_streams: int
     rms_eps: float

@@ -37,8 +37,7 @@ class TokenBlocks(NamedTuple):
 
     @property
     def shift(self) -> int:
-        """What has to be added to a block's number to get its index among the block keys of its request (see
-        `keys`)."""
+        """The number to add to a block's number to get its index among the block keys of its request (see `keys`)."""
         return (self.anchor + self.size - 1) // self.size
 
     def keys(self, cache: Tensor) -> Tensor:
@@ -102,8 +101,7 @@ def block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: Token
 
 def exact_block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts: TokenContexts, chosen: Tensor,
                           scale: float, blocks: TokenBlocks) -> Tensor:
-    """See `block_attention`. Computes every token row by itself, so that a library gets the same shapes for any
-    batch."""
+    """Compute `block_attention` for every token row by itself, so that a library gets the same shapes for any batch."""
     out = torch.empty_like(q)
     for row in range(q.shape[0]):
         own = contexts.cut(slice(row, row + 1))

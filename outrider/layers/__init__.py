@@ -1,6 +1,6 @@
 """Layers: plain objects that hold tensors and apply a few torch operations to them.
 
-A layer knows the names of its tensors in checkpoints. It knows nothing of pages, batches or requests.
+A layer declares the names of its tensors in checkpoints. It does not depend on pages, batches or requests.
 
 In some model families each token has several residual streams instead of one. There are two designs:
 
@@ -15,8 +15,7 @@ In some model families each token has several residual streams instead of one. T
 
 Qwen4-Exp adds n-gram embeddings (`layers/ngram_embedding.py`), which depend only on a token's last few ids. These ids
 are in the request's history, and ids of drafts are in the step (`TokenHistory`), so the table needs no cache. Only the
-convolution behind the table keeps a state.
-"""
+convolution behind the table keeps a state."""
 
 from typing import TYPE_CHECKING
 

@@ -1,7 +1,6 @@
 """The self-attention block that the families share: one product for q, k and v, norms, rope, attention, output.
 
-The block does not know where keys and values lie; `context.attend` does.
-"""
+`context.attend` stores keys and values, so the block does not depend on the cache."""
 
 from __future__ import annotations
 
@@ -111,7 +110,7 @@ class SelfAttention(TokenMixer):
         return None if self.head_norm is None else self.head_norm.norms
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, angles: Angles, context: StepContext) -> None:
-        """residual += attention(x), in place."""
+        """Add attention(x) to residual, in place."""
         self.out.add_to(residual, self.mix(self.qkv(x, context), angles, context), context)
 
     def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:

@@ -47,20 +47,21 @@ class Module:
                 raise TypeError(f"{cls.__name__}.{old}: the method is called {name} now. Rename it.")
 
     def parts(self) -> Sequence[tuple[str, Module]]:
-        """The modules inside this one, each with the name that its tensors have below this module's prefix ("" for
-        none)."""
+        """Return the modules inside this one, each with the name that its tensors have below this module's prefix (""
+        for none)."""
         return ()
 
     def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
-        """The slots of this module: one for every tensor that a checkpoint must contain, by the tensor's name."""
+        """Return the slots of this module: one for every tensor that a checkpoint must contain, by the tensor's
+        name."""
         slots: dict[str, WeightSlot] = {}
         for name, part in self.parts():
             slots |= part.weights(join_names(prefix, name))
         return slots
 
     def declare_formats(self, choice: FormatChoice, prefix: str = "") -> None:
-        """Choose the format of every weight from how the source stores it, before any weight is allocated. prefix: the
-        module's name in the checkpoint."""
+        """Choose the format of every weight by the form in which the source stores it, before any weight is allocated.
+        prefix: the module's name in the checkpoint."""
         for name, part in self.parts():
             part.declare_formats(choice, join_names(prefix, name))
 
@@ -71,7 +72,7 @@ class Module:
             part.shard(group)
 
     def shard_sizes(self) -> Sequence[ShardSize]:
-        """The sizes of this module, not of its parts, that `shard` divides by the number of ranks."""
+        """Return the sizes of this module, not of its parts, that `shard` divides by the number of ranks."""
         return ()
 
     def finalize(self) -> None:
@@ -130,7 +131,7 @@ class FormatModule(Module, Generic[Format]):
         self.declared = replace(self.declared, shard=shard)
 
     def declare_cut(self, cut: OutputShard | InputShard) -> None:
-        warnings.warn("declare_cut is called declare_shard now", FutureWarning, stacklevel=2)
+        warnings.warn("declare_cut is called declare_shard now: rename it", FutureWarning, stacklevel=2)
         self.declare_shard(cut)
 
     def declare_formats(self, choice: FormatChoice, prefix: str = "") -> None:
@@ -170,8 +171,8 @@ class FeedForward(Module, ABC):
     """The part of a layer that treats every token row separately: an MLP, or a mixture of experts."""
 
     def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
-        """The formats of all weights that are multiplied with this part's input. Empty if anything else reads the input
-        too."""
+        """Return the formats of all weights that are multiplied with this part's input. Empty if other code reads the
+        input too."""
         return ()
 
     @abstractmethod
@@ -219,9 +220,7 @@ class DecoderLayer(Module):
         return 1, *self(*args)
 
     def for_rows(self, rows: WantedRows, *args: Any) -> tuple[Any, torch.Tensor]:
-        """Call the layer, but return delta and residual stream of some token rows only. This is used for the last layer
-        that writes a cache, which must still read all tokens. args: the arguments of `__call__`. Layers that can save
-        work override this."""
+        """A layer that changes nothing. It replaces layers whose kernels an earlier layer has compiled already."""
         delta, residual = self(*args)
         if delta is not None:
             delta = delta[rows.token_rows] if isinstance(delta, torch.Tensor) else delta.for_rows(rows.token_rows)
@@ -250,7 +249,7 @@ class LayeredModule(Module):
 
     @property
     def last_writer(self) -> int:
-        """Index of the last layer that writes a cache."""
+        """Return the index of the last layer that writes a cache."""
         return len(self.layers) - 1
 
     def shard(self, group: RankGroup) -> None:
@@ -264,7 +263,7 @@ class LayeredModule(Module):
         self.attention_layers = [held.get(layer.index, layer) for layer in self.attention_layers]
 
     def config_name(self, size: ShardSize) -> str:
-        """The name that a size has in the module's config."""
+        """Return the name that a size has in the module's config."""
         return size.keys[0]
 
     def cache_layers(self) -> list[LayerCache]:
@@ -279,17 +278,17 @@ class LayeredModule(Module):
 
     def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
         """Raise ValueError if a tensor that is about to be ignored shows that the checkpoint needs a computation that
-        this module lacks."""
+        this module does not support."""
 
     def slot_name(self, name: str) -> str:
-        """The module's name for a tensor of the checkpoint. Modules override this where files of one family have
+        """Return the module's name for a tensor of the checkpoint. Modules override this if files of one family have
         several names for the same tensor."""
         return name
 
     @contextmanager
     def one_layer_each(self) -> Iterator[None]:
-        """A context manager. Inside it only the first layer of each kind runs, which is enough to compile the kernels
-        of all layers. The last layer that writes a cache runs too, because it may compute only some token rows."""
+        """Context manager: inside it only the first layer of each kind runs, which is enough to compile the kernels of
+        all layers. The last layer that writes a cache runs too, because it may compute only some token rows."""
         layers = self.layers
         known, short = self._shortened
         if len(known) != len(layers) or any(one is not other for one, other in zip(known, layers, strict=True)):

@@ -12,7 +12,7 @@ COMPONENTS = 3
 
 
 class GatheredRotary(Rotary):
-    """A table with one row for each token row of a step, so that kernels that take one position a token serve it."""
+    """A table with one row for each token row of a step, for kernels that take one position per token."""
 
     def __init__(self, table: torch.Tensor) -> None:
         self.table = table

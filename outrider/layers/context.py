@@ -1,4 +1,4 @@
-"""StepContext: what a layer needs to know about its token rows in addition to their hidden states.
+"""StepContext: the data that a layer needs about its token rows in addition to their hidden states.
 
 A model passes one context to every layer, feed-forward and product. The context holds
 
@@ -11,8 +11,7 @@ A model passes one context to every layer, feed-forward and product. The context
 A layer that computes only some of the rows passes on the context of these rows (`of_rows`), so a product always knows
 its rows. Draft heads and prediction modules are called in the same way. A layer that is one native call applies deltas
 itself, from tables (`RowDeltas.factors`). If deltas have no such tables, plain layers are used, which ask for the delta
-of each product.
-"""
+of each product."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ class TokenHistory:
     offsets: torch.Tensor  # [tokens] how many tokens of its request a token has before it in this step
 
     def with_before(self, ids: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-        """The ids of the step with the `count` ids before each: [tokens, 1 + count], the token's own id first, then
-        backwards; -1 before the start of a text."""
+        """Return the ids of the step with the `count` ids before each: [tokens, 1 + count], the token's own id first,
+        then backwards; -1 before the start of a text."""
         index, found = torch.arange(len(ids), device=ids.device), [ids]
         for distance in range(1, count + 1):
             known = self.tokens[self.row_of, (positions - distance).clamp_min(0)]
@@ -97,8 +96,8 @@ class RowDeltas(ABC):
         return ProductChange(self, linear, x, first)
 
     def factors(self) -> StepFactors | None:
-        """The factors that `begin` would apply, for layers that run as one kernel. None if the deltas have no factors;
-        layers must then call `begin` for every product."""
+        """Return the factors that `begin` would apply, for layers that run as one kernel. None if the deltas have no
+        factors; layers must then call `begin` for every product."""
         return None
 
     def change(self, module: object) -> bool:
@@ -155,18 +154,18 @@ class DeltaSource(StepPart):
 
     @property
     def reach(self) -> DeltaReach:
-        """The kinds of products that are changed by the deltas that are on the device now."""
+        """Return the kinds of products that are changed by the deltas that are on the device now."""
         return DeltaReach.LINEARS
 
     @property
     def possible_reach(self) -> DeltaReach:
-        """The kinds of products that deltas for this model may change, loaded or not."""
+        """Return the kinds of products that deltas for this model may change, loaded or not."""
         return DeltaReach.LINEARS
 
     @property
     def captured_reach(self) -> DeltaReach:
-        """The kinds of products that deltas may change in a captured step: none, or every kind that a loaded delta
-        changes."""
+        """Return the kinds of products that deltas may change in a captured step: none, or every kind that a loaded
+        delta changes."""
         return self.reach if self.is_capturable else DeltaReach.NOTHING
 
     @abstractmethod
@@ -176,7 +175,7 @@ class DeltaSource(StepPart):
     @abstractmethod
     def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> RowDeltas:
         """Return the deltas of a step's token rows. rows [requests]: the row of each request; request_of [tokens]: the
-        request of each token. It reads device data only."""
+        request of each token. Must not read the device on the host."""
 
 
 class NoDeltas(DeltaSource):
@@ -188,14 +187,15 @@ class NoDeltas(DeltaSource):
         return False
 
     def of_step(self, rows: torch.Tensor, request_of: torch.Tensor) -> Never:
-        raise AssertionError("a step asks for low-rank deltas of the weights, and no feature gives any")
+        raise AssertionError("a step asks for low-rank deltas of weights, but no feature makes them: this is a bug")
 
 
 NO_DELTAS = NoDeltas()
 
 
 class NothingAttends:
-    """The `attend` of a context after the last layer, where only logits are computed. It refuses every layer."""
+    """Replaces `attend` in a context after the last layer, in which only logits are computed. Raises an error for every
+    layer."""
 
     def mixer(self, layer: int) -> Never:
         raise AssertionError(f"layer {layer} reads the cache, and this context is for logits only, after the last "
@@ -231,8 +231,8 @@ class StepContext:
         self.history = history
 
     def of_rows(self, rows: WantedRows) -> StepContext:
-        """The context of some token rows, in the order of `rows`. `attend`, if given, binds the layers that attend for
-        these rows only."""
+        """Return the context of some token rows, in the order of `rows`. `attend`, if given, binds the layers that
+        attend for these rows only."""
         return _RowsContext(self, rows)
 
 

@@ -32,7 +32,7 @@ class Embedding(FormatModule[EmbeddingFormat]):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The table in the model's dtype. If the format stores codes, they are dequantised at each access."""
+        """Return the table in the model's dtype. If the format stores codes, they are dequantised at each access."""
         return self.format.dense()
 
     def set_exact(self, exact: bool) -> None:

@@ -153,7 +153,7 @@ class NativeDecoderLayer(FusedLayer):
 
 
 def _linears(layer: AttentionMLPLayer) -> tuple[Linear, Linear, Linear, Linear]:
-    """The layer's linear layers, in the order of `LayerWeights`."""
+    """Return the layer's linear layers, in the order of `LayerWeights`."""
     return layer.attention.qkv, layer.attention.out, layer.mlp.gate_up, layer.mlp.down
 
 
@@ -219,7 +219,7 @@ def prepare(models: Sequence[LayeredModule], allow_copies: bool, exact: bool = F
 
 
 def _find_products(models: Sequence[LayeredModule]) -> list[FormatModule[Any]]:
-    """All linear layers and experts of the models, whose formats must be prepared."""
+    """Return all linear layers and experts of the models, whose formats must be prepared."""
     return [module for module in find_modules(models, FormatModule) if module.is_product]
 
 
@@ -230,8 +230,8 @@ def restore_order(models: Sequence[LayeredModule]) -> None:
 
 
 def use_activation_bits(model: LayeredModule, bits: int) -> str:
-    """Round token rows in products to 8 or 16 bits; 32 rounds as finely as float32. Return a log line with the number
-    of weights whose products round, and their largest error."""
+    """Round token rows in products to 8 or 16 bits; 32 is as precise as float32. Return a log line with the number of
+    weights whose products round, and their largest error."""
     held = _find_products([model])
     digits = min(bits, 24)
     errors = [error for module in held if (error := module.format.use_activation_bits(digits)) is not None]

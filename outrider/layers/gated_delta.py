@@ -54,7 +54,7 @@ class GatedDeltaShape:
         )
 
     def segments(self) -> list[PackedPart]:
-        """The segments of the convolution: q, k and v. Each is divided among ranks separately."""
+        """Return the segments of the convolution: q, k and v. Each is divided among ranks separately."""
         return [PackedPart(self.key_size), PackedPart(self.key_size), PackedPart(self.value_size)]
 
     def of_rank(self, num_ranks: int) -> GatedDeltaShape:
@@ -142,7 +142,7 @@ class GatedDelta(TokenMixer):
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Output features of the first projection: inputs of the convolution, then z, b and a."""
+        """Return the output features of the first projection: inputs of the convolution, then z, b and a."""
         shape = self.mixer.shape
         return self.mixer.spec.conv_dim, shape.value_size, shape.num_value_heads, shape.num_value_heads
 

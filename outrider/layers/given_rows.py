@@ -23,7 +23,7 @@ class PlacedVectors(NamedTuple):
 
 
 def placed(given: InputVectors) -> PlacedVectors:
-    """The vectors that an input part brings, on the host."""
+    """Return the vectors that an input part contains, on the host."""
     return PlacedVectors(given.positions, torch.from_numpy(np.ascontiguousarray(given.values)))
 
 
@@ -54,12 +54,12 @@ class GivenRows:
         return embedded.index_copy(0, self.token_rows, self.values.to(embedded.dtype))
 
     def add_after(self, layer: int, residual: torch.Tensor) -> None:
-        """Add to the residual stream what belongs there after this layer, in place."""
+        """Add the vectors that belong to the residual stream after this layer (deepstack), in place."""
         residual.index_add_(0, self.token_rows, self.added[layer].to(residual.dtype))
 
 
 def _joined(values: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Join values of the host and of the device on the device."""
+    """Concatenate values from the host and the device on the device."""
     if all(own.device.type == "cpu" for own in values):
         return send(torch.cat(list(values)), device)
     return torch.cat([send(own, device) if own.device.type == "cpu" else own for own in values])

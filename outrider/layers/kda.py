@@ -36,7 +36,8 @@ class KDAShape:
 
     @property
     def size(self) -> int:
-        """The number of features in all heads together, which is the same for q, k, v, the decays and the output."""
+        """Return the number of features in all heads together, which is the same for q, k, v, the decays and the
+        output."""
         return self.num_heads * self.head_dim
 
     def spec(self, itemsize: int) -> RecurrentSpec:
@@ -132,7 +133,8 @@ class KDA(TokenMixer):
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
-        """Output features of the first projection: the convolution's inputs, b, and the inputs of decay and gate."""
+        """Return the output features of the first projection: the convolution's inputs, b, and the inputs of decay and
+        gate."""
         shape = self.mixer.shape
         decay, gate = (shape.head_dim if second else shape.size for second in (self.decay, self.gate))
         return self.mixer.spec.conv_dim, shape.num_heads, decay, gate

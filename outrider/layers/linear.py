@@ -1,9 +1,8 @@
 """Linear layers. A layer declares its sizes and the names of its matrices; its format (`outrider/formats`) holds the
 weight and computes products.
 
-A layer knows nothing of models or files. With several ranks a layer's declaration (`shard`) says which output or input
-features each rank holds.
-"""
+A layer does not depend on models or files. With several ranks a layer's declaration (`shard`) says which output or
+input features each rank holds."""
 
 from __future__ import annotations
 
@@ -93,7 +92,7 @@ class Linear(FormatModule[LinearFormat]):
         return change.activated(self.format.product(x), activation)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, context: StepContext) -> None:
-        """residual += x W' + b, in place."""
+        """Add x W' + b to residual, in place."""
         if context.deltas is None:
             self.format.add_to(residual, x)
         else:  # rounded where a layer that adds later rounds: bits must not depend on the number of token rows

@@ -1,7 +1,6 @@
 """The Mamba-2 layer: one projection to gate, convolved inputs and time steps, the mixer, a gated group norm, output.
 
-It knows the names of tensors below its prefix. The model decides which of its layers are of this kind.
-"""
+It declares the names of its tensors below its prefix. The model decides which of its layers are of this kind."""
 
 from __future__ import annotations
 
@@ -42,7 +41,7 @@ class Mamba2Shape:
 
     @property
     def group_width(self) -> int:
-        """The number of features of B in all groups together. C has the same number."""
+        """Return the number of features of B in all groups together. C has the same number."""
         return self.num_groups * self.state_size
 
     def spec(self, itemsize: int) -> RecurrentSpec:
@@ -56,8 +55,8 @@ class Mamba2Shape:
         )
 
     def segments(self, num_ranks: int) -> list[PackedPart]:
-        """The segments of the convolution, x | B | C, with the equal pieces into which ranks divide each. With fewer
-        groups than ranks, neighbouring ranks hold the same group."""
+        """Return the segments of the convolution, x | B | C, with the equal pieces into which ranks divide each. With
+        fewer groups than ranks, neighbouring ranks hold the same group."""
         groups = PackedPart(self.group_width, min(self.num_groups, num_ranks))
         return [PackedPart(self.inner_size), groups, groups]
 
@@ -119,7 +118,7 @@ class Mamba2(TokenMixer):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Output features of the first projection: gate, inputs of the convolution, time steps."""
+        """Return the output features of the first projection: gate, inputs of the convolution, time steps."""
         shape = self.mixer.shape
         return shape.inner_size, self.mixer.spec.conv_dim, shape.num_heads
 

@@ -53,7 +53,7 @@ class GatedMLP(FeedForward):
         self.down.declare_shard(InputShard.from_group(group))
 
     def prepare(self) -> None:
-        """Choose how the first product rounds its result, as the second product needs it. Called when the formats are
+        """Choose how the first product rounds its result, to suit the second product. Called when the formats are
         prepared."""
         self.gate_up.format.round_activated_for(self.down.format)
 
@@ -64,5 +64,5 @@ class GatedMLP(FeedForward):
         return self.down(self.gate_up.activated(x, self.activation, context), context)
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor, context: StepContext) -> None:
-        """residual += mlp(x), in place."""
+        """Add mlp(x) to residual, in place."""
         self.down.add_to(residual, self.gate_up.activated(x, self.activation, context), context)

@@ -63,7 +63,7 @@ class TransposedSlot(WeightSlot):
 
 @dataclass(frozen=True)
 class TurnedNumbers:
-    """Quantises an unquantised tensor of the checkpoint after transposing it to outputs before inputs."""
+    """Transposes an unquantised tensor of the checkpoint to outputs before inputs, then quantises it."""
 
     slot_class: type[TransposedSlot]
     quantize: Callable[[torch.Tensor], StoredWeight]
@@ -138,7 +138,7 @@ class Experts(FormatModule[ExpertsFormat]):
 
     @property
     def biases(self) -> moe.ExpertBiases | None:
-        """This rank's biases. None if the experts have no biases."""
+        """Return this rank's biases. None if the experts have no biases."""
         return None
 
     def __call__(self, x: torch.Tensor, routed: moe.Routed, context: StepContext,
@@ -201,7 +201,7 @@ class MoE(FeedForward):
             self.latent[1].declare_shard(replace(InputShard.from_group(unsummed), pieces=1))
 
     def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
-        """The formats of the weights that read the layer's input, without the router's, which needs the input
+        """Return the formats of the weights that read the layer's input, without the router's, which needs the input
         unrounded."""
         shared = () if self.shared is None else self.shared.readers()
         return [*shared, self.experts.format if self.latent is None else self.latent[0].format]
@@ -227,7 +227,7 @@ class MoE(FeedForward):
         return out if shared is None else out.add_(shared)
 
     def _with_shared(self, x: torch.Tensor, routed: moe.Routed) -> torch.Tensor | None:
-        """experts(x) + shared(x) by one kernel, or None if no kernel computes both."""
+        """Compute experts(x) + shared(x) by one kernel, or return None if no kernel computes both."""
         shared, activation = self.shared, self.experts.activation
         if self.shared_gate is not None or self.latent is not None or not isinstance(shared, GatedMLP):
             return None
@@ -241,7 +241,7 @@ class ScaledInputMoE(MoE):
     weights to shared(x). The activation inside an expert makes this differ from a weighted sum of results."""
 
     def readers(self) -> Sequence[LinearFormat | ExpertsFormat]:
-        """The formats of the shared expert, which alone reads x itself. The other experts read x multiplied by a
+        """Return the formats of the shared expert, which alone reads x itself. The other experts read x multiplied by a
         score."""
         return () if self.shared is None else self.shared.readers()
 

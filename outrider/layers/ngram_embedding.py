@@ -42,7 +42,7 @@ class NgramShape:
 
     @property
     def order(self) -> int:
-        """The number of ids in the longest n-gram."""
+        """Return the number of ids in the longest n-gram."""
         return len(self.multipliers)
 
     @property
@@ -51,7 +51,7 @@ class NgramShape:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The first table row of each hash head."""
+        """Return the first table row of each hash head."""
         return tuple(accumulate(self.primes[:-1], initial=0))
 
     @classmethod

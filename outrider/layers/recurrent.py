@@ -1,7 +1,6 @@
 """Parts that recurrent layers share: a mixer behind a causal convolution, and the gated norm after it.
 
-Subclasses define how convolved inputs become inputs of their recurrence. `context.attend` knows where states are kept.
-"""
+Subclasses define how convolved inputs become inputs of their recurrence. `context.attend` keeps the states."""
 
 from __future__ import annotations
 
@@ -75,7 +74,7 @@ class ConvMixer(Module, ABC):
 
     @abstractmethod
     def kernel_params(self) -> MixerParams | None:
-        """The parameters that kernels take to compute this mixer in float32; None if no kernel can compute it."""
+        """Return the parameters with which kernels compute this mixer in float32; None if no kernel can compute it."""
 
     def step(self, state: Tensor, tail: Tensor, conv_in: Tensor, gates: Gates) -> StepOutput:
         seen = torch.cat((tail, conv_in[:, None].to(tail.dtype)), dim=1)

@@ -35,7 +35,7 @@ class RopeParams:
 
     @property
     def reach(self) -> int:
-        """The number of positions (context length) that the rope's scaling was made for."""
+        """Return the number of positions (context length) that the rope's scaling was made for."""
         return int(self.original_len * self.factor) if self.kind == "yarn" else 0
 
 
@@ -55,13 +55,13 @@ class Angles:
 
     @property
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cos columns and the sin columns of the table: [positions, rotary_dim / 2] each."""
+        """Return the cos columns and the sin columns of the table: [positions, rotary_dim / 2] each."""
         return self._rotary.halves
 
     @cached_property
     def cos_sin(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin of the token rows, [tokens, 1, rotary_dim] each; sin is negated in the first half. They are
-        gathered once and shared by the layers."""
+        """Return cos and sin of the token rows, [tokens, 1, rotary_dim] each; sin is negated in the first half. They
+        are gathered once and shared by the layers."""
         cos, sin = self.table[self.positions].unsqueeze(1).chunk(2, dim=-1)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
@@ -98,7 +98,7 @@ class Rotary:
 
     @cached_property
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cos columns and the sin columns of the table: see `Angles.halves` for the shapes."""
+        """Return the cos columns and the sin columns of the table: see `Angles.halves` for the shapes."""
         cos, sin = self.table.chunk(2, dim=1)
         return cos, sin
 
@@ -171,8 +171,8 @@ def _linear(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float
 
 
 def _llama3(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """Llama 3's scaling: low frequencies are divided by `factor`, high frequencies are kept, and those in between are
-    blended."""
+    """Return frequencies by Llama 3's scaling: low frequencies are divided by `factor`, high frequencies are kept, and
+    those in between are blended."""
     frequencies = _unscaled(params, dtype)
     turns = params.original_len * frequencies / (2 * math.pi)  # full turns within the original length
     between = params.high_freq_factor - params.low_freq_factor
@@ -181,8 +181,8 @@ def _llama3(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float
 
 
 def _yarn(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """YaRN's scaling: like Llama 3's, but blended over the dimension index, and with a magnitude that keeps attention
-    as sharp over longer texts."""
+    """Return frequencies by YaRN's scaling: like Llama 3's, but blended over the dimension index, and with a magnitude
+    that keeps attention as sharp over longer texts."""
     low, high = _yarn_dim(params, params.beta_fast), _yarn_dim(params, params.beta_slow)
     if params.truncate:
         low, high = math.floor(low), math.ceil(high)
@@ -195,7 +195,8 @@ def _yarn(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
 
 
 def _longrope(params: RopeParams, dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """LongRoPE's scaling: a divisor for each frequency, and a magnitude that keeps attention as sharp."""
+    """Return frequencies by LongRoPE's scaling: a divisor for each frequency, and a magnitude that keeps attention as
+    sharp."""
     magnitude = params.attention_factor
     if magnitude is None:
         longer = math.log(params.factor) / math.log(params.original_len) if params.factor > 1 else 0.0
@@ -219,7 +220,7 @@ def _yarn_magnitude(params: RopeParams) -> float:
 
 
 def yarn_mscale(factor: float, weight: float) -> float:
-    """The magnitude that keeps attention as sharp in a context that is `factor` times longer."""
+    """Return the magnitude that keeps attention as sharp in a context that is `factor` times longer."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 

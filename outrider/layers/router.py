@@ -97,7 +97,7 @@ class ExpertTally:
             self._steps[index] += 1
 
     def mean(self) -> float | None:
-        """The mean number of distinct experts of a layer in a step; None if no step was counted."""
+        """Return the mean number of distinct experts of a layer in a step; None if no step was counted."""
         means = [total.item() / self._steps[index] for index, total in self._totals.items() if self._steps[index]]
         return sum(means) / len(means) if means else None
 

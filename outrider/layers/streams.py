@@ -1,10 +1,9 @@
-"""Several residual streams per token, with gates. A gate says how a token mixer or a feed-forward reads the streams,
+"""Several residual streams per token, with gates. A gate decides how a token mixer or a feed-forward reads the streams,
 and how its result is added to them.
 
 The streams of a token lie side by side, [tokens, num_streams x hidden]. `StreamGate` norms every stream separately and
 mixes them by low-rank gates into one hidden state. It also makes the weight with which each stream gets the result. The
-next gate does this addition together with its norm.
-"""
+next gate does this addition together with its norm."""
 
 from __future__ import annotations
 

@@ -48,7 +48,8 @@ class TemperedAngles(Angles):
 
     @cached_property
     def query_factors(self) -> torch.Tensor:
-        """The factors of the token rows' queries: [tokens, 1]. They are gathered once and shared by the layers."""
+        """Return the factors of the token rows' queries: [tokens, 1]. They are gathered once and shared by the
+        layers."""
         runs = (self._text_positions + self._tempered.shift) // self._tempered.interval
         return self._tempered.factors[runs].unsqueeze(1)
 

@@ -1,7 +1,6 @@
 """ForwardBatch: the only description of a step's token rows that models and mixers get.
 
-Mixers read page tables, lengths and upper bounds from the batch they are given, and keep nothing between steps.
-"""
+Mixers read page tables, lengths and upper bounds from this batch, and store nothing between steps."""
 
 from __future__ import annotations
 
@@ -27,14 +26,14 @@ class LengthBound:
 
 @dataclass(frozen=True)
 class ExactQueries:
-    """The host knows exactly how many tokens each request of the batch has. A padded request has none."""
+    """Marks a batch in which the host knows exactly how many tokens each request has. A padded request has none."""
 
     lens: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class DecodeQueries:
-    """Every request of the batch has at most `most` tokens; only the device knows how many each has."""
+    """Marks a batch in which every request has at most `most` tokens; only the device knows how many each has."""
 
     most: int
     shares_pages: bool = False  # several requests hold the same pages, which attention may read once for all of them
@@ -42,7 +41,7 @@ class DecodeQueries:
 
 @dataclass(frozen=True)
 class MixedQueries:
-    """The requests of the batch may have any number of tokens; only the device knows how many each has."""
+    """Marks a batch in which requests may have any number of tokens; only the device knows how many each has."""
 
     decode_kernel_max_query: int  # requests with more tokens than this use the prefill kernel
 
@@ -52,12 +51,12 @@ Queries = ExactQueries | DecodeQueries | MixedQueries  # the host's knowledge of
 
 @dataclass(frozen=True)
 class AllKeys:
-    """A token sees its request's keys from the first one on."""
+    """Marks a batch in which a token sees its request's keys from the first one on."""
 
 
 @dataclass(frozen=True)
 class KeysFrom:
-    """A token sees its request's keys from `starts` on. Keys before that were never written."""
+    """Marks a batch in which a token sees its request's keys from `starts` on. Earlier keys were never written."""
 
     starts: torch.Tensor  # [requests] first visible key
     starts_int32: torch.Tensor

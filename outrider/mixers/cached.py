@@ -1,8 +1,7 @@
 """CachedLayers: a model's layers with their views of the page pool, served by one mixer for each kind of layer.
 
-The target has one, and so has each drafter. Page tables and lengths come only from the view of a step. `register_mixer`
-lets code outside the package add a kind of layer.
-"""
+The target has one, and so has each drafter. Page tables and lengths are read only from the view of a step.
+`register_mixer` lets code outside the package add a kind of layer."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class Attend(Protocol):
 
 
 class WantedRows:
-    """The token rows whose results the caller reads. Layers still write the cache for all token rows."""
+    """The token rows whose results the caller needs. Layers still write the cache for all token rows."""
 
     def __init__(self, token_rows: torch.Tensor, bind: Callable[[], Mapping[int, Any]] = dict) -> None:
         """token_rows: [rows] int64. bind: returns the layers that can attend for these rows alone, by index and bound
@@ -148,8 +147,8 @@ class CachedLayers:
 
     @property
     def whole_len(self) -> int:
-        """The longest context, in tokens, of which every indexer would choose all tokens. Up to this length some layers
-        do less work."""
+        """Return the longest context, in tokens, of which every indexer would choose all tokens. Up to this length some
+        layers do less work."""
         return min((mixer.whole_len for mixer in self.mixers), default=EVERY_LENGTH)
 
 

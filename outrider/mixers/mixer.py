@@ -45,7 +45,7 @@ class Mixer(ABC):
         return {}
 
     def carry(self, earlier: Mapping[int, Any], later: Mapping[int, Any], token_rows: torch.Tensor) -> None:
-        """Let layers that are bound to a later drafting pass reuse what an earlier pass found for `token_rows`."""
+        """Let layers of a later drafting pass reuse the choices of an earlier pass for `token_rows`."""
 
     def prepare_capture(self, device: torch.device, limits: Limits) -> None:
         """Allocate the buffers that captured steps share. Called once, before any capture."""

@@ -2,9 +2,8 @@
 group.
 
 The bytes of a page are contiguous: first the layers of the page's group, including a drafter's layers, then data that
-is kept once for each page. One copy therefore moves a page with everything that belongs to it. The pool does not know
-which request owns a page.
-"""
+is kept once for each page. One copy therefore moves a page with everything that belongs to it. The cache manager, not
+the pool, records which request owns a page."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from outrider.kernels.fp8_cache import ScaleNumbers
 class DevicePool:
     def __init__(self, layout: CacheLayout, num_pages: int, dtype: torch.dtype, device: torch.device,
                  scales: Mapping[int, ScaleNumbers] | None = None) -> None:
-        """scales: the scales of fp8 layers, by layer, as far as the model's files have them."""
+        """scales: the scales of fp8 layers, by layer, for the layers whose scales are in the model's files."""
         self.layout = layout
         self.dtype = dtype
         assert layout.page_bytes % dtype.itemsize == 0

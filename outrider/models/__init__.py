@@ -1,1 +1,1 @@
-"""Models by family, and how they are built and loaded. Importing the package imports no torch."""
+"""Models by family, with the code that builds and loads them. Importing the package imports no torch."""

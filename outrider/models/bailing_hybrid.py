@@ -110,7 +110,7 @@ class BailingHybrid(KimiLinear):
         return kinds
 
     def latent_layer(self, index: int) -> LatentLayer:
-        """The base class's latent layer, with the attention scale that yarn increases."""
+        """Return the base class's latent layer, with the attention scale that yarn increases."""
         layer, rope = super().latent_layer(index), self._rope
         factor = yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2 if rope.mscale_all_dim else 1.0
         return LatentLayer(layer.index, layer.num_heads, layer.latent_dim, layer.rope_dim, layer.scale * factor,
@@ -120,7 +120,7 @@ class BailingHybrid(KimiLinear):
         return GatedLatentAttention(layer, self.shape, dtype=self.dtype, device=self.device)
 
     def predicting_layer(self, index: int) -> tuple[DecoderLayer, LatentLayer]:
-        """The layer of a multi-token-prediction module: latent attention and experts."""
+        """Return the layer of a multi-token-prediction module, with latent attention and experts."""
         latent = self.latent_layer(index)
         return self.layer(index, self.attention(latent), is_sparse=True), latent
 

@@ -1,8 +1,7 @@
 """Model: the interface of models to the engine and to draft heads. Decoder: the forward that decoders share.
 
-A model knows its weights and its arithmetic, and nothing of pages, batches or sampling. Token rows of different
-requests meet only in attention, which goes through `context.attend`.
-"""
+A model defines weights and computations. It does not depend on pages, batches or sampling. Token rows of different
+requests interact only in attention, which is called through `context.attend`."""
 
 from __future__ import annotations
 
@@ -279,11 +278,11 @@ class Decoder(Model):
     # The residual stream outside of layers. Models with several streams override all three.
 
     def begin(self, embedded: torch.Tensor) -> torch.Tensor:
-        """The residual stream before the first layer."""
+        """Return the residual stream before the first layer."""
         return embedded
 
     def aux_state(self, delta: Any, residual: torch.Tensor) -> torch.Tensor:
-        """The residual stream as drafters read it, [tokens, hidden]: a copy, because layers change the stream in
+        """Return the residual stream for drafters, [tokens, hidden]: a copy, because layers change the stream in
         place."""
         return copy_stream(delta, residual)
 
@@ -292,9 +291,9 @@ class Decoder(Model):
         return self.norm.add_norm(delta, residual)
 
     def _cut(self, rows: WantedRows, aux_layers: tuple[int, ...]) -> int:
-        """Index of the first layer that is computed only for the wanted rows: the last layer, or, if all layers after
-        the last one that writes a cache can attend for these rows alone, that writing layer. Auxiliary states need all
-        token rows, so the layers before them are computed for all."""
+        """Return the index of the first layer that is computed only for the wanted rows. This is the last layer, or the
+        last one that writes a cache, if all layers after it can attend for these rows alone. Layers before a wanted
+        auxiliary state are computed for all token rows."""
         last = self.num_layers - 1
         if self.last_writer == last or any(index not in rows.layers for index in range(self.last_writer + 1, last + 1)):
             return last
@@ -302,14 +301,14 @@ class Decoder(Model):
 
     def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor,
                      context: StepContext) -> Sequence[tuple[torch.Tensor, ...]]:
-        """The extra input tensors of each layer, besides the residual stream. Most models have none."""
+        """Return the extra input tensors of each layer, besides the residual stream. Most models have none."""
         return [()] * self.num_layers
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         return self.limited(self.lm_head.wide(hidden, context))
 
     def limited(self, logits: torch.Tensor) -> torch.Tensor:
-        """Apply the logit scale and the soft cap to the output layer's logits, possibly in place."""
+        """Apply the logit scale and the soft cap to the output layer's logits, perhaps in place."""
         if self.logit_scale is not None:
             logits = logits.mul_(self.logit_scale)
         return logits if self.softcap is None else ops.cap_logits(logits, self.softcap)

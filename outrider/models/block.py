@@ -1,16 +1,15 @@
 """BlockHead: DFlash and DSpark drafters, which predict a whole block of tokens in one pass.
 
-The head keeps the target's text as context. Several residual streams of each token, joined and normed, give the keys
-and values of every layer at the token's position; the head never runs over the text itself. A block is the last known
-token followed by mask tokens. One pass over the block's rows predicts all drafts.
+The target's tokens are the head's context. The keys and values of every layer are computed from several of the target's
+residual streams, joined and normed; the head never runs over those tokens itself. A block is the last known token
+followed by mask tokens. One pass over the block predicts all drafts.
 
     position          0 .. p-1                  p             p+1 .. p+n
     keys and values   context of the target     last known    masks
     rows that run                               yes           yes
 
 DSpark adds a Markov head, which lets a draft depend on the draft before it, and a confidence head, which estimates
-whether a draft will be accepted.
-"""
+whether a draft will be accepted."""
 
 from __future__ import annotations
 
@@ -95,8 +94,8 @@ class BlockHead(FileHead):
     # Context
 
     def context_states(self, hidden: Hidden) -> torch.Tensor:
-        """The states from which the drafter makes keys and values, [tokens, hidden]: the target's auxiliary states,
-        projected and normed."""
+        """Return the states from which the drafter makes keys and values, [tokens, hidden]: the target's auxiliary
+        states, projected and normed."""
         return self.hidden_norm(self.fc(torch.cat(hidden.aux_states, dim=-1), hidden.context))
 
     def write_context(self, states: torch.Tensor, context: StepContext) -> None:
@@ -130,8 +129,8 @@ class BlockHead(FileHead):
         return self.norm.add_norm(delta, residual)[0]
 
     def confidence_of(self, hidden: torch.Tensor, before: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """Return [requests]: the probability that a draft is accepted if all drafts before it are. hidden [requests,
-        hidden]: the output row that made the draft. before [requests]: the token before the draft."""
+        """Return [requests]: the probability that a draft is accepted, given that all drafts before it are. hidden
+        [requests, hidden]: the output row that made the draft. before [requests]: the token before the draft."""
         assert self.confidence is not None
         x = hidden
         if self.config.confidence_reads_markov and self.markov is not None:
@@ -140,7 +139,7 @@ class BlockHead(FileHead):
 
 
 def _cache_window(config: BlockConfig, sight: Sight, most_rows: int) -> int | None:
-    """The window of a layer's cache, in tokens. If rows see their whole block, all of them attend from the block's last
+    """Return a layer's cache window in tokens. If rows see their whole block, all of them attend from the block's last
     position. The window is then longer by the rest of the block, so that the first row keeps its full window."""
     if sight.window is None or sight.is_causal:
         return sight.window

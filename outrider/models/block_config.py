@@ -1,8 +1,9 @@
-"""BlockConfig: a block drafter's config, in the publishers' forms (DFlash, DSpark) and in that of speculators.
+"""BlockConfig: a block drafter's config, read from the publishers' formats (DFlash, DSpark) or the speculators
+library's.
 
-The forms have different names for the same things. A layer id i means the residual stream after layer i, counted from 0
-in the publishers' files and from 1 in speculators' files. `BlockConfig` counts how many layers come before the stream.
-"""
+The formats have different names for the same settings. A layer id i means the residual stream after layer i, counted
+from 0 in the publishers' files and from 1 in speculators' files. `BlockConfig` has the number of layers before the
+stream."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ OTHER_FORMS = {
 
 @dataclass(frozen=True)
 class Sight:
-    """Which keys a row of a block may attend to in one layer."""
+    """The keys to which a row of a block may attend in one layer."""
 
     is_causal: bool  # rows of the block up to its own; otherwise all rows of the block
     window: int | None  # a row at p sees nothing before p - window + 1
@@ -49,12 +50,12 @@ class BlockConfig:
 
     @property
     def made_for(self) -> int:
-        """The number of drafts in a step that the drafter was trained for."""
+        """Return the number of drafts per step for which the drafter was trained."""
         return self.block_size - (not self.samples_from_anchor)
 
 
 def is_block_config(config: ConfigReader) -> bool:
-    """Whether the config describes a block drafter, in any form, supported or not."""
+    """Whether the config describes a block drafter, in any format, supported or not."""
     return config.raw("speculators_model_type") in KINDS or any(
         word in str(name) for name in config.get("architectures", list, []) for word in KINDS.values())
 
@@ -121,7 +122,7 @@ class _Published:
         self._nested = [config.section_or_empty(f"{word}_config") for word in KINDS]
 
     def option(self, key: str) -> ConfigReader:
-        """The reader of the dict that has the key."""
+        """Return the reader of the dict that has the key."""
         return next((nested for nested in self._nested if nested.has(key)), self.config)
 
     def flag(self, key: str, default: bool) -> bool:
@@ -136,8 +137,8 @@ class _Published:
         return _checked_aux_layers(reader, key, reader.required(key, list), num_target_layers, offset=1)
 
     def sights(self) -> tuple[Sight, ...]:
-        """For each layer, the keys that its rows may attend to. Layers that `layer_types` calls sliding are causal
-        within the block, and other layers are not. `causal` or `is_causal` overrides this for all layers."""
+        """Return, for each layer, the keys that its rows may attend to. Layers that `layer_types` calls sliding are
+        causal within the block, and other layers are not. `causal` or `is_causal` overrides this for all layers."""
         count = self.layer.required("num_hidden_layers", int)
         kinds = _layer_types(self.layer, count)
         slides_all = self.flag("use_swa", False) and SLIDING not in kinds

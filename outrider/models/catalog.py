@@ -1,7 +1,7 @@
-"""Catalog: the served families, each with its architectures and with its models on the hub.
+"""Catalog: the list of served families, each with its architectures and its models on the Hugging Face hub.
 
-Drafters and GGUF names are looked up in the tables that the engine itself uses, so the catalog cannot contradict them.
-"""
+Drafters and GGUF names are looked up in the tables that the engine itself uses, so the catalog cannot contradict
+them."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ class Family:
 
     @property
     def own_drafters(self) -> list[str]:
-        """The drafters that come with the family's checkpoints or were made for them."""
+        """Return the drafters that come with the family's checkpoints or were made for them."""
         classes = self.model_classes()
         found = ["mtp"] if any(map(has_own_module, classes)) else []
         return found + (["gemma4 assistant"] if any(issubclass(each, Gemma4) for each in classes) else [])
 
     @property
     def seeing(self) -> list[str]:
-        """The architectures whose images are served."""
+        """Return the architectures whose image input is supported."""
         return [name for name, each in zip(self.architectures, self.model_classes(), strict=True)
                 if each.may_see and name.endswith("ForConditionalGeneration")]
 
     @property
     def gguf_names(self) -> list[str]:
-        """The architecture names that GGUF files have for the family's models."""
+        """Return the architecture names that GGUF files use for the family's models."""
         return [name for name, family in GGUF_FAMILIES.items()
                 if (GGUF_HOMES[name] == self.name if name in GGUF_HOMES else family.architecture in self.architectures)]
 
@@ -53,13 +53,13 @@ def _causal(*names: str) -> tuple[str, ...]:
 
 
 def _with_head(name: str) -> tuple[str, ...]:
-    """Architecture names of a family that is served as a language model and as a classifier."""
+    """Return architecture names of a family that is served as a language model and as a classifier."""
     return f"{name}ForCausalLM", f"{name}ForSequenceClassification"
 
 
 def _with_images(*names: str) -> tuple[str, ...]:
-    """Architecture names of language models that are served both from text-only checkpoints and from checkpoints that
-    also see images."""
+    """Return architecture names of language models that are served from text-only checkpoints and from checkpoints with
+    vision."""
     return tuple(f"{name}{end}" for name in names for end in ("ForCausalLM", "ForConditionalGeneration"))
 
 
@@ -182,7 +182,7 @@ BRIDGED: dict[str, tuple[str, ...]] = {
 
 
 def served() -> Iterator[Family]:
-    """The families of this list, and one more for each architecture that `register` added from outside."""
+    """Return the families of this list, and one more for each architecture that `register` added from outside."""
     yield from FAMILIES
     listed = {name for family in FAMILIES for name in family.architectures}
     for name, model_class in architectures().items():

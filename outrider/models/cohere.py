@@ -1,8 +1,7 @@
-"""Command R, Command R+ and Command A: attention and MLP read the same norm, which subtracts the mean, and the rope
-rotates pairs of neighbouring dimensions.
+"""Command R, Command R+ and Command A: attention and MLP read the output of one norm, which subtracts the mean. The
+rope rotates pairs of neighbouring dimensions.
 
-In Command R7B and Command A (Cohere2) three layers of four have a window, and only these have a rope.
-"""
+In Command R7B and Command A (Cohere2) three layers of four have a window, and only these have a rope."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ropes of several components, as Qwen's models have them: their keys in configs."""
+"""Ropes that rotate by several position components, as in Qwen's vision models: reads their config keys."""
 
 from __future__ import annotations
 

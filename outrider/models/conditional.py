@@ -1,9 +1,8 @@
-"""Language models inside checkpoints that also see images: Gemma 3, Mistral Small 3.1 and later, Qwen2-VL to Qwen3-VL,
-LFM2-VL, SmolVLM, Llava and InternVL.
+"""Language models inside checkpoints with vision: Gemma 3, Mistral Small 3.1 and later, Qwen2-VL to Qwen3-VL, LFM2-VL,
+SmolVLM, Llava and InternVL.
 
-Of Qwen3-VL images are served too (`features/images`). Of the others only the text part is, and tensors of other parts
-are not read. In a text the components of a rope for images are equal, which makes it an ordinary rope.
-"""
+Qwen3-VL is served with images (`features/images`), the others as text models only, whose other tensors are not read. In
+a text all position components of an image rope are equal, which makes it an ordinary rope."""
 
 from __future__ import annotations
 
@@ -75,20 +74,22 @@ class LanguagePart(Decoder):
         super().__init__(text, dtype=dtype, device=device, max_len=max_len)  # type: ignore[call-arg]
 
     def read_whole(self, config: ConfigReader) -> None:
-        """Read what the family needs of the whole model's config. Called before the language model is built."""
+        """Read the values that the family needs from the whole model's config. Called before the language model is
+        built."""
 
     def ignores(self, name: str) -> bool:
         return super().ignores(name) or name.removeprefix("model.").startswith(OTHER_PARTS)
 
 
 class InnerPart(LanguagePart):
-    """A language part that lies in the model beside the other parts, below one output."""
+    """A language part whose tensors lie in the checkpoint beside those of other parts; the output layer lies above all
+    parts."""
 
     names = DecoderNames.below(f"model.{PREFIX}")
 
 
 def _with_one_position(config: ConfigReader) -> ConfigReader:
-    """The config with ropes of one component, which are the same for a text."""
+    """Return the config with ropes of one component. For a text they equal the ropes of several components."""
     for key in ("rope_scaling", "rope_parameters"):
         if config.raw(key):
             rope = config.section(key)
@@ -131,7 +132,7 @@ class Qwen2VL(LanguagePart, Qwen2):
 
 
 class SeeingPart(InnerPart):
-    """A language part that takes the features of the model's vision tower, with a rope of three components."""
+    """A language part that takes image features from the model's vision tower and has a rope of three components."""
 
     may_see = True
 
@@ -161,7 +162,8 @@ class Qwen3VLMoe(SeeingPart, Qwen3Moe):
     default_theta = 500_000.0
 
     def read_rule(self, config: ConfigReader) -> RouteRule:
-        """The weights of a token's experts always sum to one: transformers' config class has no key for it."""
+        """Read the router's rule. The weights of a token's experts always sum to one, since transformers' config class
+        has no key for it."""
         config.must_equal("norm_topk_prob", True, default=True)
         return super().read_rule(config.with_values({"norm_topk_prob": True}))
 

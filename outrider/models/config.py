@@ -71,7 +71,7 @@ def refuse_unsupported(config: ConfigReader, activation: str = "silu", key: str 
 
 
 def layer_windows(config: ConfigReader, layer_types: list[str]) -> list[int | None]:
-    """The window of each layer, by the layer's type. None for layers that see the whole context."""
+    """Return the window of each layer, by the layer's type. None for layers that see the whole context."""
     num_layers = config.required("num_hidden_layers", int)
     if len(layer_types) != num_layers:
         raise config.refusal("layer_types", f"it must list the kind of each of the {num_layers} layers "

@@ -1,8 +1,7 @@
 """Typed reads of a config dict. A value that is unsupported or of the wrong type is refused by key.
 
 A reader notes which keys are read. `refuse_unread` refuses every other key with a value, unless `harmless_keys.py`
-lists it: a setting that no code reads must not be ignored in silence.
-"""
+lists it, so that no setting is ignored silently."""
 
 from __future__ import annotations
 
@@ -67,15 +66,15 @@ class ConfigReader:
         self._file_names = file_names or {}
 
     def required(self, key: str, kind: type[T], least: float = 1) -> T:
-        """The value of a required key. `least`: the smallest allowed integer; 1, because required integers are sizes or
-        counts."""
+        """Return the value of a required key. `least`: the smallest allowed integer, by default 1, because required
+        integers are sizes or counts."""
         if not self.has(key):
             raise ConfigError(f"{self.source}: {self._name(key)} is missing. {INCOMPLETE}")
         return self._typed(key, kind, least if kind is int else None, None)
 
     def get(self, key: str, kind: type[T], default: T, least: float | None = None, most: float | None = None) -> T:
-        """The value of a key, or the default. `least`, `most`: bounds of a number. Without bounds an integer must be at
-        least 0, and a float may have any value."""
+        """Return the value of a key, or the default. `least`, `most`: bounds of a number. Without bounds an integer
+        must be at least 0, and a float may have any value."""
         return self._typed(key, kind, least, most) if self.has(key) else default
 
     def optional(self, key: str, kind: type[T], least: float | None = None, most: float | None = None) -> T | None:
@@ -89,42 +88,43 @@ class ConfigReader:
         return value
 
     def has(self, key: str) -> bool:
-        """Whether the key is there and not null."""
+        """Whether the key is present and not null."""
         return self.raw(key) is not None
 
     def raw(self, key: str) -> Any:
-        """The key's value as the file has it; None if it is not there."""
+        """Return the key's unchecked value from the file, or None if the key is absent."""
         self._reads.keys.add(key)
         return self.values.get(key)
 
     def passes_over(self, *keys: str) -> None:
-        """Count these keys as read, because other keys of this config make them meaningless."""
+        """Mark these keys as read, because other keys of this config make them meaningless."""
         self._reads.keys.update(keys)
 
     def refusal(self, key: str, why: str, advice: str = CORRECT) -> ConfigError:
-        """The error for a value that no model here can have. `advice`: a sentence that says what to do."""
+        """Return the error for a value that no model here supports. `advice`: a sentence that says what to do."""
         said = f"{self.source}: {self._name(key)}={shown(self.values.get(key))} is not supported; {why}"
         return ConfigError(f"{said}. {advice}" if advice else said)
 
     def section(self, key: str) -> ConfigReader:
-        """A reader of the dict under `key`. Its messages name the path, and `refuse_unread` checks its keys too."""
+        """Return a reader of the dict under `key`. Its messages name the path, and `refuse_unread` checks its keys
+        too."""
         return ConfigReader(self.required(key, dict), f"{self.source}: {key}", self._reads.section(key))
 
     def section_or_empty(self, key: str) -> ConfigReader:
         return self.section(key) if self.has(key) else ConfigReader({}, f"{self.source}: {key}")
 
     def text_section(self) -> ConfigReader:
-        """The section that describes the language model, or the config itself if it has no sections."""
+        """Return the section that describes the language model, or the config itself if it has no sections."""
         return self.section("text_config") if self.has("text_config") else self
 
     def with_values(self, values: Mapping[str, Any]) -> ConfigReader:
-        """A reader of the config with some values replaced or added, for families with other names or defaults. A key
-        that is read from the new reader counts as read in this one."""
+        """Return a reader of the config with some values replaced or added, for families with other names or defaults.
+        A key that is read from the new reader counts as read in this one."""
         return ConfigReader({**self.values, **values}, self.source, self._reads, self._file_names)
 
     def with_names(self, names: Mapping[str, str]) -> ConfigReader:
-        """A reader that also finds keys under the names that other families use. names: maps such a name to the file's
-        name, which messages show. A file may have either name, but not both with different values."""
+        """Return a reader that also finds keys under the names that other families use. names: maps such a name to the
+        file's name, which messages show. A file may have either name, but not both with different values."""
         values, file_names = {}, dict(self._file_names)
         for name, file_name in names.items():
             if not self.has(file_name):
@@ -136,11 +136,11 @@ class ConfigReader:
         return ConfigReader({**self.values, **values}, self.source, self._reads, file_names)
 
     def with_defaults(self, values: Mapping[str, Any]) -> ConfigReader:
-        """The config with values for keys that the file leaves out. A null key in the file stays null."""
+        """Return the config with values for keys that the file leaves out. A null key in the file stays null."""
         return self.with_values({key: value for key, value in values.items() if key not in self.values})
 
     def _name(self, key: str) -> str:
-        """The name that the file has for a key."""
+        """Return the file's name for a key."""
         return self._file_names.get(key, key)
 
     def refuse_unread(self) -> None:
@@ -155,8 +155,8 @@ class ConfigReader:
         said = ", ".join(f"{key}={shown(reads.values[key])}" for reads, key in unread)
         names = ", ".join(repr(key) for _, key in unread)
         raise ConfigError(
-            f"{unread[0][0].source}: {said}: Outrider does not read this, so the model might compute something else "
-            f"than its makers meant. If you know that this makes no difference, set ignore_config_keys=[{names}]")
+            f"{unread[0][0].source}: {said}: Outrider does not read this, so the model might compute other results "
+            f"than intended. If you know that this has no effect, set ignore_config_keys=[{names}]")
 
     def _typed(self, key: str, kind: type[T], least: float | None, most: float | None) -> T:
         value = self.values[key]
@@ -174,7 +174,7 @@ class ConfigReader:
 
 
 def without_keys(values: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
-    """A config without some keys, at any depth."""
+    """Return a config without some keys, at any depth."""
     return {key: without_keys(value, keys) if isinstance(value, Mapping) else value
             for key, value in values.items() if key not in keys}
 

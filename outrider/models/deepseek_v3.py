@@ -78,12 +78,12 @@ class DeepseekV3(Decoder):
 
     @property
     def num_shared(self) -> int:
-        """The number of shared experts, which process every token."""
+        """Return the number of shared experts, which process every token."""
         return self.config.get("n_shared_experts", int, 0)
 
     @property
     def num_predicted(self) -> int:
-        """The number of multi-token-prediction modules in the checkpoint."""
+        """Return the number of multi-token-prediction modules in the checkpoint."""
         return self.config.get(PREDICTED, int, 1)
 
     def ignores(self, name: str) -> bool:
@@ -168,8 +168,8 @@ class GlmMoeDsa(DeepseekV32):
 
 
 def read_sparse_layers(config: ConfigReader) -> list[bool]:
-    """For each layer, whether it has experts. The config names the kinds in `mlp_layer_types`; otherwise all layers
-    from `first_k_dense_replace` on have experts."""
+    """Return, for each layer, whether it has experts. The config names the kinds in `mlp_layer_types`; otherwise all
+    layers from `first_k_dense_replace` on have experts."""
     num_layers = config.required("num_hidden_layers", int)
     num_dense = config.get("first_k_dense_replace", int, 0)
     kinds = config.get("mlp_layer_types", list, [DENSE if i < num_dense else SPARSE for i in range(num_layers)])
@@ -182,8 +182,8 @@ def read_sparse_layers(config: ConfigReader) -> list[bool]:
 
 
 def read_index_kinds(config: ConfigReader) -> list[str]:
-    """For each layer, whether it chooses positions itself (full) or reuses the choice of the layer before it (shared).
-    The config names the kinds, has a pattern of F and S, or makes every n-th layer full."""
+    """Return, for each layer, whether it chooses positions itself (full) or reuses the choice of the layer before it
+    (shared). The config names the kinds, has a pattern of F and S, or makes every n-th layer full."""
     num_layers = config.required("num_hidden_layers", int)
     key = "indexer_types" if config.has("indexer_types") else "index_topk_pattern"
     config.passes_over("index_topk_pattern")  # the other key wins
@@ -199,5 +199,5 @@ def read_index_kinds(config: ConfigReader) -> list[str]:
 
 
 def _sharpening(rope: RopeParams) -> float:
-    """The factor by which yarn multiplies the attention's scale."""
+    """Return the factor by which yarn multiplies the attention's scale."""
     return yarn_mscale(rope.factor, rope.mscale_all_dim) ** 2 if rope.mscale_all_dim else 1.0

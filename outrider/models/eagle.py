@@ -1,9 +1,8 @@
-"""EAGLE-1 and EAGLE-3 heads, in their original checkpoints' form and in that of the speculators library.
+"""EAGLE-1 and EAGLE-3 draft heads, from checkpoints in their original format or in that of the speculators library.
 
 EAGLE-1 joins the embedding of a token with the target's last hidden state and runs one Llama layer on it. EAGLE-3 joins
 several of the target's residual streams, feeds embedding and hidden state side by side to its first layer's attention,
-and may have a reduced vocabulary.
-"""
+and may have a reduced vocabulary."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ KINDS = {"eagle": "EAGLE-1", "eagle3": "EAGLE-3"}
 
 @dataclass(frozen=True)
 class HeadConfig:
-    """A head's config in either form. `top` is the whole file; `layer` describes its transformer layers."""
+    """A head's config in either format. `top` is the whole file; `layer` describes its transformer layers."""
 
     top: ConfigReader
     layer: ConfigReader
@@ -61,13 +60,14 @@ class HeadConfig:
 
     @property
     def made_for(self) -> int | None:
-        """The number of drafts per step that the head was trained for. None if the config does not have this number."""
+        """Return the number of drafts per step for which the head was trained. None if the config does not have this
+        number."""
         settings = self.top.get("speculators_config", dict, {})
         counts = [m.get("speculative_tokens") for m in settings.get("proposal_methods") or []]
         return max((count for count in counts if isinstance(count, int)), default=None)
 
     def option(self, key: str) -> ConfigReader:
-        """The reader of the dict that has the key: some EAGLE-3 heads have it under `eagle_config`."""
+        """Return the reader of the dict that has the key: some EAGLE-3 heads have it under `eagle_config`."""
         nested = self.top.section_or_empty("eagle_config")
         return nested if nested.has(key) else self.top
 
@@ -249,7 +249,7 @@ class Eagle3Head(EagleHead):
 
 
 def read_aux_layers(head: HeadConfig, target: Model) -> tuple[int, ...]:
-    """The residual streams that the head reads: i is the stream after i layers of the target."""
+    """Return the numbers of the residual streams that the head reads: i is the stream after i layers of the target."""
     key = "eagle_aux_hidden_state_layer_ids"
     reader = head.option(key)
     count = target.num_layers

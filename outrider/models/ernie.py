@@ -52,8 +52,8 @@ class ErnieMoe(Ernie):
         super().__init__(config, dtype=dtype, device=device, max_len=max_len)
 
     def slot_name(self, name: str) -> str:
-        """The slot for a tensor's name. The score correction is beside the router in published files, and inside it in
-        transformers' modules."""
+        """Return the slot for a tensor's name. The score correction is beside the router in published files, and inside
+        it in transformers' modules."""
         return super().slot_name(name.replace(".gate.moe_statics.", ".moe_statics."))
 
     def ignores(self, name: str) -> bool:

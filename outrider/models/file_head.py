@@ -1,9 +1,8 @@
-"""FileHead: a head with its own files, in which the embedding, the output and a reduced vocabulary are optional.
+"""FileHead: a draft head that is published as a separate checkpoint, such as EAGLE heads and block drafters.
 
-EAGLE heads and block drafters are published like this. The head uses the target's tensors for those that its file does
-not have. If its config sets `target_output_rows`, a head with a reduced vocabulary copies the rows of its tokens from
-the target's output matrix, so the file contains only the head's layers.
-"""
+The embedding, the output and a reduced vocabulary are optional in its file; the head uses the target's tensors for
+missing ones. If its config sets `target_output_rows`, a head with a reduced vocabulary copies the rows of its tokens
+from the target's output matrix, so the file contains only the head's layers."""
 
 from __future__ import annotations
 
@@ -67,7 +66,7 @@ class FileHead(DraftHead):
         return wide
 
     def name_here(self, name: str) -> str:
-        """This class's name for a tensor or matrix of the file."""
+        """Return this class's name for a tensor or matrix of the file."""
         for pattern, ours in self.renamed:
             name = re.sub(pattern, ours, name)
         return name
@@ -121,7 +120,8 @@ class FileHead(DraftHead):
             )
 
     def weights(self, prefix: str = "") -> dict[str, WeightSlot]:
-        """The tensors that the file must have. The output is not one of them if the head uses the target's output."""
+        """Return the tensors that the file must have. The output is not one of them if the head uses the target's
+        output."""
         return {name: slot for name, slot in super().weights(prefix).items() if name != OUTPUT}
 
     def follow_target(self) -> None:

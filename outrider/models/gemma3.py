@@ -1,7 +1,6 @@
 """Gemma 3, text only: four norms a layer, and sliding and full layers with a different rope for each kind.
 
-A checkpoint with a vision tower is another architecture.
-"""
+Checkpoints with a vision tower have another architecture name."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Gemma 4, the language part: sliding and full layers with different heads, keys that serve as values, layers that read
 another layer's cache, per-layer embeddings, experts beside the MLP.
 
-It serves text-only checkpoints and the language model of multimodal ones, whose images are served (`features/images`).
-"""
+Used for text-only checkpoints and for the language model of multimodal ones, whose images `features/images` serves."""
 
 from __future__ import annotations
 
@@ -103,17 +102,17 @@ class PerLayerInputs(Module):
         )
 
     def shard(self, group: RankGroup) -> None:
-        """Shard the table by tokens. Every rank holds all other weights whole."""
+        """Shard the table by tokens. Every other weight is whole on every rank."""
         self.table.declare_shard(VocabularyShard.from_group(group))
 
     def __call__(self, tokens: torch.Tensor, embedded: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """The inputs of all layers: [tokens, layers, size]."""
+        """Return the inputs of all layers: [tokens, layers, size]."""
         projected = self.norm((self.projection(embedded, context) * self.projection_scale).view(self.shape))
         return (projected + self.table.changed(tokens, context).view(self.shape)) * 2.0**-0.5
 
 
 class PerLayerGate(Module):
-    """Computes what one layer adds to the residual stream from its per-layer input, which the stream gates."""
+    """Computes the addition of one layer's per-layer input to the residual stream. The stream gates the input."""
 
     def __init__(self, size: int, sizes: Sizes, *, dtype: torch.dtype, device: torch.device) -> None:
         self.gate = Linear(sizes.hidden_size, size, bias=False, dtype=dtype, device=device)
@@ -165,9 +164,7 @@ class ExpertsBeside(Module):
 class Gemma4Layer(DecoderLayer):
     """Attention and MLP, each between two norms; then the per-layer input; then a scalar that multiplies everything.
 
-    The residual stream is multiplied by the scalar here. The last norm's output needs no multiplication, because the
-    scalar is folded into that norm's weight.
-    """
+    Code here multiplies only the residual stream, because the scalar is folded into the weight of the last norm."""
 
     def __init__(
         self, shape: LayerShape, sizes: Sizes, *, attention_bias: bool = False, per_layer_size: int = 0,
@@ -250,8 +247,8 @@ class ProportionalRotary(Rotary):
 
 
 def proportional_frequencies(rope: ConfigReader, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """The frequencies [head_dim / 2], 0 for pairs that do not rotate. `layers/rotary.py` says why they are divided like
-    this."""
+    """Return the frequencies [head_dim / 2], 0 for pairs that do not rotate. `layers/rotary.py` explains how they are
+    computed."""
     turning = int(rope.get("partial_rotary_factor", float, 1.0) * head_dim // 2)
     if not 0 < turning <= head_dim // 2:
         raise rope.refusal("partial_rotary_factor", "it must be greater than 0 and at most 1")
@@ -326,7 +323,7 @@ class Gemma4(Decoder):
         return max((index for index, shape in enumerate(self.shapes) if shape.attention.writes), default=0)
 
     def owner(self, kind: str) -> LayerShape | None:
-        """The last layer of a kind that has its own cache. Later layers of this kind read that cache."""
+        """Return the last layer of a kind that has its own cache. Later layers of this kind read that cache."""
         return next((shape for shape in reversed(self.shapes) if shape.kind == kind and shape.reads is None), None)
 
     def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor,
@@ -342,7 +339,7 @@ class Gemma4(Decoder):
         return self.without_suppressed(super().limited(logits))
 
     def without_suppressed(self, logits: torch.Tensor) -> torch.Tensor:
-        """Forbid tokens that the model must not write, such as those that stand for images."""
+        """Forbid the tokens that the model must not write, such as placeholders of images."""
         return logits if self.suppressed is None else logits.index_fill_(1, self.suppressed, -torch.inf)
 
 
@@ -360,8 +357,8 @@ def read_experts(text: ConfigReader, index: int, sizes: Sizes, *, dtype: torch.d
 
 def read_rotaries(text: ConfigReader, shapes: list[LayerShape], *, max_len: int, dtype: torch.dtype,
                   device: torch.device) -> list[Rotary]:
-    """Build a rotary for each kind of layer, in the order of ROPES. If no layer has a kind, its rotary gets the first
-    layer's head size and is not used."""
+    """Build a rotary for each kind of layer, in the order of ROPES. The rotary of a kind that no layer has gets the
+    first layer's head size and is not used."""
     given = text.section_or_empty("rope_parameters")
     rotaries: list[Rotary] = []
     for kind in ROPES:

@@ -1,8 +1,7 @@
 """The Gemma 4 assistant: a small decoder of queries only, which reads the keys and values of a target's last layers.
 
-It has no cache, does not run over the prompt, and guesses any number of tokens from one position. It knows nothing of
-pages, rows or drafts; its drafter gives it positions and lengths.
-"""
+It has no cache, does not run over the prompt, and guesses any number of tokens from one position. Its drafter gives it
+positions and lengths; the assistant does not depend on pages, rows or drafts."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class CentroidHead:
         self.members = torch.arange(vocab_size, device=embedding.device).view(num_centroids, -1)
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """The logits [n, vocabulary] of hidden [n, hidden]."""
+        """Return the logits [n, vocabulary] of hidden [n, hidden]."""
         nearest = self.centroids.wide(hidden, context).topk(self.num_chosen, dim=-1).indices
         ids = self.members[nearest].flatten(1)  # [n, tokens]
         wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
@@ -159,8 +158,8 @@ def check_fits(config: ConfigReader, text: ConfigReader, target: Gemma4) -> None
 
 
 def _reading(text: ConfigReader, target: Gemma4, shape: LayerShape) -> LayerShape:
-    """The layer's shape, changed to read the cache of the target's last layer of the same kind. Both layers must have
-    the same heads and window."""
+    """Return the layer's shape, changed to read the cache of the target's last layer of the same kind. Both layers must
+    have the same heads and window."""
     owner = target.owner(shape.kind)
     if owner is None:
         raise text.refusal("layer_types", f"the target has no {shape.kind} layer whose cache this one could read",

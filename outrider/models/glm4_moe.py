@@ -29,7 +29,7 @@ class Glm4Moe(Llama):
 
     @property
     def num_predicted(self) -> int:
-        """The number of prediction modules in the checkpoint."""
+        """Return the number of prediction modules in the checkpoint."""
         return self.config.get(PREDICTED, int, self.config.get("num_mtp_layers", int, 1))
 
     def ignores(self, name: str) -> bool:

@@ -1,10 +1,8 @@
 """GLM5-Next (GLM-5.3-Flash): KDA layers, every fourth a latent attention layer without positions and with an indexer
-that chooses blocks of the context; several residual streams that mix; limited activations; experts beside a shared
-one.
+that chooses blocks of the context; several residual streams that mix; limited activations; experts beside a shared one.
 
-Only text is served: of a checkpoint with a vision tower the language model is read. A multi-token-prediction module
-with one residual stream follows the last layer.
-"""
+Only text is served: from a checkpoint with a vision tower only the language model is read. A multi-token-prediction
+module with one residual stream follows the last layer."""
 
 from __future__ import annotations
 
@@ -103,7 +101,7 @@ class Glm5Next(KimiLinear):
                            norm_eps=self.sizes.eps)
 
     def read_kda_shape(self) -> KDAShape:
-        """Read the KDA sizes, which are beside the other keys or in a separate section; the section wins."""
+        """Read the sizes of KDA layers, from a separate section or else from beside the other keys."""
         config, own = self.config, self.config.section_or_empty(LINEAR_SECTION)
         own.passes_over("full_attn_layers")
         bound: float | None = LOWER_BOUND
@@ -135,7 +133,7 @@ class Glm5Next(KimiLinear):
                            self.shape.nope_dim**-0.5, attends_to)
 
     def pooled_positions(self, anchor: int) -> PooledPositions:
-        """How the indexer chooses blocks. anchor: the position at which the first block begins."""
+        """Return the rule by which the indexer chooses blocks. anchor: the position at which the first block begins."""
         config = self.config
         size, budget = config.get("index_kpool", int, 16, least=1), config.required("index_topk", int)
         if size & (size - 1):
@@ -155,8 +153,8 @@ class Glm5Next(KimiLinear):
         return HyperLayer(mixer_streams, self.make_norm(), mixer, mlp_streams, self.make_norm(), mlp)
 
     def predicting_layer(self, index: int, lasts: bool) -> tuple[DecoderLayer, LatentLayer]:
-        """The layer of a prediction module, with one residual stream. The module's first token has position 1, so its
-        blocks begin there. lasts: whether later drafting passes keep the blocks that the first pass chose."""
+        """Return the layer of a prediction module, with one residual stream. The module's first token has position 1,
+        so its blocks begin there. lasts: whether later drafting passes keep the blocks that the first pass chose."""
         latent = self._latent_layer(index, replace(self.pooled_positions(anchor=1), lasts_for_drafting=lasts))
         layer = PreNormLayer(self.make_norm(), self.attention(latent), self.make_norm(), self.make_experts(index))
         return layer, latent
@@ -164,8 +162,8 @@ class Glm5Next(KimiLinear):
     # Files
 
     def slot_name(self, name: str) -> str:
-        """The slot for a tensor's name. Files store the gates' matrix without ".weight" in its name; transformers'
-        modules have it as a module with a weight."""
+        """Return the slot for a tensor's name. Files store the gates' matrix without ".weight" in its name;
+        transformers' modules have it as a module with a weight."""
         name = name.replace(".self_attn.forget_gate.", ".self_attn.")
         return f"{name}.weight" if name.endswith(POOL_GATE) else name
 
@@ -181,7 +179,7 @@ class Glm5Next(KimiLinear):
         return embedded.repeat(1, self.rule.num_streams)
 
     def aux_state(self, delta: Any, residual: torch.Tensor) -> torch.Tensor:
-        """The auxiliary state: the mean of the streams."""
+        """Return the auxiliary state: the mean of the streams."""
         return mean_streams(residual, self.rule.num_streams)
 
     def end(self, delta: Any, residual: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,8 +187,8 @@ class Glm5Next(KimiLinear):
 
 
 def read_kinds(config: ConfigReader, num_layers: int) -> list[str]:
-    """Read the kind of each layer: `layer_types`, or the numbers of KDA layers from 0 on, or all KDA but every
-    fourth."""
+    """Read the kind of each layer from `layer_types` or from the list of KDA layers (counted from 0). By default every
+    fourth layer has attention, and the others are KDA layers."""
     own = config.section_or_empty(LINEAR_SECTION)
     numbers = own.get("kda_layers", list[int], [i for i in range(num_layers) if i % 4 != 3])
     default = [LINEAR if index in numbers else FULL for index in range(num_layers)]
@@ -205,8 +203,8 @@ def read_kinds(config: ConfigReader, num_layers: int) -> list[str]:
 
 
 def _read_index_kinds(config: ConfigReader) -> Sequence[str]:
-    """For each layer, whether it chooses blocks itself or reuses the choice of the layer before it. The entries of KDA
-    layers have no meaning."""
+    """Return, for each layer, whether it chooses blocks itself or reuses the choice of the layer before it. The entries
+    of KDA layers have no meaning."""
     kinds, index_kinds = read_kinds(config, config.required("num_hidden_layers", int)), read_index_kinds(config)
     for index, kind in enumerate(kinds):
         if kind == FULL and index_kinds[index] == SHARED_INDEX and kinds[index - 1] == LINEAR:

@@ -1,7 +1,5 @@
-"""Two tables of config keys: keys that change nothing in what a model computes here, each with the reason, and keys
-that do change it and are not supported. `config_reader.py` refuses a key that is in neither table and that no family
-reads.
-"""
+"""Two tables of config keys: keys that do not change a model's results here, each with the reason, and keys that do and
+are not supported. `config_reader.py` refuses a key that is in neither table and that no family reads."""
 
 from __future__ import annotations
 

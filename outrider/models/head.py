@@ -1,9 +1,8 @@
 """DraftHead: the base class of heads, which draft from the target's hidden states. SlotHead: heads that draft token by
 token, such as EAGLE heads and MTP modules.
 
-A head is loaded and run like a model: it turns token rows into hidden states. It knows nothing of pages, rows or
-drafts.
-"""
+A head is loaded and run like a model: it turns token rows into hidden states, and does not depend on pages, rows or
+drafts."""
 
 from __future__ import annotations
 
@@ -44,8 +43,8 @@ class DraftHead(LayeredModule):
         self._borrows_output = False  # the copy is another head's
 
     def arrivals(self, tensors: Iterable[tuple[str, Stored]]) -> Iterator[tuple[str, Stored]]:
-        """The checkpoint's tensors that the loader stores, under their names in `weights`. Subclasses leave out the
-        tensors that they take themselves."""
+        """Yield the checkpoint's tensors that the loader stores, under their names in `weights`. Subclasses leave out
+        tensors that they store themselves."""
         return iter(tensors)
 
     def stored_format(self, source: ModelSource) -> Callable[[str], StoredFormat | None]:
@@ -85,7 +84,7 @@ class DraftHead(LayeredModule):
         return torch.arange(len(tokens), device=tokens.device), found, None
 
     def module(self) -> DraftHead:
-        """The module that a drafter runs: the head itself."""
+        """Return the module that a drafter runs: the head itself."""
         return self
 
     def weight_bytes(self) -> int:
@@ -95,7 +94,7 @@ class DraftHead(LayeredModule):
 
     def _own(self, name: str, tensor: torch.Tensor, shape: tuple[int, int],
              shared: torch.Tensor | None) -> torch.Tensor:
-        """An optional tensor of the checkpoint in the head's dtype; the target's tensor if both are equal."""
+        """Return an optional tensor of the checkpoint in the head's dtype, or the target's tensor if both are equal."""
         if tuple(tensor.shape) != shape:
             raise WeightError(f"tensor {name} has shape {list(tensor.shape)}, and the head's config needs "
                               f"{list(shape)}: fetch the head's files again")
@@ -114,7 +113,7 @@ class SlotHead(DraftHead, ABC):
 
     @abstractmethod
     def consume(self, hidden: Hidden) -> torch.Tensor:
-        """The head's input [tokens, hidden], from the hidden states of the target's forward."""
+        """Return the head's input [tokens, hidden], from the hidden states of the target's forward."""
 
     @abstractmethod
     def forward(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext,
@@ -122,7 +121,7 @@ class SlotHead(DraftHead, ABC):
         """Run the head for one draft of each token row. Returns two tensors: the input of `logits`, and the `hidden` of
         the next draft's pass.
 
-        hidden [tokens, hidden size]: in the pass for the first draft what `consume` returns, in later passes the
+        hidden [tokens, hidden size]: the result of `consume` in the pass for the first draft, and in later passes the
         second tensor of the pass before. rows: the token rows that the two tensors have; None means all."""
 
 
@@ -136,7 +135,7 @@ class SlotRotary(Rotary):
         self.table = table if table.is_meta else torch.cat((table[:1], table[:-1]))
 
     def of_step(self, positions: torch.Tensor, components: torch.Tensor | None) -> Angles:
-        """components: of the position before each slot, by which the slot's token rotates."""
+        """components: the position components of the token before each slot, by which the slot's token is rotated."""
         return self.at(positions) if components is None else self._rotary.of_step(positions, components)
 
 
@@ -144,8 +143,7 @@ def load_head(head: DraftHead, find_source: Callable[[], ModelSource], *, load_f
               keep_quantized: bool = False, rounds_output: bool = False) -> None:
     """Fill a head from a source's tensors. load_format "dummy" needs no source and draws weights from `seed`.
     `keep_quantized`: weights stay in the format of their files where possible. `rounds_output`: the head may use a
-    rounded copy of the target's output. An outline on the meta device is not filled. A head is sharded like its
-    target."""
+    rounded copy of the target's output. A head on the meta device is not filled. A head is sharded like its target."""
     if head.target.group is not None:
         head.shard(head.target.group)
     if head.device.type == "meta":

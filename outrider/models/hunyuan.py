@@ -36,7 +36,7 @@ class Hunyuan(Llama):
         super().__init__(config, dtype=dtype, device=device, max_len=max_len)
 
     def read_rope(self, config: ConfigReader) -> RopeParams:
-        """Read the rope. A "dynamic" rope with an `alpha` is not dynamic: its base is stretched once, for every
+        """Read the rope. With an `alpha`, "dynamic" does not mean dynamic: the rope's base is scaled once, for every
         length."""
         key = "rope_scaling" if config.raw("rope_scaling") else "rope_parameters"
         rope = config.section_or_empty(key)

@@ -1,11 +1,10 @@
 """HY-V4 (Hy4): latent attention over positions that some layers choose, with sinks and gates; several residual streams;
 experts with limits beside a shared one after the first layer.
 
-A layer adds to every stream and does not mix them. The prediction module has one stream: it reads the final state. For
-the same files the makers' engines rotate pairs of dimensions, and transformers rotates halves. The published weights
-were trained with pairs, so pairs are the default here; `rope_interleave` and `indexer_rope_interleave` in a config
-override this.
-"""
+A layer adds to every stream and does not mix them. The prediction module has one stream: it reads the final state. The
+ropes of the publisher's engines rotate pairs of dimensions, and those of transformers rotate halves. The published
+weights were trained with pairs, so pairs are the default here; `rope_interleave` and `indexer_rope_interleave` in a
+config override this."""
 
 from __future__ import annotations
 
@@ -109,7 +108,7 @@ class HYV4(DeepseekV32):
                           self.feed_forward(attention.index, is_sparse))
 
     def predicting_layer(self, index: int, lasts_for_drafting: bool) -> tuple[DecoderLayer, LatentLayer]:
-        """The layer of a prediction module: one stream, with the experts and the indexer of other layers."""
+        """Return the layer of a prediction module: one stream, with the experts and the indexer of other layers."""
         attends_to: IndexedPositions = replace(self.indexed_positions(), lasts_for_drafting=lasts_for_drafting)
         latent = self.latent_layer(index, attends_to)
         return PreNormLayer(self.make_norm(), self._attention(latent), self.make_norm(),
@@ -134,8 +133,8 @@ class HYV4(DeepseekV32):
         return super().ignores(name) or name.startswith(f"{MODULES}.")
 
     def slot_name(self, name: str) -> str:
-        """The slot for a tensor's name. It accepts published names, names of transformers' modules, and the names in
-        files that transformers writes."""
+        """Return the slot for a tensor's name. It accepts published names, names of transformers' modules, and the
+        names in files that transformers writes."""
         return published_name(name)
 
     # Streams
@@ -144,7 +143,7 @@ class HYV4(DeepseekV32):
         return embedded.repeat(1, self.num_streams)
 
     def aux_state(self, delta: None, residual: torch.Tensor) -> torch.Tensor:
-        """The auxiliary state: the mean of the streams."""
+        """Return the auxiliary state: the mean of the streams."""
         return residual.unflatten(1, (self.num_streams, -1)).mean(dim=1)
 
     def end(self, delta: Any, residual: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,7 +152,7 @@ class HYV4(DeepseekV32):
 
 
 def published_name(name: str) -> str:
-    """The name of a tensor in the published files."""
+    """Return the name of a tensor in the published files."""
     for half, theirs in (("attn", "attn_hc"), ("mlp", "ffn_hc")):
         for part in STREAM_PARTS:
             for other in (f".{theirs}.{part}", f".hc_pre.hc_{half}_layer.hc_{part}", f".hc_{half}_layer.hc_{part}"):
@@ -168,7 +167,7 @@ def published_name(name: str) -> str:
 
 
 def _with_defaults(config: ConfigReader) -> ConfigReader:
-    """The config, completed by the makers' default patterns of layers."""
+    """Return the config, completed by the publisher's default patterns of layers."""
     layers = range(config.required("num_hidden_layers", int))
     values: dict[str, Any] = {"num_key_value_heads": None, "head_dim": None}
     if not config.has("indexer_types"):

@@ -28,7 +28,7 @@ def pass_over_components(config: ConfigReader) -> None:
 
 
 def partial_rope(config: ConfigReader, head_dim: int, factor: float) -> RopeParams:
-    """A rope on the leading part of each head. factor: the default share of a head that rotates."""
+    """Return a rope on the leading part of each head. factor: the default share of a head that rotates."""
     rope = config.section_or_empty("rope_parameters")
     factor = rope.get("partial_rotary_factor", float, config.get("partial_rotary_factor", float, factor))
     rotary_dim = int(head_dim * factor)
@@ -41,7 +41,7 @@ def partial_rope(config: ConfigReader, head_dim: int, factor: float) -> RopePara
 
 
 def read_limits(config: ConfigReader, key: str) -> tuple[float, float]:
-    """Read a lower and an upper limit. JSON has no infinity, so files write it in several ways."""
+    """Read a lower and an upper limit. JSON has no infinity, so files write it in several other ways."""
     limits = config.get(key, list, [0.0, "inf"])
     values = [item["__float__"] if isinstance(item, dict) and "__float__" in item else item for item in limits]
     try:

@@ -1,7 +1,6 @@
 """Kimi-Linear: KDA layers, some latent attention layers without positions, and experts beside a shared one.
 
-Bailing-hybrid has the same parts in other forms; its class, in another file, derives from this one.
-"""
+Bailing-hybrid's class derives from this one."""
 
 from __future__ import annotations
 
@@ -85,7 +84,7 @@ class KimiLinear(HybridDecoder):
         return with_common_names(config).with_values({"head_dim": None, **missing})
 
     def read_rotary(self, max_len: int | None) -> Rotary:
-        """The rope of the latent layers' shared dimensions, which rotates nothing. Their number must be even."""
+        """Return the rope of the latent layers' shared dimensions, which rotates nothing. Their number must be even."""
         dim = self.config.required("qk_rope_head_dim", int)
         if dim % 2:
             raise self.config.refusal("qk_rope_head_dim", "it must be even")
@@ -135,8 +134,8 @@ class KimiLinear(HybridDecoder):
         return PreNormLayer(self.make_norm(), mixer, self.make_norm(), feed_forward, names)
 
     def slot_name(self, name: str) -> str:
-        """The slot for a tensor's name. In files from transformers a dense MLP has the name that the makers' files use
-        only for experts. This model's modules have one name for both."""
+        """Return the slot for a tensor's name. In files from transformers a dense MLP has the name that the publisher's
+        files use only for experts. This model's modules have one name for both."""
         name = name.replace(".forget_gate.", ".")
         prefix, found, rest = name.replace(f".{self.experts_name}.", ".mlp.").partition(".mlp.")
         index = prefix.removeprefix(f"{self.names.layers}.")
@@ -150,7 +149,7 @@ class KimiLinear(HybridDecoder):
 
     @property
     def num_shared(self) -> int:
-        """The number of shared experts, which process every token."""
+        """Return the number of shared experts, which process every token."""
         return self.config.get("n_shared_experts", int, 1)
 
     def read_latent_shape(self) -> LatentShape:
@@ -184,6 +183,6 @@ class KimiLinear(HybridDecoder):
 
 
 def with_common_names(config: ConfigReader) -> ConfigReader:
-    """A reader of the config that also finds keys under the names that other families use."""
+    """Return a reader of the config that also finds keys under the names that other families use."""
     experts = "num_local_experts" if config.has("num_local_experts") else "num_experts"  # transformers' name wins
     return config.with_names(OTHER_NAMES | {"n_routed_experts": experts})

@@ -69,9 +69,8 @@ class LlamaLayer(AttentionMLPLayer):
 
 
 class Llama(Decoder):
-    """Model class for LlamaForCausalLM, and the base of families that differ from it by switches or by a block.
-    Subclasses override methods that read the config (`windows`, `biases`, ..) and methods that make parts
-    (`make_...`)."""
+    """Model class for LlamaForCausalLM, and base class of families with small differences. Subclasses override methods
+    that read the config (`windows`, `biases`, ..) and methods that make parts (`make_...`)."""
 
     default_head_dim: int | None = None  # for configs without a head_dim; None: hidden_size / heads
     default_theta = 10000.0  # for configs without a theta
@@ -100,7 +99,7 @@ class Llama(Decoder):
         self.layers = [self.make_layer(layer) for layer in self.attention_layers]
 
     def make_layer(self, layer: AttentionLayer) -> DecoderLayer:
-        """The decoder layer around an attention layer, which may also be an extra layer of a draft head."""
+        """Return the decoder layer around an attention layer, which may also be an extra layer of a draft head."""
         attention, mlp = self.make_attention(layer), self.make_feed_forward(layer.index)
         made: DecoderLayer
         if type(attention) is SelfAttention and isinstance(mlp, GatedMLP):
@@ -111,7 +110,7 @@ class Llama(Decoder):
         return made
 
     def make_still_rotary(self, max_len: int) -> Rotary:
-        """A rope that rotates by zero, for layers without a rope."""
+        """Return a rope that rotates by zero, for layers without a rope."""
         return StillRotary(self.sizes.head_dim, max_len=max_len, dtype=self.dtype, device=self.device)
 
     def make_attention(self, layer: AttentionLayer) -> SelfAttention:
@@ -148,15 +147,15 @@ class Llama(Decoder):
         return layer_windows(config, layer_types)
 
     def biases(self, config: ConfigReader) -> tuple[bool, bool, bool]:
-        """Which matrices have a bias: (q, k and v; the attention's output; those of the MLP)."""
+        """Return which matrices have a bias: (q, k and v; the attention's output; those of the MLP)."""
         attention = config.get("attention_bias", bool, False)
         return attention, attention, config.get("mlp_bias", bool, False)
 
 
 class Mistral(Llama):
     def windows(self, config: ConfigReader) -> list[int | None]:
-        """The window of each layer. If the config has a window, every layer slides, unless `layer_types` says which
-        layers do."""
+        """Return the window of each layer. If the config has a window, every layer slides, unless `layer_types` says
+        which layers do."""
         kind = SLIDING if config.has("sliding_window") else FULL
         num_layers = config.required("num_hidden_layers", int)
         return layer_windows(config, config.get("layer_types", list, [kind] * num_layers))
@@ -169,8 +168,8 @@ class Mistral(Llama):
 
 class Qwen2(Llama):
     def windows(self, config: ConfigReader) -> list[int | None]:
-        """The window of each layer: none unless `use_sliding_window` is set. Otherwise `layer_types` says which layers
-        slide, or all from `max_window_layers` on do."""
+        """Return the window of each layer: none unless `use_sliding_window` is set. Otherwise `layer_types` says which
+        layers slide, or all from `max_window_layers` on do."""
         if not config.get("use_sliding_window", bool, False) or not config.has("sliding_window"):
             config.passes_over("sliding_window", "max_window_layers")
             return super().windows(config)

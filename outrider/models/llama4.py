@@ -2,9 +2,8 @@
 one.
 
 In layers without a rope, queries are scaled by a factor that grows with the position. Layers with a rope norm the heads
-of q and k. An expert's input is the token row times the expert's score; a shared expert runs beside. The published
-checkpoints also see images; only their text part is served.
-"""
+of q and k. An expert's input is the token row times the expert's score; a shared expert runs beside. Only the text part
+of the published checkpoints is served, not images."""
 
 from __future__ import annotations
 
@@ -67,8 +66,8 @@ class Llama4(Llama):
         return rope
 
     def layers_without_rope(self, config: ConfigReader, windows: list[int | None]) -> set[int]:
-        """The layers without a rope: the zeros of `no_rope_layers`, or every n-th layer where this list is empty, as in
-        the first files."""
+        """Return the layers without a rope: the zeros of `no_rope_layers`, or every n-th layer if this list is empty,
+        as in the first files."""
         interval = config.get("no_rope_layer_interval", int, 4, least=1)
         usual = [int((index + 1) % interval != 0) for index in range(self.num_layers)]
         turned = config.get("no_rope_layers", list[int], usual) or usual
@@ -78,7 +77,7 @@ class Llama4(Llama):
         return {index for index in range(self.num_layers) if not turned[index]}
 
     def windows(self, config: ConfigReader) -> list[int | None]:
-        """The chunk size of each layer. None for layers that see the whole text."""
+        """Return the chunk size of each layer. None for layers that see the whole text."""
         unturned = self.layers_without_rope(config, [])
         usual = [FULL if index in unturned else CHUNKED for index in range(self.num_layers)]
         kinds = config.get("layer_types", list, usual)

@@ -1,8 +1,8 @@
-"""Build models and draft heads from their sources, and fill them from files, one tensor at a time, or at random.
+"""Builds models and draft heads from their sources, and fills them with random numbers or from files, one tensor at a
+time.
 
 Every tensor of the files must fit a weight of the model, and every weight must get a tensor; otherwise loading fails
-and names them. Besides the model, at most about one tensor of the files is in memory.
-"""
+and names them. Besides the model, at most about one tensor of the files is in memory."""
 
 from __future__ import annotations
 
@@ -78,8 +78,7 @@ def stored_formats(model: Model, source: ModelSource) -> Callable[[str], StoredF
 
 
 def _joint_name(name: str) -> str:
-    """The name of the joint matrix of all experts. Files of some families store the matrix of an expert as a part of
-    this matrix."""
+    """Return the name of the joint matrix of all experts, of which some families store an expert's matrix as a part."""
     experts, _, projection = name.rpartition(".")
     joint = JOINT_PROJECTIONS.get(projection, projection)
     return f"{experts.rpartition('.')[0]}.{joint}"
@@ -88,7 +87,7 @@ def _joint_name(name: str) -> str:
 def fill_model(model: Model, source: ModelSource, *, load_format: str = "auto", seed: int = 0,
                watch: Watch | None = None) -> None:
     """Give a model its weights. load_format "dummy" draws them from `seed` and reads nothing. `watch` (a progress bar)
-    gets the tensors and their number, and passes the tensors on. An outline on the meta device is not filled."""
+    gets the tensors and their number, and passes the tensors on. A model on the meta device is not filled."""
     if model.device.type == "meta":
         return
     if load_format == "dummy":
@@ -149,14 +148,14 @@ class SlotNamed:
             del tensor  # before the next one is read
 
     def explained(self, error: WeightError) -> WeightError:
-        """The error for the tensor being stored, with the files' name for it."""
+        """Return the error for the tensor being stored, with the files' name for it."""
         name = self.name_in_files
         return error if name is None or name in str(error) else WeightError(f"{error}; the files call it {name}")
 
 
 def report_weights(slots: Mapping[str, WeightSlot], expanded: Mapping[str, int]) -> None:
-    """Log one line: in which forms the weights are kept in memory, and how many matrices of each quantised kind were
-    dequantised."""
+    """Log one line: the forms in which the weights are kept in memory, and how many matrices of each quantised kind
+    were dequantised."""
     if not expanded and all(slot.kind is None for slot in slots.values()):
         return
     dtypes = " or ".join(sorted({dtype_name(slot) for slot in slots.values() if slot.kind is None}))
@@ -185,7 +184,7 @@ def dtype_name(slot: WeightSlot) -> str:
 
 
 def some_names(names: Collection[str]) -> str:
-    """The first names in sorted order, and the number of the others. A file of another model can lack hundreds of
+    """Join the first names in sorted order, and the number of the others. A file of another model can lack hundreds of
     names."""
     more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
     return ", ".join(sorted(names)[:MOST_NAMED]) + more
@@ -194,16 +193,16 @@ def some_names(names: Collection[str]) -> str:
 def one_by_one(
     tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot], expanded: Counter[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of a source, each under the name of its slot if the model has one. `expanded` counts, by kind, the
-    quantised weights that are dequantised."""
+    """Yield the tensors of a source, each under the name of its slot if the model has one. `expanded` counts, by kind,
+    the quantised weights that are dequantised."""
     return _in_parts(split_experts(tensors, slots), slots, expanded)
 
 
 def _in_parts(
     tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot], expanded: Counter[str]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors to copy into slots. A quantised weight gives its codes and scales if the layer's format keeps them,
-    and otherwise one dequantised tensor."""
+    """Yield the tensors to copy into slots. For a quantised weight these are its codes and scales if the layer's format
+    keeps them, and otherwise one dequantised tensor."""
     for name, tensor in tensors:
         slot = slots.get(name)
         if slot is not None and slot.quantize is not None:
@@ -228,8 +227,8 @@ def _in_parts(
 def _kept_parts(
     name: str, stored: StoredWeight, slots: Mapping[str, WeightSlot]
 ) -> list[tuple[str, torch.Tensor]]:
-    """The codes and scales of a quantised weight under their own names. Empty if the layer's format does not keep them.
-    The name of a joint matrix of experts has no ".weight", and the names of its scales are appended directly."""
+    """Return the codes and scales of a quantised weight under their own names. Empty if the layer's format dequantises
+    it. The name of a joint matrix of experts has no ".weight", and the names of its scales are appended directly."""
     parts = [(name + part.removeprefix("weight"), tensor) for part, tensor in stored.parts().items()]
     if not any(part in slots and slots[part].kind == stored.kind for part, _ in parts):
         return []
@@ -239,7 +238,7 @@ def _kept_parts(
 
 
 def split_experts(tensors: Iterable[tuple[str, Stored]], slots: Mapping[str, WeightSlot]) -> Tensors:
-    """The tensors, after a joint tensor of all experts is split into one tensor for each expert and projection, if the
+    """Yield the tensors. A joint tensor of all experts is split into one tensor for each expert and projection, if the
     model has slots for these. Files of the same family come in both forms."""
     for name, tensor in tensors:
         experts, _, projection = name.rpartition(".")
@@ -286,7 +285,7 @@ def _store(name: str, tensor: torch.Tensor, slot: WeightSlot) -> None:
 
 
 def check_numbers(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse a tensor that does not hold floats of this shape."""
+    """Refuse a tensor that does not contain floats of this shape."""
     check_shape(name, tensor, shape)
     if not tensor.is_floating_point():
         raise WeightError(f"tensor {name} has dtype {tensor.dtype}, and the model needs a float type: {OTHER_WEIGHTS}")

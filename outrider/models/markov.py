@@ -1,8 +1,7 @@
 """The Markov head of DSpark drafters: it adds to the logits of a draft a term that depends on the token before it.
 
 The term has a low rank: it is the row of `markov_w1` for the token before, times `markov_w2`. There are two variants:
-the block's hidden state gates the row, or a small recurrent state that runs along the block replaces it.
-"""
+in one the block's hidden state gates the row, in the other a small recurrent state along the block replaces the row."""
 
 from __future__ import annotations
 
@@ -32,13 +31,13 @@ class MarkovHead(Module):
                 *((name, part) for name, part in optional.items() if part is not None)]
 
     def first_state(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The recurrent state [requests, rank] before the first draft. Kinds without a recurrence ignore it."""
+        """Return the recurrent state [requests, rank] before the first draft. Kinds without a recurrence ignore it."""
         return hidden.new_zeros(len(hidden), self.rank)
 
     def addition(self, tokens: torch.Tensor, hidden: torch.Tensor, state: torch.Tensor,
                  context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
-        """The term for the logits of the drafts after `tokens` [requests]. `hidden`: the hidden states of their rows of
-        the block. Return ([requests, outputs], the state for the next draft)."""
+        """Compute the term for the logits of the drafts after `tokens` [requests]. `hidden`: the hidden states of their
+        rows of the block. Returns ([requests, outputs], the state for the next draft)."""
         x = self.before.look_up(tokens)
         if self.gate is not None:
             x = torch.sigmoid(self.gate(torch.cat((hidden, x), dim=-1), context)) * x

@@ -97,7 +97,7 @@ class MTPHead(SlotHead):
         ]
 
     def arrivals(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The module's tensors among all tensors of the files. The files may be the target's and then contain the
+        """Yield the module's tensors among all tensors of the files. The files may be the target's and then contain the
         target's tensors too."""
         names = self.description.names
         return ((name, t) for name, t in tensors if name.startswith(names.prefix) and name not in names.shared)
@@ -106,7 +106,7 @@ class MTPHead(SlotHead):
         return hidden.final if self.description.hidden == "final" else hidden.before_norm
 
     def slot_name(self, name: str) -> str:
-        """The slot for a tensor's name. The module's tensors are named like the target's."""
+        """Return the slot for a tensor's name. The module's tensors are named like the target's."""
         return self.target.slot_name(name)
 
     @property
@@ -129,7 +129,7 @@ class MTPHead(SlotHead):
         return output, output if self.description.hidden == "final" else before_norm
 
     def enter(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """The residual stream before the first layer."""
+        """Return the residual stream before the first layer."""
         return self.projection(self._joined(tokens, hidden, context), context)
 
     def end(self, delta: Any, residual: torch.Tensor, context: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,7 +137,7 @@ class MTPHead(SlotHead):
         return self.norm.add_norm(delta, residual)
 
     def _joined(self, tokens: torch.Tensor, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """The normed embedding and the normed hidden state, concatenated: [tokens, 2 x hidden]."""
+        """Return the normed embedding and the normed hidden state, concatenated: [tokens, 2 x hidden]."""
         description = self.description
         ids, table, scale = self._table(tokens, self.embedding.scale, context)
         gains = (self.embedding_norm.scale, self.hidden_norm.scale)
@@ -208,7 +208,7 @@ def build_mtp_modules(target: Model, *, first_layer: int, dtype: torch.dtype, de
 
 
 def no_module(where: str) -> ConfigError:
-    """The error for a checkpoint without a module. `where`: the file or key that shows it."""
+    """Return the error for a checkpoint without a module. `where`: the file or key that shows it."""
     return ConfigError(f"{where}: the checkpoint has no multi-token-prediction module. Choose another method than "
                        "'mtp' in speculative_config (ngram and suffix need no files), or a checkpoint with a module")
 
@@ -234,7 +234,7 @@ def has_own_module(model_class: type[Model]) -> bool:
 
 
 def llama_layer(target: Llama, index: int) -> tuple[list[DecoderLayer], list[AttentionLayer]]:
-    """One more layer like the target's, with full attention."""
+    """Return one more layer like the target's, with full attention."""
     attention = target.attention_layer(index)
     return [target.make_layer(attention)], [attention]
 
@@ -275,8 +275,8 @@ def _describe_nemotron_h(target: NemotronH) -> MTPDescription:
 
 
 def _describe_deepseek(target: DeepseekV3) -> MTPDescription:
-    """DeepSeek's module: one more layer with experts, and with an indexer if the target has indexers. The config says
-    whether later drafting passes keep the positions that the first pass chose."""
+    """Describe DeepSeek's module: one more layer with experts, and with an indexer if the target has indexers. The
+    config says whether later drafting passes keep the positions that the first pass chose."""
     config, count = target.config, target.num_predicted
     if count > 1:
         config.must_equal(SHARED_CHOICE, False, default=False)  # no checkpoint says whose choice later modules keep
@@ -285,7 +285,7 @@ def _describe_deepseek(target: DeepseekV3) -> MTPDescription:
 
 
 def _names_behind(target: Decoder, number: int) -> MTPNames:
-    """The names of a module that the checkpoint stores as one more layer with this number."""
+    """Return the names of a module that the checkpoint stores as one more layer with this number."""
     module = f"{target.names.layers}.{number}"
     return MTPNames(prefix=f"{module}.", embedding_norm=f"{module}.enorm", hidden_norm=f"{module}.hnorm",
                     projection=f"{module}.eh_proj", layers=target.names.layers, first_layer=number,
@@ -306,9 +306,9 @@ def _deepseek_module(target: DeepseekV3, number: int) -> MTPDescription:
 
 
 def _describe_hy_v4(target: HYV4) -> MTPDescription:
-    """HY-V4's module: a layer with experts and an indexer. It reads the target's final state and has one residual
-    stream. The config says whether later drafting passes keep the positions that the first pass chose. The makers let
-    one module make three drafts."""
+    """Describe HY-V4's module: a layer with experts and an indexer. It reads the target's final state and has one
+    residual stream. The config says whether later drafting passes keep the positions that the first pass chose. The
+    publisher lets one module make three drafts."""
     config, count = target.config, target.num_predicted
     if count > 1:
         config.must_equal(SHARED_CHOICE, False, default=False)  # no checkpoint says whose choice later modules keep
@@ -331,7 +331,7 @@ def _describe_hy_v4(target: HYV4) -> MTPDescription:
 
 
 def _describe_glm(target: Glm4Moe) -> MTPDescription:
-    """GLM's module: one more layer with experts."""
+    """Describe GLM's module: one more layer with experts."""
     first, *later = (MTPDescription(lambda index: llama_layer(target, index), target.sizes.eps,
                                     _names_behind(target, target.num_layers + i), zeroes_first_embedding=True)
                      for i in range(target.num_predicted))
@@ -343,7 +343,7 @@ def _describe_nothing(target: Decoder) -> MTPDescription:
 
 
 def _describe_bailing(target: BailingHybrid) -> MTPDescription:
-    """Bailing's module: one more layer with latent attention and experts."""
+    """Describe Bailing's module: one more layer with latent attention and experts."""
     target.config.must_equal(PREDICTED, 1, default=1)  # how several would follow each other no checkpoint says
     module = f"{target.names.layers}.{target.num_layers}"
     names = MTPNames(prefix=f"{module}.", embedding_norm=f"{module}.enorm", hidden_norm=f"{module}.hnorm",
@@ -359,9 +359,9 @@ def _describe_bailing(target: BailingHybrid) -> MTPDescription:
 
 
 def _describe_glm5_next(target: Glm5Next) -> MTPDescription:
-    """GLM5-Next's module: one more layer with latent attention to blocks and with experts, over the target's final
-    state. The config says whether later drafting passes keep the blocks that the first pass chose. The makers let one
-    module make several drafts."""
+    """Describe GLM5-Next's module: one more layer with latent attention to blocks and with experts, over the target's
+    final state. The config says whether later drafting passes keep the blocks that the first pass chose. The publisher
+    lets one module make several drafts."""
     target.config.must_equal(PREDICTED, 1, default=1)  # how several would follow each other no checkpoint says
     lasts = target.config.get(SHARED_CHOICE, bool, False)
 
@@ -373,9 +373,9 @@ def _describe_glm5_next(target: Glm5Next) -> MTPDescription:
 
 
 def _describe_qwen4(target: Qwen4Exp) -> MTPDescription:
-    """Qwen4-Exp's module: one more layer that attends to chosen blocks, over the target's streams. Every drafting pass
-    chooses blocks again, even if the checkpoint says that later passes keep the first choice, because a new choice can
-    include the newest tokens."""
+    """Describe Qwen4-Exp's module: one more layer that attends to chosen blocks, over the target's streams. Every
+    drafting pass chooses blocks again, even if the checkpoint says that later passes keep the first choice, because a
+    new choice can include the newest tokens."""
     target.config.must_equal("mtp_use_dedicated_embeddings", False, default=False)
     for key in (PREDICTED, "mtp_num_hidden_layers"):
         target.config.must_equal(key, 1, default=1)

@@ -37,7 +37,8 @@ OTHER_PARTS = "model.vision_"  # tensors of the tower, and of what is between it
 
 
 class NormedEmbedding(Embedding):
-    """An embedding that norms its rows, without weights. Drafters look up the rows as the files have them."""
+    """An embedding that norms its rows, without weights. Drafters look up the rows without the norm, as the files store
+    them."""
 
     def __init__(self, vocab_size: int, hidden_size: int, eps: float, *, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -99,7 +100,7 @@ class MuseGlimmer(Decoder):
         return made
 
     def _read_rotaries(self, max_len: int | None) -> list[Rotary]:
-        """The rope, and one that rotates by zero."""
+        """Return the rope, and one that rotates by zero."""
         still = StillRotary(self.sizes.head_dim, max_len=max_len or self.max_positions, dtype=self.dtype,
                             device=self.device)
         return [self.make_rotary(read_rope(self.config, self.sizes.head_dim), max_len), still]
@@ -109,7 +110,7 @@ class MuseGlimmer(Decoder):
         return layer_windows(self.config, self.config.get("layer_types", list, kinds))
 
     def _layers_without_rope(self) -> list[bool]:
-        """For each layer, whether it has no rope: those whose theta is 0. The others share one theta."""
+        """Return, for each layer, whether it has no rope: those whose theta is 0. The others share one theta."""
         config = self.config
         if not config.has("layer_rope_theta"):
             return self._last_of_four()
@@ -120,12 +121,12 @@ class MuseGlimmer(Decoder):
         return [theta == 0 for theta in thetas]
 
     def _last_of_four(self) -> list[bool]:
-        """For each layer, whether it is the last of four, counted from the end."""
+        """Return, for each layer, whether it is the last of four, counted from the end."""
         return [(self.num_layers - 1 - index) % 4 == 0 for index in range(self.num_layers)]
 
 
 def _text_part(config: ConfigReader) -> ConfigReader:
-    """The language model's section, with the whole model's keys that count for it."""
+    """Return the language model's section, with those keys of the whole model's config that apply to it."""
     text = config.text_section()
     config.passes_over("out_hidden_size", "projector_hidden_size", "projector_hidden_act")
     tied = config.get("tie_word_embeddings", bool, text.get("tie_word_embeddings", bool, False))

@@ -46,7 +46,7 @@ OLD_NAMES = {"mamba": LINEAR, "attention": FULL}
 
 
 class UnplacedAttention(SelfAttention):
-    """Attention without a rope: positions matter only through causality."""
+    """Attention without a rope: positions have no effect except through the causal mask."""
 
     def mix(self, qkv: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
         layer = self.layer
@@ -145,7 +145,7 @@ class NemotronH(HybridDecoder):
         self.recurrent_layers = {own.part.index: own.part.mixer for own in layers if isinstance(own.part, Mamba2)}
 
     def slot_name(self, name: str) -> str:
-        """The slot for a tensor's name. Names begin with `backbone` in files and with `model` in transformers'
+        """Return the slot for a tensor's name. Names begin with `backbone` in files and with `model` in transformers'
         modules."""
         return super().slot_name(f"backbone.{name.removeprefix('model.')}" if name.startswith("model.") else name)
 

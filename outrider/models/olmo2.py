@@ -47,8 +47,8 @@ class Olmo3(Olmo2):
         return self._rope(config, FULL)
 
     def _rope(self, config: ConfigReader, kind: str) -> RopeParams:
-        """The rope of a layer type: `rope_parameters`, or the `rope_scaling` of older configs, which is for full layers
-        only."""
+        """Return the rope of a layer type, from `rope_parameters` or from the `rope_scaling` of older configs, which is
+        for full layers only."""
         theta = config.get("rope_theta", float, self.default_theta)
         rope = ConfigReader({}, f"{config.source}: rope")
         if config.raw("rope_parameters"):

@@ -52,7 +52,7 @@ class OlmoHybrid(HybridDecoder):
         return next((name.replace(theirs, own) for theirs, own in NORMS.items() if theirs in name), name)
 
     def _read_rotary(self, max_len: int | None) -> Rotary:
-        """The rope, or one that rotates by zero for a config whose theta is null."""
+        """Return the rope, or one that rotates by zero for a config whose theta is null."""
         config = self.config
         rope = config.section_or_empty("rope_parameters")
         rope.passes_over("rope_type")  # without a rope its type says nothing
@@ -67,7 +67,7 @@ class OlmoHybrid(HybridDecoder):
                                device=self.device)
 
     def _read_shape(self) -> GatedDeltaShape:
-        """The sizes of a gated delta layer. Configs may leave them out, as transformers' config class does."""
+        """Return the sizes of a gated delta layer. Configs may leave them out, as transformers' config class does."""
         config, heads = self.config, self.sizes.num_heads
         key_heads = config.get("linear_num_key_heads", int, heads, least=1)
         key_dim = config.get("linear_key_head_dim", int, int(0.75 * self.hidden_size / key_heads), least=1)

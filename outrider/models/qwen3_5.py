@@ -1,8 +1,7 @@
 """Qwen3.5, dense and with experts: Qwen3-Next's layers, with separate projections in the checkpoints.
 
-Of a checkpoint with a vision tower this is the language model. Its rope rotates by three components of a position,
-which are equal in a text and make it an ordinary rope there.
-"""
+This file is the language model; checkpoints may have a vision tower too. The rope rotates by three components of a
+position. For text tokens they are equal, so the rope is an ordinary one."""
 
 from __future__ import annotations
 

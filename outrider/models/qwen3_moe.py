@@ -1,7 +1,6 @@
-"""Qwen3-MoE: Qwen3's attention, with experts instead of the MLP in all layers that the config does not leave dense.
+"""Qwen3-MoE: Qwen3 with experts instead of the MLP in all layers, except those that the config leaves dense.
 
-Experts are in `layers.moe`, which other families share.
-"""
+Experts are in `layers.moe`, which other families share."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ def read_rule(config: ConfigReader) -> RouteRule:
 
 
 def is_sparse(config: ConfigReader, index: int) -> bool:
-    """Whether a layer has experts: every `decoder_sparse_step`-th one does, except those in `mlp_only_layers`."""
+    """Whether a layer has experts: every `decoder_sparse_step`-th layer has, except those in `mlp_only_layers`."""
     step = config.get("decoder_sparse_step", int, 1)
     if step < 1:
         raise config.refusal("decoder_sparse_step", "it must be at least 1")
@@ -80,7 +79,7 @@ def is_sparse(config: ConfigReader, index: int) -> bool:
 
 
 def read_window(config: ConfigReader) -> int | None:
-    """The window of all layers; None if they have full attention."""
+    """Read the window of all layers; None if they have full attention."""
     config.passes_over("max_window_layers")  # here all layers slide, or none
     if not config.get("use_sliding_window", bool, False):
         config.passes_over("sliding_window")
@@ -92,5 +91,5 @@ def read_window(config: ConfigReader) -> int | None:
 
 
 def _experts_key(config: ConfigReader) -> str:
-    """The key of the number of experts, which newer versions of transformers save under another name."""
+    """Return the key of the number of experts, which newer versions of transformers save under another name."""
     return "num_experts" if config.has("num_experts") else "num_local_experts"

@@ -1,7 +1,6 @@
 """Qwen3-Next: gated delta layers, every fourth a gated attention layer, and experts beside a gated shared expert.
 
-Qwen3.5 differs in the form of its checkpoints; its class, in another file, derives from this one.
-"""
+Qwen3.5's class derives from this one."""
 
 from __future__ import annotations
 
@@ -73,7 +72,7 @@ class Qwen3Next(HybridDecoder):
         self.layers = [self._layer(mixer, mlp) for mixer, mlp in zip(mixers, mlps, strict=True)]
 
     def full_layers(self, index: int) -> tuple[list[DecoderLayer], list[AttentionLayer]]:
-        """One more layer with attention, and with experts if any layer has them."""
+        """Return one more layer with attention, and with experts if any layer has them."""
         all_sparse = self.config.with_values({"decoder_sparse_step": 1, "mlp_only_layers": []})
         mlp = self._feed_forward(index, is_sparse(all_sparse, index))
         return [self._layer(self._attention(index), mlp)], [self.attention_layer(index)]
@@ -98,7 +97,7 @@ class Qwen3Next(HybridDecoder):
 
 
 def make_experts(model: HybridDecoder, index: int) -> MoE:
-    """The experts of layer `index`, beside a shared expert with its own gate."""
+    """Return the experts of layer `index`, beside a shared expert with its own gate."""
     config, hidden_size, dtype, device = model.config, model.hidden_size, model.dtype, model.device
     rule = read_rule(config.with_values({"norm_topk_prob": config.get("norm_topk_prob", bool, True)}))
     width = config.required("moe_intermediate_size", int)

@@ -1,10 +1,9 @@
 """Qwen4-Exp (Qwen3.8-Flash-Next): gated delta layers, every fourth a layer that attends to chosen blocks of its
 context; several residual streams; experts beside a gated shared expert; embeddings of hashed n-grams in some layers.
 
-Only text is served: of a checkpoint with a vision tower the language model is read. A layer with n-gram embeddings
-keeps the state of its recurrence and the last inputs of a convolution. The convolution has a separate layer index,
-after those of all layers.
-"""
+Only text is served: from a checkpoint with a vision tower only the language model is read. A layer with n-gram
+embeddings keeps the state of its recurrence and the last inputs of a convolution. The convolution has a separate layer
+index, after those of all layers."""
 
 from __future__ import annotations
 
@@ -85,14 +84,15 @@ class Qwen4Exp(HybridDecoder):
         return self.sizes.hidden_size, self.num_streams, self.stream_rank, self.sizes.eps
 
     def indexed_layer(self, index: int, anchor: int = 0) -> IndexedLayer:
-        """An attention layer with an indexer. anchor: the position at which the first block begins."""
+        """Return an attention layer with an indexer. anchor: the position at which the first block begins."""
         heads, size = self.choice, self.choice.blocks.size
         sizes, choice = self.sizes, BlockChoice(heads.num_heads, heads.head_dim, heads.top_k, TokenBlocks(size, anchor))
         return IndexedLayer(index, sizes.num_heads, sizes.num_kv_heads, sizes.head_dim, sizes.head_dim**-0.5,
                             choice=choice)
 
     def predicting_layer(self, index: int) -> tuple[DecoderLayer, IndexedLayer]:
-        """The layer of a prediction module. The module's first token has position 1, so its blocks begin there."""
+        """Return the layer of a prediction module. The module's first token has position 1, so its blocks begin
+        there."""
         attention = self.indexed_layer(index, anchor=1)
         mixer = IndexedAttention(attention, self.hidden_size, self.sizes.eps, dtype=self.dtype, device=self.device)
         return self._layer(mixer, index, None), attention
@@ -112,7 +112,7 @@ class Qwen4Exp(HybridDecoder):
                           dtype=self.dtype, device=self.device, gate="silu" if gate == "swish" else gate)
 
     def _ngram_embeddings(self, kinds: Sequence[str]) -> dict[int, NgramEmbedding]:
-        """The n-gram embeddings, by the layers that have them. Config and files count layers from 1 on."""
+        """Return the n-gram embeddings, by the layers that have them. Config and files count layers from 1 on."""
         config = self.config
         numbers = sorted(set(config.get("ple_layer_ids", list[int], [])))
         bad = [number for number in numbers if not 1 <= number <= self.num_layers or kinds[number - 1] != LINEAR]
@@ -165,7 +165,7 @@ class Qwen4Exp(HybridDecoder):
         return embedded.repeat(1, self.num_streams)
 
     def aux_state(self, delta: Any, residual: torch.Tensor) -> torch.Tensor:
-        """The auxiliary state: the mean of the streams."""
+        """Return the auxiliary state: the mean of the streams."""
         streams = residual if delta is None else delta.added_to(residual)
         return streams.unflatten(1, (self.num_streams, -1)).mean(dim=1)
 
@@ -174,7 +174,7 @@ class Qwen4Exp(HybridDecoder):
 
     def layer_inputs(self, tokens: torch.Tensor, embedded: torch.Tensor,
                      context: StepContext) -> Sequence[tuple[torch.Tensor, ...]]:
-        """For layers with n-gram embeddings: the id of each token and the ids before it."""
+        """Return, for layers with n-gram embeddings, the id of each token and the ids before it."""
         if not self.reads_history:
             return super().layer_inputs(tokens, embedded, context)
         assert context.history is not None, "n-gram embeddings need the history of the token rows"
@@ -198,7 +198,7 @@ def read_choice(config: ConfigReader, rotary_dim: int) -> BlockChoice:
 
 
 def read_end_id(config: ConfigReader) -> int:
-    """The id at which n-grams end: the first of the ids that end a text."""
+    """Read the id at which n-grams end: the first of the ids that end a text."""
     given = config.raw("eos_token_id")
     first = given[0] if isinstance(given, list) and given else given
     if not isinstance(first, int) or isinstance(first, bool):
@@ -207,7 +207,7 @@ def read_end_id(config: ConfigReader) -> int:
 
 
 def _with_full_layers(config: ConfigReader) -> ConfigReader:
-    """The config with a single name for the layers that attend. Files use two names for them."""
+    """Return the config with a single name for the layers that attend. Files use two names for them."""
     kinds = config.raw("layer_types")
     if not isinstance(kinds, list):
         return config

@@ -1,8 +1,7 @@
 """Check, before ranks are started, whether they can share a config's attention heads. This file does not import torch.
 
-The full check (`layers.check_ranks`) asks the model's layers, which needs torch in every rank. This file checks only
-what holds for all families, so that an impossible number of ranks is refused before any rank starts.
-"""
+The full check (`layers.check_ranks`) needs the model's layers, and so torch in every rank. This file checks rules that
+hold for all families, so that an impossible number of ranks is refused before any rank starts."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ def check_heads(config: Mapping[str, Any], num_ranks: int, source: str) -> None:
 
 
 def _size(values: Mapping[str, Any], key: str, may_copy: bool = False) -> ShardSize | None:
-    """The size under a key; None if the config does not have it. A value of a wrong type is refused later, where the
-    model is built."""
+    """Return the size under a key; None if the config does not have it. A value of a wrong type is refused later, by
+    the code that builds the model."""
     size = values.get(key)
     return ShardSize((key,), size, may_copy) if type(size) is int and size > 0 else None
 

@@ -106,7 +106,7 @@ _BY_TEXT: dict[str, dict[str, str]] = {
 
 
 def architectures() -> Mapping[str, type[Model]]:
-    """Every served architecture with its class."""
+    """Return every served architecture with its class."""
     return {name: _class_of(name) for name in _ARCHITECTURES}
 
 
@@ -122,8 +122,8 @@ def _class_at(place: str) -> type[Model]:
 
 
 def register(architecture: str, model_class: type[Model]) -> None:
-    """Serve `architecture` (a name in a config's `architectures`) with `model_class` from now on, whatever
-    language model its config names."""
+    """Serve `architecture` (a name in a config's `architectures`) with `model_class` from now on. The class is used for
+    any language model that the config names."""
     _ARCHITECTURES[architecture] = model_class
     _BY_TEXT.pop(architecture, None)
 
@@ -163,8 +163,8 @@ def build_model(
 
 
 def named_architectures(reader: ConfigReader) -> list[Any]:
-    """The `architectures` of a config. If it has none, use the family that `model_type` names: tools that convert files
-    to folders write only that."""
+    """Return the `architectures` of a config. If it has none, the family that `model_type` names is used: tools that
+    convert files to folders write only that."""
     if reader.has("architectures"):
         return reader.required("architectures", list)
     model_type = reader.get("model_type", str, "")
@@ -197,8 +197,8 @@ def _family(reader: ConfigReader, model_impl: str) -> Callable[..., Model]:
 
 
 def _class_around_text(architecture: str, reader: ConfigReader) -> type[Model]:
-    """The class of an architecture, or of its language model if there are several. A config that does not name the
-    language model has the architecture's usual one."""
+    """Return the class of an architecture, or of its language model if the architecture allows several. If the config
+    does not name the language model, the architecture's default is used."""
     classes, text = _BY_TEXT.get(architecture, {}), reader.text_section()
     kind = text.get("model_type", str, "") if classes and text is not reader else ""
     if not kind:

@@ -16,8 +16,8 @@ class SmolLM3(Llama):
         return read_unturned(config)
 
     def windows(self, config: ConfigReader) -> list[int | None]:
-        """The window of each layer: none unless `use_sliding_window` is set. Otherwise `layer_types` says which layers
-        slide, or those without a rope do."""
+        """Return the window of each layer: none unless `use_sliding_window` is set. Otherwise `layer_types` says which
+        layers slide, or those without a rope do."""
         if not config.get("use_sliding_window", bool, False) or not config.has("sliding_window"):
             config.passes_over("sliding_window", "max_window_layers")
             return super().windows(config)

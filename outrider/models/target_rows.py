@@ -5,14 +5,13 @@ A wrong draft is rejected and never changes the text, so both copies may be roun
 
 MTP modules and EAGLE-1 heads have no output and use the target's. In a model with a large vocabulary and few active
 parameters, reading this matrix takes much of a draft's time. On a GPU such a head reads a copy in 8 bits with a scale
-for every 32 inputs, in half the time. With SmolLM2's output the likeliest token is the same at 99.5% of 1,210 places;
-it would be 90% in fp8 with a scale for each token, and 85% with 4 bits.
+for every 32 inputs, in half the time. With SmolLM2's output the likeliest token stays the same at 99.5% of 1,210
+positions. It would at 90% in fp8 with a scale for each token, and at 85% with 4 bits.
 
-A copy is made of outputs of 2^26 numbers or more; smaller ones are read in 30 us as they are. It serves up to 64 token
-rows, follows `update_weights`, and takes a byte for each number: 0.5 GB for 248,320 tokens and a hidden size of 2,048.
-There is no copy with `keep_quantized=False`, with several ranks, with an output that is quantised already, or with
-`adapt_drafter`.
-"""
+A copy is made of outputs of 2^26 numbers or more, because reading a smaller output takes only 30 us. It serves up to 64
+token rows, follows `update_weights`, and takes a byte for each number: 0.5 GB for 248,320 tokens and a hidden size of
+2,048. There is no copy with `keep_quantized=False`, with several ranks, with an output that is quantised already, or
+with `adapt_drafter`."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ class RoundedOutput:
     """A copy of the target's whole output in 8 bits, for the drafts of few requests on a GPU."""
 
     def __init__(self, target: Decoder) -> None:
-        """The copy is empty until `take`, which needs the target's weights."""
+        """Allocate the copy. `take` fills it, which needs the target's weights."""
         self._target = target
         declared = target.lm_head.declared
         self.linear = Linear(declared.in_features, declared.num_outputs, bias=False, dtype=declared.dtype,
@@ -88,8 +87,8 @@ class RoundedOutput:
 
     @classmethod
     def try_build(cls, target: Model) -> RoundedOutput | None:
-        """Build the copy. None if it would save no time: the output is small or quantised already, or its device has no
-        fast kernel for 8-bit weights."""
+        """Build the copy, or return None if it would save no time: the output is small or quantised already, or its
+        device has no fast kernel for 8-bit weights."""
         if not isinstance(target, Decoder) or target.device.type != "cuda" or target.dtype != torch.bfloat16:
             return None
         declared = target.lm_head.declared
@@ -105,7 +104,7 @@ class RoundedOutput:
         return len(hidden) <= MOST_TOKEN_ROWS
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """See `Model.logits`."""
+        """Compute logits with the copy; see `Model.logits`."""
         return self._target.limited(self.linear.wide(hidden, context))
 
     def tensors(self) -> list[torch.Tensor]:
@@ -124,7 +123,8 @@ def _tensors(linear: Linear) -> list[torch.Tensor]:
 
 
 def _fill(linear: Linear, parts: Mapping[str, torch.Tensor]) -> None:
-    """Store the parts of a weight, by name, in the layer's slots, which may have been filled and reordered before."""
+    """Store the parts of a weight, given by name, in the layer's slots, which may have been filled and reordered
+    before."""
     linear.format.restore_order()
     for name, slot in linear.format.slots("").items():
         slot.store(parts[name].to(slot.target.dtype))

@@ -2,8 +2,7 @@
 proxies and passes each to a replica.
 
 The ingress reads the prompt's beginning for the router. If a replica dies before the first byte of its answer, the
-request goes to another; a stream that had begun ends with an error event. A client that leaves ends its request.
-"""
+request goes to another; a stream that had begun ends with an error event. If a client disconnects, its request ends."""
 
 from __future__ import annotations
 
@@ -91,7 +90,8 @@ class EngineReplica:
         return serve.get_replica_context().replica_id.unique_id, status, body
 
     async def check_health(self) -> None:
-        """Raise an error if the engine has failed for good, or makes no progress. Ray then starts another replica."""
+        """Raise an error if the engine has failed permanently, or makes no progress. Ray then starts another
+        replica."""
         problem = self._host.problem
         if problem is not None and not isinstance(self._host.state, Loading):
             raise RuntimeError(problem)
@@ -157,7 +157,7 @@ class Ingress:
             try:
                 status, kept = await anext(answer)
             except RayError as error:
-                log.error("a replica was lost while it served a request: %s", error)
+                log.error("a replica was lost while it served a request, which is sent to another one: %s", error)
                 continue
             except BaseException:
                 answer.cancel()

@@ -19,7 +19,7 @@ PACKAGES = ("torch", "ray", "safetensors", "tokenizers")
 
 
 class NodeNotReady(RuntimeError):
-    """Raised if a replica cannot start on its node. The message lists everything that is wrong."""
+    """Raised if a replica cannot start on its node. The message lists all problems."""
 
 
 def check_address(address: str) -> None:

@@ -1,9 +1,8 @@
-"""A request router of Ray Serve with the policy of `outrider.replicas.policy`: a prompt goes to the replica that knows
-its longest prefix, unless that replica has too much load.
+"""A request router of Ray Serve with the policy of `outrider.replicas.policy`: a prompt goes to the replica that has
+received its longest prefix, unless that replica has too much load.
 
 The router runs in the process that sends the requests, and reads the block hashes from the request's first argument. A
-request without a readable prompt is routed by load.
-"""
+request without a readable prompt is routed by load."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 prefix of the prompt, because that replica's prefix cache holds it. If that replica has too much load, the least loaded
 one is chosen.
 
-Pure Python, without I/O: the HTTP front and the router of Ray Serve both use it. It knows only which prompts it has
-routed itself. If a replica has evicted a prompt's pages, it computes the prompt again.
-"""
+Pure Python, without I/O: the HTTP front and the router of Ray Serve both use it. It records only the prompts that it
+has routed itself. If a replica has evicted a prompt's pages, it computes the prompt again."""
 
 from __future__ import annotations
 

@@ -140,8 +140,8 @@ class ReplicaGroup:
 
 
 def _end_with_parent() -> None:
-    """End this process when its parent ends, whatever it is doing: a model may take minutes to load, and hold a
-    device's memory until then."""
+    """End this process when its parent ends, even in the middle of work. Otherwise it could hold device memory for
+    minutes while it loads a model."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()

@@ -100,7 +100,7 @@ class TrainerChanges:
 
 
 def _present(replicas: Sequence[Replica]) -> list[Replica]:
-    """The replicas whose engine is running, including those with old weights."""
+    """Return the replicas whose engine is running, including those with old weights."""
     return [each for each in replicas if each.state in (ReplicaState.SERVING, ReplicaState.OLD_WEIGHTS)]
 
 

@@ -24,7 +24,7 @@ class ReplicaLost(ConnectionError):
 
 
 class _Reading:
-    """What has been parsed of a replica's answer so far."""
+    """The part of a replica's answer that has been parsed so far."""
 
     def __init__(self) -> None:
         self.headers: Headers = []

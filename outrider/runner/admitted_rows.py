@@ -37,7 +37,7 @@ def admitted_view(admissions: Sequence[Admission], state: RowState, *, pads: boo
 
 
 class FirstTokenRows:
-    """Makes the batch of the first token that each admitted row computes, and what stands in place of its embedding."""
+    """Makes the batch of the first token that each admitted row computes, with the vectors that replace embeddings."""
 
     def __init__(self, state: RowState) -> None:
         self._state = state
@@ -46,7 +46,7 @@ class FirstTokenRows:
         return admitted_view(admissions, self._state, pads=self._state.device.type == "cuda")
 
     def given_rows(self, admissions: Sequence[Admission]) -> GivenRows | None:
-        """The vectors in place of these tokens' embeddings; None if all embed their ids."""
+        """Return the vectors that replace these tokens' embeddings; None if all tokens use their ids."""
         if not any(own.request.input_parts for own in admissions):
             return None
         return first_given_rows(admissions, self._state)
@@ -64,7 +64,7 @@ def dead_view(view: BatchView) -> BatchView:
 
 
 class DeadFirstRows(FirstTokenRows):
-    """Makes such batches with no token live, so that they change nothing."""
+    """Makes such batches for warm-up, with no token live, so that they change nothing."""
 
     def __call__(self, admissions: Sequence[Admission]) -> BatchView:
         return dead_view(super().__call__(admissions))

@@ -69,8 +69,8 @@ class EagerShape(StepExtents):
 
 @dataclass(frozen=True)
 class CapturedShape(StepExtents):
-    """The sizes of a captured step, which serves every batch that fits into them. A captured step does not know its
-    batch, so its context lengths are bounded by the longest that may come."""
+    """The sizes of a captured step, which serves every batch that fits into them. A captured step is made without its
+    batches, so its context lengths are bounded by the longest possible one."""
 
     queries: DecodeQueries | MixedQueries
     known: DecodeQueries | MixedQueries  # the host's knowledge of the known tokens alone

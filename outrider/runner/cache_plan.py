@@ -98,7 +98,7 @@ def find_cache_scales(config: EngineConfig, source: ModelSource, model: Model) -
         if layer.index in found and isinstance(layer, AttentionLayer):
             scales[layer.index] = ScaleNumbers(*(_of_heads(own, layer, model.group) for own in found[layer.index]))
     if found:
-        log.info("scales of the cache: those of the files in %d layers, 1 in the others", len(scales))
+        log.info("fp8 cache: %d layers use the scales in the files, the others the scale 1", len(scales))
     return scales
 
 

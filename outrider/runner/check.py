@@ -45,8 +45,8 @@ def check_target(config: EngineConfig, source: ModelSource, outline: Model, devi
     if needed > held:
         asked = "max_model_len" if config.max_model_len is not None else "max_position_embeddings of its config"
         raise ValueError(f"{source.config_file}: tables for {limits.max_len} positions ({asked}) take "
-                         f"{needed / GIB:.0f} GiB, and there are {held / GIB:.0f}: set max_model_len to the longest "
-                         "request that you serve")
+                         f"{needed / GIB:.0f} GiB, and the device has {held / GIB:.0f}: set max_model_len to the "
+                         "longest request that you serve")
 
 
 def table_bytes(outline: Model) -> int:

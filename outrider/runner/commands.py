@@ -16,8 +16,7 @@ back. In the worker `runner/residence.py` finds every tensor of the model, the d
 memory may have other addresses when it comes back, so captured steps are dropped and captured again. On a CPU the
 addresses stay the same, so pointers in native code stay valid. `runner/weight_update.py` checks all new weights before
 it copies the first. If a copy fails, the weights are incomplete: requests wait for an update with all weights, or until
-the weights have slept and were read from their files again. The worker alone knows this (`WakeReport`).
-"""
+the weights have slept and were read from their files again. Only the worker has this information (`WakeReport`)."""
 
 from __future__ import annotations
 
@@ -53,9 +52,9 @@ class Command(ABC, Generic[Answer]):
 
 
 class Errand(ABC):
-    """Background work that a feature does in a worker, such as reading files or compiling. It begins as soon as it
-    arrives, and neither steps nor commands wait for it. It is plain data, like a command. If it fails, its future
-    raises ValueError, and steps go on."""
+    """Background work that a feature does in a worker, such as reading files or compiling. It begins as soon as the
+    worker receives it, and neither steps nor commands wait for it. Like a command, it is plain data. If it fails, its
+    future raises ValueError, and steps go on."""
 
     @abstractmethod
     def begin(self, worker: Any) -> Future[Any]:
@@ -86,7 +85,7 @@ def done_errand() -> Future[Any]:
 
 @dataclass(frozen=True)
 class SleepReport:
-    """How much memory a worker freed when it went to sleep, and how long that took."""
+    """The memory that a worker freed when it went to sleep, and the seconds that this took."""
 
     total_bytes: int = 0  # of the weights and the cache that were on the device
     freed_bytes: int = 0  # of these, what the device has back
@@ -96,8 +95,8 @@ class SleepReport:
 
 @dataclass(frozen=True)
 class WakeReport:
-    """How long a worker took to wake up, and the state of its weights. Steps are captured again only when all parts of
-    the memory are awake."""
+    """The seconds that a worker took to wake up, and the state of its weights. Steps are captured again only when all
+    parts of the memory are awake."""
 
     seconds: float = 0.0
     num_captured: int = 0
@@ -108,7 +107,7 @@ class WakeReport:
 
 @dataclass(frozen=True)
 class UpdateReport:
-    """How many tensors an update of weights replaced, and how long it took."""
+    """The number of tensors that an update of weights replaced, and the seconds that it took."""
 
     num_tensors: int = 0
     seconds: float = 0.0

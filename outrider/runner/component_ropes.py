@@ -1,9 +1,9 @@
 """ComponentRopes: the positions by which ropes of several components rotate a step's tokens. Imported for models with
 such ropes.
 
-In a text the components are equal. A request whose prompt has inputs that take up other numbers of positions than
-tokens (images) has positions of its own for the tokens up to its last such input. Behind that, a token's positions are
-its place in the request plus a number that the row keeps."""
+In a text the components are equal. An image may take up fewer positions than it has tokens. The prompt then gives
+explicit positions for all tokens up to its last image. The positions of later tokens are their index in the request
+plus an offset that the row keeps."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class ComponentRopes(StepPart):
         self._shifted = {}
 
     def of_step(self, view: BatchView, rows: ComponentRows | None, behind: int = 0) -> RopePositions:
-        """Return the positions of a step's token rows. rows: those that the prompts' inputs give. behind: how many
-        places before its own a token's position is."""
+        """Return the positions of a step's token rows. rows: positions given by the prompts' inputs. behind: the number
+        by which a token's position is smaller than its index."""
         positions = (view.positions - behind + self._shifts[view.rows][view.request_of]).clamp_min_(0)
         if rows is None:
             return RopePositions(positions, None)

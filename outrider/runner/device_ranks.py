@@ -55,7 +55,7 @@ class DeviceRanks:
 
     @property
     def late_rank(self) -> int | None:
-        """The rank that missed an exchange's time limit. The results of all steps since then are undefined."""
+        """Return the rank that missed an exchange's time limit. The results of all steps since then are undefined."""
         number = int(self._late[0])
         return number - 1 if number else None
 

@@ -1,8 +1,7 @@
 """Generations: cancels steps that were queued behind a failed one. A step that fails cancels all later steps of its
 generation.
 
-The host answers a failed step with a batch of a new generation, in which every request is admitted anew.
-"""
+The host answers a failed step with a batch of a new generation, in which every request is admitted again."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """HostTurn: a feature's part of split steps, in which the host acts between the forward pass and the sampler.
 
-A step is split if it samples for a request whose part says `masks_tokens`. The turn comes when the forward pass is
+A step is split if it samples for a request whose part says `masks_tokens`. The host acts after the forward pass is
 queued, so host and device work at the same time. An earlier step may still run. A part that needs the content of rows
-therefore orders a copy in `prepare`, and its turn waits for this copy alone.
-"""
+therefore orders a copy in `prepare`, and its turn waits for this copy alone."""
 
 from __future__ import annotations
 

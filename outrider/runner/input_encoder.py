@@ -24,29 +24,30 @@ class InputEncoder(ABC):
     # An encoder with weights of its own, which updates of the model's weights may replace
 
     def owns(self, name: str) -> bool:
-        """Whether a checkpoint's tensor is a weight of this encoder."""
+        """Whether a tensor of the checkpoint is a weight of this encoder."""
         return False
 
     def weights(self) -> Mapping[str, WeightSlot]:
         return {}
 
     def arrivals(self, name: str, tensor: Stored) -> Iterable[tuple[str, Stored]]:
-        """A tensor that the encoder owns, in the form that its slots take."""
+        """Return a tensor of the encoder in the form that its slots take."""
         return [(name, tensor)]
 
     def finalize(self) -> None:
-        """Recompute what is derived from weights, and forget what older ones have encoded."""
+        """Recompute tensors that are derived from weights, and forget encodings made with older weights."""
 
     def drop_updated(self) -> None:
-        """Use the weights of the model's files again. Called when the model's were read from there."""
+        """Use the weights of the model's files again. Called when the model's weights were read again from its
+        files."""
 
 
 Encoders = Mapping[type[InputPart], InputEncoder]
 
 
 def vectors_of(part: InputPart, start: int, end: int, encoders: Encoders) -> list[PlacedVectors]:
-    """Return the vectors of an input part at positions [start, end): those that it brings, and those that an encoder
-    computes."""
+    """Return the vectors of an input part at positions [start, end): those that the part contains, and those that an
+    encoder computes."""
     given = part.vectors(start, end)
     found = [] if given is None else [placed(given)]
     if any(part.encoded_ranges(start, end)):

@@ -86,7 +86,7 @@ class BoundedSteps:
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """What a worker tells the engine about itself after it has loaded, measured and captured."""
+    """A worker's description of itself for the engine, after it has loaded, measured and captured."""
 
     limits: Limits
     layout: CacheLayout
@@ -107,5 +107,5 @@ class RunningWorker(Runner, Protocol):
     def info(self) -> WorkerInfo: ...
 
     def begin(self, errand: Errand) -> Future[None]:
-        """Have the worker do background work (`Errand`) beside its steps. Any thread may call this. The future raises
+        """Make the worker do background work (`Errand`) beside its steps. Any thread may call this. The future raises
         ValueError if a rank could not do the work."""

@@ -1,7 +1,6 @@
 """LocalRunner: a DeviceStep behind `submit(batch) -> future`, so that the host can schedule while the device works.
 
-On the CPU a second thread takes the place of the device. The runner knows rows and not requests.
-"""
+On the CPU a second thread takes the place of the device. The runner works with rows, not with requests."""
 
 from __future__ import annotations
 

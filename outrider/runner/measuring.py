@@ -43,7 +43,7 @@ def measure_drafting(config: EngineConfig, step: DeviceStep, limits: Limits,
             is_default = config.shipped_drafter is not None
             costs = runner.on_thread(lambda: remembered_costs.remembered_costs(config, step, limits)
                                      if is_default else graphs.measure_costs(step, limits))
-    log.info("step costs in ms by tokens: %s; of a proposal by requests: %s; of a logit row: %.4f drawn, %.4f filtered",
+    log.info("ms of a step by tokens: %s; of proposing by requests: %s; of a logit row: %.4f plain, %.4f filtered",
              ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
              ", ".join(f"{n}: {first * 1e3:.2f} + {each * 1e3:.2f} for each further draft"
                        for n, first, each in costs.drafting) or "nothing",
@@ -59,7 +59,7 @@ def bound_prompts(config: EngineConfig, step: DeviceStep, limits: Limits,
     max_seconds = config.max_step_ms * 1e-3
     with status_line("measuring what steps with prompts cost"):
         costs = graphs.measure_mixed_costs(step, limits, runner.graphs, max_seconds)
-    log.info("steps with prompts in ms by tokens: %s; at most %.1f ms while requests decode",
+    log.info("ms of a step with prompts by tokens: %s; limit while other requests decode: %.1f ms",
              ", ".join(f"{n}: {s * 1e3:.1f}" for n, s in zip(costs.tokens, costs.seconds, strict=True)),
              config.max_step_ms)
     return BoundedSteps(max_seconds, costs)

@@ -215,8 +215,8 @@ def fit_max_len(config: EngineConfig, layout: CacheLayout, limits: Limits, plan:
 
 
 def longest_request(layout: CacheLayout, limits: Limits, num_pages: int) -> int:
-    """Return the most tokens, up to max_len, that one request can have in a pool of so many pages. 0 if it cannot have
-    one."""
+    """Return the most tokens, up to max_len, that one request can have in a pool of `num_pages` pages. 0 if it cannot
+    have one."""
     def fits(length: int) -> bool:
         return sum(group.kind.pages_to_start(length, limits) for group in layout.groups) < num_pages
 
@@ -250,7 +250,7 @@ def release_dropped() -> None:
 
 def _no_room(config: EngineConfig, device: torch.device, budget: int, weights: int, other: int) -> str:
     if config.kv_cache_memory_bytes is not None:
-        return f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} holds not one page: raise it"
+        return f"kv_cache_memory_bytes={config.kv_cache_memory_bytes} is less than one page: raise it"
     total = torch.cuda.mem_get_info(device)[1]
     return (
         f"nothing is left for the cache: of {total / MIB:.0f} MiB gpu_memory_utilization="

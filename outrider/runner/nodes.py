@@ -20,8 +20,8 @@ log = logging.getLogger("outrider")
 
 
 def check_alike(link: RankLink, device: torch.device) -> None:
-    """Raise ValueError on every rank if the ranks' devices differ. Each rank computes norms and samples for itself, and
-    other instructions may round otherwise: ranks would go on from different tokens."""
+    """Raise ValueError on every rank if the ranks' devices differ. Each rank computes norms and samples by itself.
+    Devices with other instructions may round differently, and ranks would continue with different tokens."""
     own = (name_device(device) if device.type == "cuda"
            else f"a CPU with {torch.backends.cpu.get_cpu_capability()}")
     found = link.gather((link.rank, link.host.words, own))
@@ -33,7 +33,7 @@ def check_alike(link: RankLink, device: torch.device) -> None:
 
 
 def use_interface_of(address: str) -> None:
-    """Let torch.distributed use the interface that has this address, unless the environment names another."""
+    """Make torch.distributed use the interface that has this address, unless the environment names another."""
     name = interface_of(address)
     if name is None:
         log.warning("no interface has the address %s: torch.distributed chooses one (GLOO_SOCKET_IFNAME and "
@@ -44,7 +44,7 @@ def use_interface_of(address: str) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface with this address; None if it cannot be found out."""
+    """Return the name of the network interface with this address; None if it cannot be found."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
     if wanted.is_loopback:
         return "lo"

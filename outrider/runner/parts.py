@@ -1,5 +1,5 @@
-"""StepParts: the model, its drafter and everything else that steps need, gathered before the number of pages is known.
-"""
+"""StepParts: the model, its drafter and all other objects that steps need, gathered before the number of pages is
+known."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from outrider.sample.sampler import LogprobsMode
 
 @dataclass(frozen=True)
 class StepParts:
-    """A model, its drafter and everything else that their steps need, except the page pool."""
+    """A model, its drafter and all other objects that steps need, except the page pool."""
 
     model: Model
     drafter: Drafter | None
@@ -76,8 +76,8 @@ class StepParts:
 
     @property
     def takes_extra_keys(self) -> bool:
-        """Whether every layer lets tokens attend to later tokens, as inputs with two-way attention need. For a model
-        that was trained with them, another backend computes these steps, whose numbers are not exact."""
+        """Whether every layer lets tokens attend to later tokens, as images with two-way attention need. Exact mode
+        excludes this, because such steps use another backend, which is not exact."""
         layers = self.model.attention_layers
         is_trained = all(getattr(layer, "reach", RangeReach.WHOLE) is not RangeReach.WHOLE for layer in layers)
         return self.layout.keeps_only_keys and (self.backend.takes_masks or (is_trained and not self.exact))

@@ -1,4 +1,5 @@
-"""Gathers what a model's steps need from the config: limits, drafter, attention backend, layout of the cache."""
+"""Prepares the objects that a model's steps need, from the config: limits, drafter, attention backend, layout of the
+cache."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ else:
 
 def gather_parts(config: EngineConfig, model: Model, drafter: Drafter | None,
                  ranks: WorkerRanks = ONE_RANK) -> StepParts:
-    """Gather what the steps of a model are made of. `drafter`: an existing drafter, used instead of the one in the
-    config."""
+    """Gather the objects of which a model's steps are made. `drafter`: an existing drafter, used instead of the one in
+    the config."""
     speculative = config.speculative
     max_drafts = 0 if drafter is None else drafter.max_drafts
     if speculative is not None:

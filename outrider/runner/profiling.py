@@ -1,4 +1,4 @@
-"""Commands that record what a worker does between two moments, with torch's profiler, on the thread of its steps."""
+"""Commands that record a worker's work between two moments, with torch's profiler, on the thread of its steps."""
 
 from __future__ import annotations
 

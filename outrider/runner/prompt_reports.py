@@ -74,7 +74,7 @@ def prompt_logprobs(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hid
 
 
 def _aligned(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows that begin at an aligned address, as kernels expect. Kernels would otherwise be compiled anew while
+    """Return rows that begin at an aligned address, as kernels expect. Otherwise kernels would be compiled again while
     requests run."""
     return rows.clone() if rows.storage_offset() * rows.element_size() % ALIGNED_BYTES else rows
 
@@ -133,7 +133,7 @@ class HiddenRows:
 def reported_hidden(model: Model, scheduled: ScheduledBatch, inputs: Inputs, hidden: Hidden, params: RowParams, *,
                     exact: bool = False) -> HiddenRows:
     """Collect the hidden states that some of the requests ask for. exact: return every token's vector and leave sums to
-    the host, because sums of chunks would add in an order that depends on how the prompt was chunked."""
+    the host, because the order of additions would depend on how the prompt was chunked."""
     reports = params.hidden_of(scheduled.rows)
     assert isinstance(inputs.shape, EagerShape), "captured steps report no hidden states"
     wide = torch.float64 if hidden.final.dtype == torch.float64 else torch.float32

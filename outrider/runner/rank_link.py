@@ -33,7 +33,7 @@ class _Decided(Generic[Value]):
 
 
 class Unwatched:
-    """The status of a rank that no parent looks at. A rank with a parent has a `RankStatus`."""
+    """The status of a rank that no parent process watches. A rank with a parent has a `RankStatus`."""
 
     def waiting(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -41,7 +41,7 @@ class Unwatched:
 
 @dataclass(frozen=True)
 class HostPlace:
-    """The machine ("node") of a rank. Every node has equally many ranks, in the order of nodes."""
+    """The machine ("node") of a rank. Every node has the same number of ranks, in the order of nodes."""
 
     node: int = 0
     num_nodes: int = 1
@@ -73,7 +73,7 @@ class RankLink:
         if self.rank > 0:
             decided = cast("_Decided[Value]", self._receive(0))
             if decided.error is not None:
-                raise RuntimeError(f"rank 0 raised {decided.error}")
+                raise RuntimeError(f"rank 0 failed and its error ends all ranks: {decided.error}")
             return cast(Value, decided.value)
         try:
             value = make()

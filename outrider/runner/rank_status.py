@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 
 class Doing(enum.IntEnum):
-    """The kind of work that a rank was last told to do."""
+    """The kind of work that a rank was last ordered to do."""
 
     START = 0
     NOTHING = 1
@@ -62,7 +62,7 @@ class RankStatus:
 
     @property
     def progress(self) -> int:
-        """A number that rises whenever the rank begins some work, or no longer has to wait for other ranks."""
+        """Return a number that rises whenever the rank begins some work, or no longer has to wait for other ranks."""
         return self._numbers[_PROGRESS]
 
     @property

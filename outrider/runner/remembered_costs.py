@@ -64,8 +64,8 @@ def _read(found: Any) -> StepCosts | None:
 
 @torch.inference_mode()
 def _factor(known: StepCosts, step: DeviceStep, limits: Limits) -> float | None:
-    """Return by what factor steps are slower now than when they were measured. None if the three timed steps disagree:
-    one token, one token with all its drafts checked, one token with a proposal."""
+    """Return the factor by which steps are slower now than when they were measured. None if the three timed steps
+    disagree: one token, one token with all its drafts checked, one token with a proposal."""
     drafts = limits.max_drafts
     steps = (1, 0), (1 + drafts, 0), (1, drafts)  # token rows, and drafts that are proposed
     before = [known.step(tokens) + known.draft(num_wanted) for tokens, num_wanted in steps]

@@ -1,9 +1,8 @@
 """Residence: keeps track of which parts of a worker's memory are on the device. It puts weights and cache to sleep,
 wakes them, and replaces weights.
 
-Layers and mixers know nothing of this: their tensor objects stay, and only the memory behind them is freed. Captured
-steps hold addresses and numbers of the weights, so they are dropped and captured again.
-"""
+Layers and mixers need no code for this: their tensor objects stay, and only the memory behind them is freed. Captured
+steps hold addresses and numbers of the weights, so they are dropped and captured again."""
 
 from __future__ import annotations
 
@@ -189,7 +188,7 @@ class Residence:
             self._complete(names)
         except BaseException as error:
             self._doubt(names)
-            raise WeightsIncomplete(f"an update of weights failed when some were changed already ({error!r}): "
+            raise WeightsIncomplete(f"an update of weights failed after some were changed ({error!r}): "
                                     f"{ALL_NEEDED}") from error
         return self._end_update(len(names), start)
 
@@ -252,7 +251,7 @@ class Residence:
                 self._complete(stream.came)
             except BaseException as error:
                 self._doubt(stream.came)
-                raise WeightsIncomplete(f"an update of weights has ended and is not whole ({error}): "
+                raise WeightsIncomplete(f"an update of weights has ended incomplete ({error}): "
                                         f"{ALL_NEEDED}") from error
             return self._end_update(len(stream.came), start - stream.seconds)
 
@@ -444,7 +443,7 @@ class Residence:
             num_captured = self._runner.capture_again()
             self._synchronize()
         except Exception:  # the weights are in place: an error would say that they are not
-            log.exception("dropped steps could not be captured again: steps run on the graphs there are")
+            log.exception("graphs dropped for sleep could not be captured again: steps run on the existing graphs")
             return 0, time.perf_counter() - start
         self._lacks_captures = False
         return num_captured, time.perf_counter() - start

@@ -2,8 +2,7 @@
 
 Only the device has the exact lengths, tokens and drafts. While steps are in flight, the host knows the lengths of the
 last settled step and upper bounds. The host writes rows at admission and page tables as pages are granted, and reads
-nothing back but a step's result.
-"""
+only the results of steps."""
 
 from __future__ import annotations
 
@@ -91,9 +90,9 @@ class RowParams:
         return {} if found.keys().isdisjoint(rows) else {row: found[row] for row in rows if row in found}
 
     def reported_rows(self, batch: ScheduledBatch) -> list[int]:
-        """The number of log-probability rows that the step reports on each request's prompt. A request has a row for
-        each of its known tokens if the first of them belongs to the prompt. Computed from the batch's length bounds,
-        which are exact while a prompt is being computed."""
+        """Return the number of log-probability rows that the step reports on each request's prompt. A request has a row
+        for each of its known tokens if the first of them belongs to the prompt. Computed from the batch's length
+        bounds, which are exact while a prompt is being computed."""
         parts = zip(batch.rows, batch.bounds, batch.num_known, batch.num_drafts, strict=True)
         return [known if bound - known - drafts < self._prompt_lens.get(row, 0) else 0
                 for row, bound, known, drafts in parts]

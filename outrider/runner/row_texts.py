@@ -13,7 +13,7 @@ from outrider.runner.row_state import RowState
 
 
 class RowText(NamedTuple):
-    """The end of a row's known tokens, and its drafts, as the device has them."""
+    """The end of a row's known tokens, and its drafts, copied from the device."""
 
     is_alive: bool
     known: int  # tokens

@@ -183,7 +183,7 @@ class DeviceStep:
             part.close()
 
     def apply_host_writes(self, scheduled: ScheduledBatch) -> None:
-        """Write what the host decided for this step to the device, before the step begins: admissions, pages and host
+        """Write the host's decisions for this step to the device, before the step begins: admissions, pages and host
         drafts."""
         for part in self._parts:
             part.begin(scheduled)

@@ -1,4 +1,4 @@
-"""Inputs that the parts of a step's requests give it, on the device. Imported for the first step that has any."""
+"""Inputs of a step, beside token ids, from the parts of its requests. Imported for the first step that has any."""
 
 from __future__ import annotations
 

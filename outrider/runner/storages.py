@@ -64,8 +64,8 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 class FreedMemory:
-    """Storages whose memory can be freed and restored. With `keeps` the content is restored too: storages on a device
-    are copied to the host, and storages in host memory are not freed."""
+    """Storages whose memory can be freed and restored. If `keeps` is set, the content is restored too: storages on a
+    device are copied to the host, and storages in host memory are not freed."""
 
     def __init__(self, storages: Iterable[torch.UntypedStorage], *, keeps: bool) -> None:
         """Copy the content that is kept. Nothing is freed yet, so an error here changes nothing."""
@@ -90,7 +90,7 @@ class FreedMemory:
         return 0 if self._keeps else _give_back(storage)
 
     def drop_content(self) -> int:
-        """Drop the kept content, so that the memory must be filled anew after `restore`. Returns the number of bytes
+        """Drop the kept content, so that the memory must be filled again after `restore`. Returns the number of bytes
         that this frees on the device."""
         if not self._keeps:
             return 0

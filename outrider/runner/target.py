@@ -1,4 +1,4 @@
-"""Builds the target model on its device after it was checked, and loads its weights."""
+"""Builds the target model on its device after the checks of `check.py`, and loads its weights."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def outline_target(config: EngineConfig, source: ModelSource, device: torch.devi
 
 def _build(config: EngineConfig, source: ModelSource, dtype: torch.dtype, device: torch.device, place: torch.device,
            group: RankGroup) -> Model:
-    """Build the model for a device. `place`: where its tensors lie, which is that device or the meta device."""
+    """Build the model for a device. `place`: the device of its tensors, which is that device or the meta device."""
     values = source.config if config.index_key_dtype == "auto" else with_index_keys(config, source.config, device)
     model = _part_of(group, build_model(values, dtype=dtype, max_len=config.max_model_len, device=place,
                                         source=str(source.config_file), model_impl=config.model_impl))
@@ -72,7 +72,7 @@ def _build(config: EngineConfig, source: ModelSource, dtype: torch.dtype, device
 
 def warn_without_native_kernels() -> None:
     if not native.available() and not native.is_switched_off():
-        log.warning("no native CPU kernels, so torch computes, which takes more time and memory: %s", native.reason())
+        log.warning("without native CPU kernels torch computes, which takes more time and memory: %s", native.reason())
 
 
 def _part_of(group: RankGroup, model: Model) -> Model:

@@ -3,8 +3,7 @@
 A `WeightUpdate` has all tensors at once. It looks at them twice: once to find what does not fit, before anything is
 changed, and once to copy them. A `WeightStream` gets them one at a time and copies each as it comes. Prediction modules
 (MTP) have their tensors in the target's checkpoint and are updated with it; other drafters have files of their own.
-Weights that are kept quantised, with the bits of their files, can only be replaced from files of the same form.
-"""
+Weights that stay quantised as in their files can only be replaced from files of the same form."""
 
 from __future__ import annotations
 
@@ -47,8 +46,8 @@ def is_buffer(name: str) -> bool:
 
 
 class UpdatedWeights:
-    """The weights that an update may replace: those of a model, of its prediction modules (MTP), and of what encodes
-    its inputs."""
+    """The weights that an update may replace: those of a model, of its prediction modules (MTP), and of its input
+    encoders."""
 
     def __init__(self, model: Model, modules: Sequence[LayeredModule], encoders: Collection[InputEncoder] = ()) -> None:
         """modules: the modules of the drafters."""
@@ -181,7 +180,7 @@ class WeightStream:
 
     def take(self, name: str, tensor: torch.Tensor, before_first: Callable[[], None]) -> None:
         """Copy a tensor into its weight, or raise WeightError if the model has no such weight. `before_first` is called
-        before the first weight changes, and sets `has_begun`."""
+        before the first weight changes, and `has_begun` is then set."""
         for slot, part in self._weights.in_slots([(name, tensor)]):
             if slot in self.came:
                 raise WeightError(f"tensor {name} came twice in one update: call reset_prefix_cache() "

@@ -199,8 +199,8 @@ def _plan_with_or_without_drafter(
     drafter = config.shipped_drafter
     if drafter is None:
         if config.speculative_config == AUTO_DRAFTER:
-            log.warning("speculative_config='auto': the package has no drafter for %s, so nothing is guessed; name a "
-                        "method, as {'method': 'ngram', 'num_speculative_tokens': 4}", config.model)
+            log.warning("speculative_config='auto': the package has no drafter for %s, so no drafts are made; name "
+                        "a method, such as {'method': 'ngram', 'num_speculative_tokens': 4}", config.model)
         return config, plan(config)
     obstacle = config.shipped_drafter_obstacle
     if not obstacle:
@@ -214,7 +214,7 @@ def _plan_with_or_without_drafter(
             log.info("%s comes with a drafter, which guesses up to %d tokens a step (off: speculative_config=None, "
                      "--speculative-config none)", config.model, drafter.num_drafts)
             return config, planned
-    log.warning("%s goes without the drafter that comes with it: %s", config.model, obstacle)
+    log.warning("%s runs without the drafter that comes with it: %s", config.model, obstacle)
     bare = replace(config, speculative_config=None)
     return bare, plan(bare)
 

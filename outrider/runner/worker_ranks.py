@@ -1,4 +1,4 @@
-"""WorkerRanks: how a rank sums tensors and agrees with the other ranks of its worker. Most workers have one rank."""
+"""WorkerRanks: sums of tensors, and agreements, between the ranks of one worker. Most workers have one rank."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The sampler, which chooses tokens in every step. It reads sampling parameters kept per row, the stages and lists that
-a batch needs (`StepNeeds`, `StepExtras`), and offers the functions `sample` and `accept`."""
+"""The sampler, which chooses tokens in every step. It reads sampling parameters kept per row, and the stages and lists
+that a batch needs (`StepNeeds`, `StepExtras`). It offers the functions `sample` and `accept`."""
 
 from typing import TYPE_CHECKING
 

@@ -29,7 +29,7 @@ NUM_KEPT = 16  # packed lists
 
 @dataclass(frozen=True)
 class ListPlaces:
-    """Where a row's lists lie in the arena."""
+    """The places of a row's lists in the arena."""
 
     bias_start: int = 0
     bias_len: int = 0

@@ -1,10 +1,9 @@
 """The sampler on a CPU: one call of C code that serves all sampling parameters, which it reads from row state.
 
 It chooses exactly the tokens that the torch code of this folder chooses. All float32 logits go through it, so that the
-bits of a logit row's result do not depend on what other requests of the batch ask for. If the C code cannot read a
+bits of a logit row's result do not depend on the parameters of other requests of the batch. If the C code cannot read a
 row's lists, or cannot report so many log-probabilities, the torch code does that part, with operations that every
-library rounds alike.
-"""
+library rounds alike."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 A row is written once, when a request is admitted, by host-to-device copies only; every stage of the sampler reads it.
 `lists` holds lists of any length, `counts` the token counts for penalties, `masks` the tokens that features allow.
-SamplingRows does not know batches: each stage picks the rows that it needs.
-"""
+SamplingRows does not depend on batches: each stage picks the rows that it needs."""
 
 from __future__ import annotations
 

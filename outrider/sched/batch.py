@@ -85,8 +85,8 @@ class BatchBuilder:
 
     @property
     def progress(self) -> dict[int, StateProgress]:
-        """How many tokens the stored recurrent state of each request covers before and after the step. Tokens that were
-        known at admission are certain. Drafts enter the state only after the step that checks them."""
+        """Return how many tokens the stored recurrent state of each request covers before and after the step. Tokens
+        that were known at admission are certain. Drafts enter the state only after the step that checks them."""
         progress: dict[int, StateProgress] = {}
         for request, known, before in zip(self.requests, self._num_known, self._before, strict=True):
             sure = min(request.admitted_len, before)  # computed when the step begins, whatever is in flight

@@ -37,8 +37,8 @@ class DecodeRun:
         return list(self._scheduler._in_flight.values())
 
     def num_turns(self) -> int:
-        """The number of turns from now on that only decode: every running request gets one token, and no request ends,
-        starts or lacks a page."""
+        """Return the number of turns from now on that only decode: every running request gets one token, and no request
+        ends, starts or lacks a page."""
         scheduler, cache = self._scheduler, self._scheduler.cache
         # The last token of a prompt, alone in its step, looks like a decoded one, and may promise a page.
         running, is_pure = scheduler._running, self._is_possible and not (cache.has_orders or cache.promises)

@@ -1,16 +1,15 @@
 """Suspects: finds out which request makes steps fail. No torch, no tokens, no pages.
 
-A step may fail by chance, or because of one request's data. The requests of a failed step are suspects until each has
-come further than the step would have brought it:
+A step may fail by chance, or because of one request's data. The requests of a failed step are suspects. A request is
+cleared when it is computed further than that step would have computed it:
 
     first failure    the suspects are computed again, in steps with all other requests
-    second failure   the requests of that step are tried in two halves, one after the other; no other runs meanwhile
+    second failure   the requests of that step are tried in two halves, one after the other, without all others
     a half fails     it is halved again, and so on; a request that fails twice alone is ended with an error
 
 So a request that fails whenever it runs takes part in at most 3 + log2(requests) failed steps, and other requests in
 fewer. If steps fail only because they have too many requests for the memory, both halves pass. Each time that happens
-again, the halves run separately for longer.
-"""
+again, the halves run separately for longer."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ class Suspects:
 
     @property
     def on_trial(self) -> Container[int]:
-        """The requests that may run now. Without a trial, all requests may run."""
+        """Return the requests that may run now. Without a trial, all requests may run."""
         return self._trials[0] if self._trials else EVERYONE
 
     @property
@@ -75,8 +74,8 @@ class Suspects:
         self._num_acquittals.pop(request, None)
 
     def clear(self, computed: Mapping[int, int]) -> bool:
-        """Clear the suspects that have come further than the failed step would have brought them. `computed`: settled
-        tokens of each request. Returns whether the requests on trial have changed."""
+        """Clear the suspects that are computed further than the failed step would have computed them. `computed`:
+        settled tokens of each request. Returns whether the requests on trial have changed."""
         self._points = {request: point for request, point in self._points.items() if computed[request] < point}
         self._failed_alone &= self._points.keys()
         before = self.on_trial

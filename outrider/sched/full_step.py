@@ -29,9 +29,9 @@ class PromptLine(NamedTuple):
         return self.begun[0] if self.begun else self.waiting.first_arrived
 
     def short_tokens(self, behind: Request, most: int) -> int:
-        """How many tokens the short prompts behind a request still have to compute, capped at `most`. A prompt is short
-        if at most `most` of its tokens are left. Prompts of the same tenant that are less urgent than the request do
-        not count."""
+        """Return how many tokens the short prompts behind a request still have to compute, capped at `most`. A prompt
+        is short if at most `most` of its tokens are left. Prompts of the same tenant that are less urgent than the
+        request do not count."""
         begun = self.begun[self.begun.index(behind) + 1 :] if behind in self.begun else []
         total = 0
         for other in chain(begun, self.waiting.ready if self.num_startable else ()):
@@ -57,7 +57,7 @@ class FullStep:
         self._max_short = self._num_kept = -1  # tokens of a short prompt, and kept for those behind; -1: not known yet
 
     def most_tokens(self, context: int) -> int:
-        """The most tokens that a request's next chunk may have. `context`: how many tokens of the request are
+        """Return the most tokens that a request's next chunk may have. `context`: how many tokens of the request are
         computed."""
         return self.tokens_left
 

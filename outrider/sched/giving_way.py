@@ -16,7 +16,7 @@ from outrider.sched.waiting import Rank, WaitingRequests
 
 
 def held_tokens(running: Iterable[Request]) -> Counter[Tenant]:
-    """For each tenant, the number of tokens that the pages of its running requests have room for."""
+    """Return, for each tenant, the number of tokens that the pages of its running requests have room for."""
     held: Counter[Tenant] = Counter()
     for request in running:
         held[request.input.tenant] += request.covered
@@ -25,8 +25,8 @@ def held_tokens(running: Iterable[Request]) -> Counter[Tenant]:
 
 def least_important(requests: Sequence[Request], running: Iterable[Request],
                     rank: Callable[[Request], Rank]) -> Request:
-    """The request to preempt, out of `requests`. It is the last by priority and arrival of the tenant that holds the
-    most tokens."""
+    """Return the request to preempt, out of `requests`. It is the last by priority and arrival of the tenant that holds
+    the most tokens."""
     tenants = {request.input.tenant for request in requests}
     if len(tenants) > 1:
         held = held_tokens(running)
@@ -58,7 +58,8 @@ class Tenure:
             self._due.append(request)
 
     def lack(self) -> None:
-        """Note that the holder needs pages that it cannot get in this step. From now on free pages are kept for it."""
+        """Note that the holder needs pages that it cannot get in this step. From now on free pages are reserved for
+        it."""
         self.is_short = self._is_kept_free = True
 
     def begin_step(self) -> None:

@@ -60,8 +60,8 @@ LEAST_SHARE = 4  # tokens of prompts in a small step for each request that decod
 
 
 class Patience(NamedTuple):
-    """How many seconds prompts may take in small steps. Prompts that would take longer are computed as fast as the time
-    limit of a step allows."""
+    """The number of seconds that prompts may take in small steps. Prompts that would take longer are computed as fast
+    as the time limit of a step allows."""
 
     one_prompt: float
     all_prompts: float  # those that have begun and those that wait
@@ -154,7 +154,7 @@ class PromptTime(UnboundedPrompts):
         return TimedStep(self._costs, max_seconds, num_tokens, budget, reading, line)
 
     def _small_step(self, lengths: list[int], num_tokens: int, reading: float, line: PromptLine) -> float:
-        """Seconds that a small step takes; infinite if small steps would make prompts too slow."""
+        """Return the seconds that a small step takes; infinite if small steps would make prompts too slow."""
         decoding = self._costs.step(num_tokens) + reading
         size = self._costs.largest_size(SMALL_STEP * decoding - reading)
         room, seconds = size - num_tokens, self._costs.step(size) + reading
@@ -166,7 +166,7 @@ class PromptTime(UnboundedPrompts):
 
 
 def burst_bounds(num_prompts: int, num_decoding: int, num_established: int) -> float:
-    """How many times its usual time limit a step may take in a burst.
+    """Return the factor on the usual time limit of a step in a burst.
 
     The more requests decode, the longer the step may be, so that prompts begin to decode in growing groups: then there
     are few steps, and most requests wait for one or two long ones. A large burst has many steps in any case; its steps

@@ -1,9 +1,8 @@
 """Request: the scheduler's state of one generation, from its arrival to its last tokens.
 
-There are three types: CheckedRequest has what the caller asks for, and never changes; Request has the progress of one
-of its samples; RequestStats has counts. Only the device knows exact lengths. A Request has a lower and an upper bound:
-`settled` and `bound` (`core/lengths.py`).
-"""
+There are three types: CheckedRequest has the caller's prompt and parameters, and never changes; Request has the
+progress of one of its samples; RequestStats has counts. Only the device knows exact lengths. A Request has a lower and
+an upper bound: `settled` and `bound` (`core/lengths.py`)."""
 
 from __future__ import annotations
 
@@ -82,8 +81,8 @@ class Request:
         self.levels = self.checked_levels = self.free_bound = 0
 
     def admission(self, checkpoint: list[int]) -> Admission:
-        """Everything that the device must learn of the request before its first step in this row. checkpoint: pages of
-        the recurrent state that it begins from."""
+        """Return all data about the request that the device needs before its first step in this row. checkpoint: pages
+        of the recurrent state that it begins from."""
         return Admission(self.row, self.input, self.settled.at_least, self.end_len, self.eos_ids, self.sample_index,
                          self.token_ids[self.prompt_len :], checkpoint)
 

@@ -3,9 +3,8 @@
 No torch.
 
 A feature gives the scheduler its resources, such as a fixed number of slots on the device. A request waits while a
-resource that it needs is used up, and other requests may start before it. Once it has waited for long, no other request
-that needs a resource may start before it, of whatever tenant.
-"""
+resource that it needs is used up, and other requests may start before it. Once it has waited long, no other request of
+any tenant that needs a resource may start before it."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ class RowResource(ABC):
 
     @abstractmethod
     def forget_all(self) -> None:
-        """Forget what the device holds. Called when no request runs."""
+        """Forget the state of the device's resource. Called when no request runs."""
 
     @abstractmethod
     def take_orders(self) -> BatchPart | None:
@@ -54,7 +53,7 @@ class RowResource(ABC):
 
     @abstractmethod
     def check_integrity(self) -> None:
-        """Assert that nothing is lost and nothing has two owners."""
+        """Assert that no part of the resource is lost or has two owners."""
 
 
 class RowResources:

@@ -1,9 +1,8 @@
 """Scheduler: makes one ragged batch of tokens for each step from running and waiting requests, and applies the results.
 
 There are no prefill and decode phases. A request has known tokens, of which some are computed; a step computes more of
-them, and checks drafts after the last one. A batch is scheduled before the result of the last step has come, so nothing
-here may use a token or an exact length of a step in flight.
-"""
+them, and checks drafts after the last one. A batch is scheduled before the result of the last step has come, so code
+here must not use tokens or exact lengths of a step in flight."""
 
 from __future__ import annotations
 
@@ -180,7 +179,7 @@ class Scheduler:
             self._give_up_row(request)
 
     def take_ended_early(self) -> list[Request]:
-        """Requests that the host ended since the last call."""
+        """Return the requests that the host ended since the last call, and forget them."""
         ended, self._ended_early = self._ended_early, []
         return ended
 
@@ -261,8 +260,8 @@ class Scheduler:
                without_pages: list[Tenant]) -> list[Request]:
         """Start waiting requests of a tenant, and return them. A request is passed over, so that those behind it may
         start, in three cases: other requests are computing the beginning of its prompt, its long prompt has no room
-        beside short ones, or a RowResource has no room for it. Once a request has waited for a resource for long, no
-        other request that needs one starts before it, of whatever tenant."""
+        beside short ones, or a RowResource has no room for it. Once a request has waited long for a resource, no other
+        request of any tenant that needs one starts before it."""
         waiting = self._waiting
         passed_over: list[Request] = []
         without_room: list[Request] = []

@@ -48,7 +48,7 @@ class TenantShares:
         self._computed[tenant] = self._computed.get(tenant, 0) + num_tokens
 
     def in_turn(self, tenants: Collection[Tenant]) -> list[Tenant]:
-        """Tenants with prompts to compute, in the order in which a step serves them."""
+        """Return tenants with prompts to compute, in the order in which a step serves them."""
         if len(tenants) < 2:
             return list(tenants)
         computed = self._computed
@@ -59,15 +59,15 @@ class TenantShares:
         return sorted(tenants, key=lambda tenant: (computed.get(tenant, 0), self.rows[tenant]))
 
     def num_reserved(self, tenant: Tenant, waiting: Mapping[Tenant, int]) -> int:
-        """How many free rows a tenant must leave to tenants that have fewer rows. waiting: the waiting requests of each
-        tenant."""
+        """Return how many free rows a tenant must leave to tenants that have fewer rows. waiting: the waiting requests
+        of each tenant."""
         if len(waiting) < 2:
             return 0
         own = self.rows[tenant]
         return sum(min(num, max(0, own - self.rows[other])) for other, num in waiting.items())
 
     def row_giver(self, waiting: Collection[Tenant]) -> Tenant | NoTenant:
-        """The tenant that must give up a row to a waiting tenant if all rows are taken."""
+        """Return the tenant that must give up a row to a waiting tenant if all rows are taken."""
         fewest = min(self.rows[tenant] for tenant in waiting)
         giver, most = max(self.rows.items(), key=lambda held: held[1])
         return giver if most >= fewest + 2 else NO_TENANT

@@ -1,10 +1,9 @@
-"""StepSize: the largest step that is scheduled. It is what the limits allow, or less for a while after the device ran
-out of memory for a step. No torch.
+"""StepSize: the largest step that may be scheduled. It is set by the limits, and is smaller for a while after the
+device ran out of memory for a step. No torch.
 
 Start-up plans memory for the largest step, but later other processes may take some of the device's memory. A step that
 found too little is scheduled again in half: half the requests, half the tokens. After some steps that pass, the size
-doubles; if that fails again, more steps must pass before the next try.
-"""
+doubles; if that fails again, more steps must pass before the next try."""
 
 from __future__ import annotations
 

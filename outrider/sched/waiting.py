@@ -82,7 +82,7 @@ class WaitingRequests:
 
     @property
     def tenants(self) -> Mapping[Tenant, int]:
-        """How many requests of each tenant wait and may run."""
+        """Return how many requests of each tenant wait and may run."""
         return {tenant: len(line) for tenant, line in self._lines.items()}
 
     def has_next_of(self, tenant: Tenant) -> bool:
@@ -93,16 +93,17 @@ class WaitingRequests:
 
     @property
     def first_arrived(self) -> Request:
-        """The request that arrived first among the first requests of all tenants' queues."""
+        """Return the request that arrived first among the first requests of all tenants' queues."""
         return min((line.first for line in self._lines.values()), key=lambda request: request.arrived_at)
 
     @property
     def ready(self) -> Iterator[Request]:
-        """The waiting requests that may run, in no particular order."""
+        """Return the waiting requests that may run, in no particular order."""
         return (request for line in self._lines.values() for request in line)
 
     def rank(self, request: Request) -> Rank:
-        """The rank of a request within its tenant's queue. The greater the rank, the less important the request."""
+        """Return the rank of a request within its tenant's queue. The greater the rank, the less important the
+        request."""
         return self._ranks[request.id]
 
     def arrive(self, request: Request) -> None:

@@ -1,9 +1,8 @@
 """Routes of the server's operator, under vLLM's names: sleep, wake up, empty the prefix cache. They need --admin.
 
 These routes change the server for all clients. Their requests have no body, so a browser would send them for any web
-page without asking the server first. Therefore web pages may call them only from an allowed origin. The guard has
-already checked the host name.
-"""
+page without a CORS preflight. Therefore web pages may call them only from an allowed origin. The guard has already
+checked the host name."""
 
 from __future__ import annotations
 

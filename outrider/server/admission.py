@@ -62,5 +62,5 @@ class QueueBound:
         return tenant is None or self._live[tenant] + num_samples > max(1, share)
 
     def _wait(self, max_running: int) -> int:
-        """Estimate the seconds until the queue has moved by about one batch."""
+        """Estimate the seconds until about one batch of requests has left the queue."""
         return max(1, min(MAX_WAIT, round(self._mean_seconds * self.num_live / max_running)))

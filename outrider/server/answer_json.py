@@ -19,8 +19,8 @@ BLOCK = 1 << 16  # bytes that are sent at once
 
 
 class Written(list[bytes]):
-    """JSON text of a value, in pieces of bytes. An answer that repeats the value contains this text instead of encoding
-    the value again."""
+    """JSON text of a value, in pieces of bytes. It is inserted wherever an answer repeats the value, so that the value
+    is encoded once."""
 
     @classmethod
     def from_value(cls, value: Any) -> Written:

@@ -114,8 +114,8 @@ def _invocation_route(service: Service) -> APIRouter:
 
     @routes.post("/invocations")
     async def invoke(body: dict[str, Any], request: Request) -> Response:
-        """Answer the body of /v1/chat/completions, /v1/completions, /v1/embeddings, /pooling, /score or /rerank. Its
-        fields tell which route it is for."""
+        """Answer a body for any of /v1/chat/completions, /v1/completions, /v1/embeddings, /pooling, /score and /rerank.
+        Its fields tell which route is meant."""
         kind = kind_of(body)
         return await kind.serve(service, await beside_loop(partial(read_body, kind, body)), request.scope[TENANT])
 

@@ -1,8 +1,7 @@
 """Batches of requests in OpenAI's file format: each line is a request, answered by the server's own routes.
 
-Answers come in the order of the lines, and every line gets one, even a line that is wrong. Only as many lines as may
-run at once are in memory.
-"""
+Answers are in the order of the lines, and every line gets one, even an invalid line. Only as many lines are in memory
+as may run at once."""
 
 from __future__ import annotations
 
@@ -132,5 +131,5 @@ async def _call(app: ASGIApp, path: str, body: bytes, request_id: str) -> tuple[
     try:
         await app(scope, receive, send)
     except Exception as error:  # the application has answered, if it could, and raises it again for its server
-        log.error("a line failed: %s", error)
+        log.error("a line of the batch failed: %s", error)
     return status, b"".join(parts) or compact(ApiError(500, INTERNAL).body).encode()

@@ -81,9 +81,9 @@ def _read(body: bytes, kind: Any) -> Any:
 
 
 def validated(kind: type[Checked], parsed: Any) -> Checked:
-    """Return a parsed body as a `kind`, or raise the error that FastAPI reports. Pydantic lists all mistakes at once,
-    which takes half a second for a hundred thousand of them. If there are more than MAX_PROBLEMS, only the mistakes in
-    the first items of lists and objects are listed."""
+    """Return a parsed body as a `kind`, or raise the error that FastAPI reports. Pydantic lists all errors at once,
+    which takes half a second for a hundred thousand errors. If there are more than MAX_PROBLEMS, only errors in the
+    first items of lists and objects are listed."""
     try:
         try:
             return kind.model_validate(parsed)
@@ -109,8 +109,7 @@ def _beginning(parsed: Any) -> Any:
 
 
 def parse_bounded(body: bytes) -> Any:
-    """Parse JSON like `json.loads`. Raises ApiError for a body with so many values that it would hold up other
-    requests."""
+    """Parse JSON like `json.loads`. Raises ApiError for a body whose number of values would delay other requests."""
     num_numbers, end, others = 0, 0, list[bytes]()
     lists = numeric_lists(body)
     for first, last in lists:

@@ -51,7 +51,7 @@ def check_query(given: Iterable[str], known: Sequence[str]) -> None:
 
 
 def truth(name: str, given: str) -> bool:
-    """Read a query parameter that must be true or false."""
+    """Read a query parameter that must be "true" or "false"."""
     value = TRUTHS.get(given.lower())
     if value is None:
         raise ApiError(400, f"{name} must be true or false, got {shown(given)}", param=name)
@@ -59,7 +59,7 @@ def truth(name: str, given: str) -> bool:
 
 
 def _place(problem: Problem, body: Any) -> list[str]:
-    """The path to a problem in the body, without the names of union members that pydantic adds to it."""
+    """Return the path to a problem in the body, without the names of union members that pydantic adds to it."""
     place, value, parts = list[str](), body, problem["loc"][1:]  # behind "body"
     for index, part in enumerate(parts):
         if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):

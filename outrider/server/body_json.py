@@ -1,9 +1,8 @@
 """Parses the JSON of a large body in short steps, so that other threads can run meanwhile.
 
 `json.loads` is one call into C, which lets no other thread run until it is done: a third of a second for 15 MB. Here
-every such call gets a bounded number of bytes. Long lists of numbers and long strings are read in slices, and random
-marks take their places in the body. If the rest is still long, the standard decoder's Python code parses it.
-"""
+every such call gets a bounded number of bytes. Long lists of numbers and long strings are read in slices, and the body
+gets random marks in their places. If the remaining body is still long, the standard decoder's Python code parses it."""
 
 from __future__ import annotations
 
@@ -139,7 +138,7 @@ def _whole_characters(piece: bytes) -> int:
 
 
 def _restored(parsed: Any, read: dict[str, list[int] | str]) -> Any:
-    """Replace the marks in `parsed` by the values that they stand for."""
+    """Replace the marks in `parsed` by the values that they represent."""
     match parsed:
         case [str() as mark] if isinstance(read.get(mark), list):
             return read[mark]

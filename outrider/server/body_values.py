@@ -76,8 +76,8 @@ def _slices(body: bytes) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
 
 
 def _backslashes_before(is_backslash: np.ndarray, num_before: int) -> np.ndarray:
-    """The number of backslashes directly before each byte. num_before: the number of backslashes before the first
-    byte."""
+    """Return the number of backslashes directly before each byte. num_before: the number of backslashes before the
+    first byte."""
     places = np.arange(len(is_backslash))
     last_other = np.maximum.accumulate(np.where(is_backslash, -1 - num_before, places))
     before = np.empty(len(is_backslash), np.int64)

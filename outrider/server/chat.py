@@ -168,7 +168,7 @@ class _Chat:
                 "choices": [], "usage": self._usage.to_json(), "metrics": self._usage.metrics_to_json()})
 
     def _prompt_ids(self) -> str:
-        """The field with the prompt's token ids for the first chunk, if the client asked for it."""
+        """Return the field with the prompt's token ids for the first chunk, if the client asked for it."""
         ids = self._requests[0].token_ids
         return f',"prompt_token_ids":{compact(ids)}' if self._body.return_token_ids else ""
 

@@ -81,7 +81,7 @@ def _check_roles(messages: Sequence[ChatMessage], text: str) -> None:
 
 
 def _reasoning_hints(effort: str | None) -> dict[str, Any]:
-    """The variables that tell chat templates how much to reason. Few templates read more than one of them."""
+    """Return the variables that tell chat templates how much to reason. Most templates read only one of them."""
     does_reason = effort != "none"
     return {} if effort is None else {
         "reasoning_effort": effort, "enable_thinking": does_reason, "thinking": does_reason}

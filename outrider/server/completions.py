@@ -176,7 +176,7 @@ class _Completion:
                 f'"logprobs":{logprobs},"finish_reason":{reason}{stop}{ids}}}]{usage}}}\n\n')
 
     def _prompt_parts(self, output: RequestOutput) -> _PromptParts:
-        """Write the parts of an answer that repeat one prompt. All choices of the prompt contain them."""
+        """Write those parts of an answer that repeat the prompt. All choices of the prompt contain them."""
         text, ids, logprobs, before = "", None, None, None
         if self._body.echo:
             text = self._prompt_text(output.prompt_token_ids)
@@ -219,8 +219,8 @@ class _Completion:
 
 
 def mixed_versions_to_json(output: RequestOutput) -> dict[str, Any]:
-    """The field that tells which weights computed which of the prompt's log-probabilities. It exists only if the
-    weights were updated in between."""
+    """Return the field that tells which version of the weights computed which of the prompt's log-probabilities. It
+    exists only if the weights were updated in between."""
     versions = output.prompt_weight_versions
     return {"prompt_weight_versions": versions} if len(versions) > 1 else {}
 

@@ -1,4 +1,5 @@
-"""/v1/embeddings: one vector for each prompt. /pooling: the same, or the hidden states of every token."""
+"""/v1/embeddings: returns one vector for each prompt. /pooling: returns one vector, or the hidden states of every
+token."""
 
 from __future__ import annotations
 

@@ -47,8 +47,8 @@ def read_embeds_file(text: str, max_tokens: int, hidden_size: int) -> NDArray[np
 
 
 def _tensor(header: bytes, num_bytes: int, max_tokens: int, hidden_size: int) -> tuple[str, tuple[int, int]]:
-    """The dtype and shape of the file's only tensor, from the header. num_bytes: the size of the numbers after the
-    header."""
+    """Return the dtype and shape of the file's only tensor, from the header. num_bytes: the size of the numbers after
+    the header."""
     try:
         named = json.loads(header)
     except (ValueError, RecursionError):

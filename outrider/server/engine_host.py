@@ -3,9 +3,8 @@ it fails.
 
     Loading -> Serving -> (the engine failed) -> Loading -> ... -> Failed
 
-Only `_move` changes `state`. The server listens while the model loads and answers that it is loading. It fails its
-health check when steps have stopped. The host knows no HTTP except the error for requests that cannot be served now.
-"""
+Only `_move` changes `state`. While the model loads, the server answers that it is loading. When steps have stopped, its
+health check fails. This file contains no HTTP except the error for requests that cannot be served now."""
 
 from __future__ import annotations
 
@@ -68,7 +67,7 @@ class EngineHost:
 
     @property
     def llm(self) -> AsyncLLM:
-        """The running engine. Raises the error for requests if there is none."""
+        """Return the running engine, or raise the error for requests if there is none."""
         match self.state:
             case Serving(llm) if llm.is_running:
                 return llm
@@ -81,7 +80,7 @@ class EngineHost:
 
     @property
     def problem(self) -> str | None:
-        """The reason why the server is not healthy; None if it is."""
+        """Return the reason why the server is not healthy; None if it is."""
         match self.state:
             case Serving(llm):
                 if not llm.is_running or not self._has_worker(llm):
@@ -92,12 +91,12 @@ class EngineHost:
 
     @property
     def pause(self) -> str:
-        """Why requests wait although the engine is healthy, for example because it sleeps. Empty if they do not
+        """Return why requests wait although the engine is healthy, for example because it sleeps. Empty if they do not
         wait."""
         return self.state.llm.engine.pause.why_requests_wait if isinstance(self.state, Serving) else ""
 
     async def run(self) -> None:
-        """Load and watch the engine until the task is cancelled or the engine has failed for good."""
+        """Load and watch the engine until the task is cancelled or the engine has failed permanently."""
         interval = min(1.0, self._stall_timeout / 4)
         while not isinstance(self.state, Failed):
             match self.state:
@@ -159,7 +158,7 @@ class EngineHost:
         waited = now - self._progress[1]
         stalled = waited > self._stall_timeout
         if stalled and not self._stalled:
-            log.error("no step has ended for %.0f s though requests wait: /health fails", self._stall_timeout)
+            log.error("no step has ended for %.0f s although requests wait: /health now fails", self._stall_timeout)
         self._stalled = stalled
         if waited > 2 * self._stall_timeout:
             log.error("the stalled engine is ended")
@@ -190,7 +189,7 @@ class EngineHost:
 
 def _tell(loop: asyncio.AbstractEventLoop, done: asyncio.Future[AsyncLLM], llm: AsyncLLM | None,
           error: BaseException | None) -> bool:
-    """Give the loaded engine, or the error of loading it, to the event loop. Returns False if the loop is closed."""
+    """Pass the loaded engine, or the error of loading it, to the event loop. Returns False if the loop is closed."""
     def resolve() -> None:
         if done.done():  # cancelled
             if llm is not None:

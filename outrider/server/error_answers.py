@@ -1,5 +1,5 @@
-"""Answers for requests that fail, in the form of the API that was called: refused values, wrong bodies, routes that are
-not there, and unexpected errors."""
+"""Answers for failed requests, in the form of the API that was called: refused values, wrong bodies, unknown routes,
+and unexpected errors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
 
 
 async def _on_surprise(request: Request, error: Exception) -> Response:
-    log.error("a request failed", exc_info=error)
+    log.error("a request failed unexpectedly", exc_info=error)
     answer = _answer(request, ApiError(500, INTERNAL))
     answer.headers[REQUEST_ID_HEADER] = request.scope[REQUEST_ID_HEADER]  # this answer does not pass the guard
     # The error is raised again behind this answer, and uvicorn then closes the connection. A client that is not told

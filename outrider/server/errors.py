@@ -1,8 +1,7 @@
 """Errors in the form that clients of OpenAI's API read: a status and {"error": {message, type, param, code}}.
 
-A message says what is wrong with the request. Paths, stack traces and texts of unexpected exceptions go to the log
-only.
-"""
+The message says what is wrong with the request. Paths, stack traces and texts of unexpected exceptions are only
+logged."""
 
 from __future__ import annotations
 
@@ -43,7 +42,8 @@ class ApiError(Exception):
                           "code": self.status}}
 
     def body_for(self, path: str) -> dict[str, Any]:
-        """The body in the form of the API that the path belongs to: Anthropic's API wraps the error differently."""
+        """Return the body in the form of the API that the path belongs to: Anthropic's API wraps the error
+        differently."""
         if not path.startswith("/v1/messages"):
             return self.body
         return {"type": "error", "error": self.body["error"] | {"type": MESSAGES_TYPES.get(self.status, "api_error")}}

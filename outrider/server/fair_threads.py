@@ -1,9 +1,8 @@
-"""FairThreads: a pool of threads in which no tenant's work waits for another's.
+"""FairThreads: a thread pool in which one tenant's work does not delay another tenant's.
 
 The server uses it where other programs use `asyncio.to_thread`: for reading large bodies, rendering chat templates and
 tokenizing. A single template may take seconds, so in an ordinary pool one tenant could occupy all threads. Here a
-tenant without running work always gets a thread. Otherwise the tenant with the least running work comes first.
-"""
+tenant without running work always gets a thread. Otherwise the tenant with the least running work comes first."""
 
 from __future__ import annotations
 

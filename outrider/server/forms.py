@@ -62,7 +62,7 @@ class ForcedCalls:
 
 
 def forced_calls(body: ChatRequest, tool_format: str | None) -> ForcedCalls | None:
-    """The calls that `tool_choice` demands; None if it demands none."""
+    """Return the calls that `tool_choice` demands; None if it demands none."""
     choice, tools = body.tool_choice, body.tools or []
     if choice is None or choice in ("none", "auto"):
         return None
@@ -84,8 +84,8 @@ def forced_calls(body: ChatRequest, tool_format: str | None) -> ForcedCalls | No
 
 
 def with_allowed_tools(body: ChatRequest) -> ChatRequest:
-    """The body with only the tools that `tool_choice` allows. OpenAI's chat API nests the list of allowed tools; its
-    responses API does not."""
+    """Return the body with only the tools that `tool_choice` allows. OpenAI's chat API nests the list of allowed tools;
+    its responses API does not."""
     choice = body.tool_choice
     if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
         return body
@@ -105,7 +105,7 @@ def with_allowed_tools(body: ChatRequest) -> ChatRequest:
 
 
 def _named(choice: str | dict[str, Any]) -> str | None:
-    """The tool name in a `tool_choice`. OpenAI's chat API nests the name; its responses API does not."""
+    """Return the tool name in a `tool_choice`. OpenAI's chat API nests the name; its responses API does not."""
     if isinstance(choice, str) or choice.get("type") != "function":
         return None
     function = choice.get("function") or choice
@@ -115,7 +115,8 @@ def _named(choice: str | dict[str, Any]) -> str | None:
 
 def chat_form(body: ChatRequest, forced: ForcedCalls | None, reasoning: str | None, prompt_end: str,
               tokenizer: Tokenizer) -> StructuredOutputsParams | None:
-    """The grammar or other constraint for the whole output of a chat, reasoning included. None if the text is free."""
+    """Return the grammar or other constraint for the whole output of a chat, reasoning included. None if the text is
+    free."""
     asked = body.form()
     if forced is not None and asked is not None:
         raise ApiError(400, "a tool_choice that forces a call sets the answer's form: leave out response_format and "
@@ -128,8 +129,8 @@ def chat_form(body: ChatRequest, forced: ForcedCalls | None, reasoning: str | No
 
 
 def _thoughts(reasoning: str, prompt_end: str, tokenizer: Tokenizer) -> str | None:
-    """The grammar rules for reasoning that comes before the rule `form`. None if the prompt has already closed the
-    reasoning."""
+    """Return the grammar rules for reasoning that comes before the rule `form`. None if the prompt has already closed
+    the reasoning."""
     region = next(region for region in REASONING_FORMATS[reasoning] if isinstance(region, ReasoningRegion))
     said = prompt_end.rstrip()
     if said.endswith(region.end):

@@ -1,8 +1,7 @@
 """Runs the requests of one HTTP request on the engine, and turns the results into changes to send.
 
-The engine yields increments: an increment is what one step added to one sample. A change is the part of a sample that
-has not been sent to the client yet, from one token to hundreds.
-"""
+The engine yields increments. An increment is the output that one step added to one sample. A change is the part of a
+sample that has not been sent to the client yet, from one token to hundreds."""
 
 from __future__ import annotations
 
@@ -125,7 +124,7 @@ class Usage:
                 "prompt_tokens_details": {"cached_tokens": num_cached}}
 
     def field_of_chunk(self, body: SamplingFields) -> str:
-        """The usage field of a stream's chunk: the tokens so far, or null if only the last chunk has them."""
+        """Return the usage field of a stream's chunk: the tokens so far, or null if only the last chunk has them."""
         if body.wants_usage_always:
             return f',"usage":{compact(self.to_json())}'
         return ',"usage":null' if body.wants_usage else ""
@@ -144,7 +143,7 @@ class Usage:
 
 
 def drafts_to_json(metrics: Sequence[RequestMetrics]) -> dict[str, Any]:
-    """A request's drafts and accepted drafts, under vLLM's names."""
+    """Return a request's numbers of drafts and accepted drafts, under vLLM's names."""
     steps, drafted = sum(m.num_steps for m in metrics), sum(m.num_draft_tokens for m in metrics)
     accepted = sum(m.num_accepted_tokens for m in metrics)
     longest = max((len(m.accepted_per_position) for m in metrics), default=0)
@@ -234,14 +233,14 @@ async def _merged(streams: Sequence[AsyncGenerator[list[OutputIncrement], None]]
 
 
 def top_token_ids(entry: dict[int, Logprob], most: int) -> list[int]:
-    """The ids of the likeliest tokens at one position, by rank. most: how many; -1: all."""
+    """Return the ids of the likeliest tokens at one position, by rank. most: how many; -1: all."""
     ranked = [token_id for token_id, value in entry.items() if value.rank is not None]
     ranked.sort(key=lambda token_id: entry[token_id].rank or 0)
     return ranked if most == MAX_LOGPROBS_ALL else ranked[:most]
 
 
 def named_by_id(token_id: int) -> str:
-    """The name of a token under `return_tokens_as_token_ids`. Tokens with equal text have different names."""
+    """Return the name of a token under `return_tokens_as_token_ids`. Tokens with equal text have different names."""
     return f"token_id:{token_id}"
 
 

@@ -1,10 +1,10 @@
-"""The guard before every route: checks host names, API keys, and size and time of bodies, and gives every answer an id.
+"""The guard in front of all routes: it checks host names, API keys, and the size and time of bodies, and gives every
+answer an id.
 
 A key is compared with every known key in constant time, so that timing reveals neither a key nor its position in the
-list. The key of the request is stored in the ASGI scope. It salts the prefix cache, so that one tenant's hits tell
-nothing about another. An answer has the client's `X-Request-Id` or a new one, and the request's log line has it too.
-The guard is plain ASGI without a framework.
-"""
+list. The key of the request is stored in the ASGI scope. It salts the prefix cache, so that a tenant cannot learn from
+prefix hits about other tenants' prompts. An answer has the client's `X-Request-Id` or a new one, and the request's log
+line has it too. The guard is plain ASGI without a framework."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ REQUEST_ID_FORM = re.compile(rb"[!-~]{1,128}")  # letters, digits and signs: not
 
 
 def guard_options(config: ServerConfig) -> dict[str, Any]:
-    """The guard's arguments, which are the same for a server of one engine and for the front of several replicas."""
+    """Return the guard's arguments, which are the same for a server of one engine and for the front of several
+    replicas."""
     return {"keys": config.api_key, "max_body_bytes": config.max_body_bytes, "hosts": HostNames.from_config(config),
             "image_bytes": config.image_body_bytes}
 
@@ -66,9 +67,9 @@ class Guard:
     def __init__(self, app: App, *, keys: Sequence[str], max_body_bytes: int, hosts: HostNames | None = None,
                  image_bytes: int = 0, takes_images: Callable[[], bool] = lambda: True,
                  on_refused: Callable[[int], None] | None = None) -> None:
-        """hosts: the host names that are served; None serves all names. image_bytes: how much larger bodies with images
-        may be, while the server `takes_images`. on_refused: called with the status of every answer that refuses a
-        request."""
+        """hosts: the host names that the server answers to; None for all names. image_bytes: how much larger bodies
+        with images may be, while the server `takes_images`. on_refused: called with the status of every answer that
+        refuses a request."""
         self._app, self._hosts, self._on_refused = app, hosts, on_refused
         self._secret = secrets.token_bytes(32)
         self._digests = [self._digest(key.encode()) for key in keys]
@@ -134,8 +135,8 @@ class Guard:
         return given.hex()[:16]
 
     def _digest(self, key: bytes) -> bytes:
-        """The digest of a key. Digests have equal length, as compare_digest needs, and depend on a secret of this
-        process, so that a leaked digest tells nothing of its key."""
+        """Return the digest of a key. Digests have equal length, as compare_digest needs, and depend on a secret of
+        this process, so that a leaked digest reveals nothing about its key."""
         return hmac.digest(self._secret, key, "sha256")
 
     def _paced(self, scope: Scope, receive: Receive) -> Receive:
@@ -195,7 +196,7 @@ class Guard:
                 return b"".join(chunks) if size < JOINED_IN_LOOP else await asyncio.to_thread(b"".join, chunks)
 
     def _most_bytes(self, path: str) -> int:
-        """The largest body of a route."""
+        """Return the most bytes that the body of a route may have."""
         return self._max_body_bytes + (self._image_bytes if path in IMAGE_PATHS and self._takes_images() else 0)
 
 
@@ -277,7 +278,7 @@ def _check_kind(scope: Scope) -> None:
 
 
 def _given_key(scope: Scope) -> bytes:
-    """The key of a request, from `Authorization: Bearer` or from `x-api-key`, which Anthropic's clients send."""
+    """Return the key of a request, from `Authorization: Bearer` or from `x-api-key`, which Anthropic's clients send."""
     scheme, _, key = _header(scope, b"authorization").partition(b" ")
     return key.strip() if scheme.lower() == b"bearer" else _header(scope, b"x-api-key")
 

@@ -34,7 +34,7 @@ class HeldBody:
         held = self._bodies.held
         held[tenant] += num_bytes
         if held[tenant] > self._bodies.most:
-            raise ApiError(429, f"requests of this client that wait hold more than {self._bodies.most} bytes: try "
+            raise ApiError(429, f"waiting requests of this client hold more than {self._bodies.most} bytes: try "
                                 "again later", retry_after=1)
 
     def release(self) -> None:

@@ -1,9 +1,9 @@
-"""HostNames: the names that a server without keys answers to, so that no web page reaches it by DNS rebinding.
+"""HostNames: the host names that a server without keys answers to. They prevent access by web pages through DNS
+rebinding.
 
-A web page can point its own name at an address that only its visitor can reach, such as 127.0.0.1. The browser then
-takes this server for the page's own site and sends requests with the page's name as `Host`. So the server answers only
-to names that no stranger's page can have.
-"""
+The owner of a web page can point the page's domain at an address that only a visitor can reach, such as 127.0.0.1. The
+visitor's browser then takes this server for the page's site and sends requests with the page's domain as `Host`. So the
+server answers only to names that such a page cannot have."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class HostNames:
 
     @classmethod
     def from_config(cls, config: ServerConfig) -> HostNames | None:
-        """The served names; None if every name is served. By default every name is served where a web page cannot abuse
-        its name: with API keys, with a TLS certificate (it is for other names), and at a unix socket (browsers cannot
-        open one)."""
+        """The served names; None if every name is served. By default every name is served if a web page cannot exploit
+        it: with API keys, with a TLS certificate (which a page's name does not match), and at a unix socket (which
+        browsers cannot open)."""
         is_safe = bool(config.api_key) or config.ssl_certfile is not None or config.uds is not None
         if "*" in config.allowed_hosts or (is_safe and not config.allowed_hosts):
             return None
         return cls([config.host, *config.allowed_hosts], allows_private=not _is_loopback(config.host))
 
     def allows(self, host: str) -> bool:
-        """Whether the value of a `Host` header is served. An IP address always is, because no page can have it as its
-        name."""
+        """Whether the value of a `Host` header is served. An IP address always is, because a web page's domain cannot
+        be one."""
         name = host_of(host)
         if name in self._names or name.endswith(self._zones) or (self._allows_private and PLAIN_NAME.fullmatch(name)):
             return True

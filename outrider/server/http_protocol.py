@@ -1,13 +1,12 @@
 """BoundedHttp: uvicorn's HTTP protocol with limits on the size and time of a request's head, which arrives before the
 API key is known.
 
-The parser keeps a head of any size for any time, so one client without a key could fill the memory or hold all
-connections. Header fields after a chunked body (trailers) count as part of the head, and are not used. Bodies are
-bounded in guard.py.
+The parser accepts a head of any size and waits for it without limit, so one client without a key could fill the memory
+or occupy all connections. Header fields after a chunked body (trailers) count as part of the head, and are not used.
+Bodies are bounded in guard.py.
 
 A request that offers to switch protocols is answered in HTTP/1.1. Java's client offers HTTP/2 with every first request
-(`Upgrade: h2c`), and the parser would otherwise take the body of that request for data of the other protocol.
-"""
+(`Upgrade: h2c`), and the parser would otherwise take the body of that request for data of the other protocol."""
 
 from __future__ import annotations
 
@@ -29,7 +28,8 @@ HEAD_SECONDS = 60.0  # for a client to send a head, from its connection or from 
 
 
 class HeadTooLarge(Exception):
-    """Raised inside the parser's callbacks; the parser then refuses the request."""
+    """Raised inside the parser's callbacks if the head of a request is too large. The parser then refuses the
+    request."""
 
 
 class TooManyParts(Exception):

@@ -1,4 +1,5 @@
-"""Lists the body's fields without effect in a header of the answer. Otherwise a client would believe that they work."""
+"""Lists fields of the body that have no effect in a header of the answer. Otherwise a client would believe that they
+work."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from outrider.server.guard import IGNORED_HEADER, App, Message, Receive, Scope, 
 
 
 class IgnoredFields:
-    """Collects the fields of one request's body that have no effect here."""
+    """The fields of one request's body that have no effect here."""
 
     def __init__(self, is_strict: bool) -> None:
         self.names: set[str] = set()
         self._is_strict = is_strict
 
     def add(self, name: str, why: str) -> None:
-        """Note the field, or refuse it if the server is strict."""
+        """Note a field without effect, or refuse it if the server is strict."""
         if self._is_strict:
             raise PydanticCustomError("refused", "{param} has no effect here, and the server was started with "
                                       "--strict: {why}", {"param": name, "why": why})
@@ -30,7 +31,7 @@ IGNORED: ContextVar[IgnoredFields | None] = ContextVar("ignored fields of the re
 
 
 def ignore(name: str, why: str) -> None:
-    """Note a field of the body that is being read."""
+    """Note a field without effect in the body that is being read."""
     fields = IGNORED.get()
     if fields is not None:
         fields.add(name, why)

@@ -1,9 +1,8 @@
-"""RequestImages: the images of a server's requests. It refuses those that cannot be served, decodes the others beside
-the event loop, and bounds the memory that decoded images of one tenant take.
+"""RequestImages: the images of a server's requests. It refuses those that cannot be served, decodes the others in
+threads, and bounds the memory of each tenant's decoded images.
 
-Decoded images are held until the engine has checked their request; the engine keeps what it needs. The code that knows
-image files is the feature's, and is imported when the first image comes.
-"""
+Decoded images are held until the engine has checked their request and taken the data that it needs. Image files are
+decoded by `features/images`, which is imported when the first image comes."""
 
 from __future__ import annotations
 
@@ -50,7 +49,7 @@ class ImagePrompt:
 
 @dataclass(frozen=True)
 class DecodedImages:
-    """The images of one conversation. None have no images: then the prompt is the token ids alone."""
+    """The images of one conversation, or none: then the prompt consists of token ids alone."""
 
     images: Sequence[NDArray[np.uint8]] = ()
     details: Sequence[str | None] = ()
@@ -60,7 +59,7 @@ class DecodedImages:
 
 
 def image_parts(messages: Sequence[ChatMessage]) -> list[ImagePart]:
-    """All images, in the order in which a chat template writes them."""
+    """Return all images of the messages, in the order in which a chat template writes them."""
     return [part for message in with_images_of_tools(messages) for part in images_of(message)]
 
 
@@ -69,7 +68,8 @@ def has_images(messages: Sequence[ChatMessage]) -> bool:
 
 
 def forget_images(messages: Sequence[ChatMessage]) -> None:
-    """Drop the data of images that the engine has. The messages of a request live as long as its answer takes."""
+    """Drop the data of images that the engine has already. Otherwise the messages would keep the data until the answer
+    is complete."""
     for message in messages:
         for part in images_of(message):
             part.image_url.url = ""
@@ -88,7 +88,8 @@ class RequestImages:
         return self._readers.total_held == self._budget.total_held == 0
 
     def check(self, messages: Sequence[ChatMessage], model: ServedModel, *, takes_images: bool, is_cut: bool) -> None:
-        """Refuse images that this model, or this route, does not take. is_cut: the prompt may lose tokens."""
+        """Refuse images that this model, or this route, does not accept. is_cut: whether the prompt may be
+        truncated."""
         if not has_images(messages):
             return
         if not model.takes_images:
@@ -103,7 +104,8 @@ class RequestImages:
     @asynccontextmanager
     async def decoded(self, messages: Sequence[ChatMessage],
                       tenant: str | None) -> AsyncGenerator[DecodedImages, None]:
-        """Decode the images of a conversation. They may be in memory while the block runs."""
+        """Context manager: decodes the images of a conversation. They count towards the tenant's memory while the block
+        runs."""
         if not has_images(messages):
             yield DecodedImages()
             return
@@ -180,7 +182,8 @@ class RequestImages:
 
 
 class TenantBudget:
-    """How much of something the requests of one tenant may hold at once. Requests beyond that wait, in their order."""
+    """The amount of something, such as memory, that the requests of one tenant may hold at once. Requests beyond it
+    wait in order."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -189,7 +192,7 @@ class TenantBudget:
 
     @asynccontextmanager
     async def holding(self, tenant: str | None, amount: int) -> AsyncGenerator[None, None]:
-        """Hold so much, at most `most`, while the block runs."""
+        """Context manager: hold this amount, at most `most`, while the block runs."""
         await self._take(tenant, amount)
         try:
             yield
@@ -222,7 +225,7 @@ class TenantBudget:
             del self._held[tenant]
 
     def _admit(self, tenant: str | None) -> None:
-        """Give turns to the first of the line, as long as there is room."""
+        """Admit waiting requests of the tenant in order, as long as there is room."""
         line = self._lines.get(tenant, deque())
         while line:
             amount, turn = line[0]

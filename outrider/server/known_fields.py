@@ -1,8 +1,7 @@
-"""A table of body fields that other servers serve and this one does not, for each type of body.
+"""A table of the body fields that other servers support and this one does not, for each type of body.
 
-A field is ignored if leaving it out does not change what the answer means. Otherwise it is refused with a hint what to
-use instead. A field that a body serves itself is not looked up here.
-"""
+A field is ignored if leaving it out does not change the meaning of the answer. Otherwise it is refused with a hint what
+to use instead. Fields that a body supports are not looked up here."""
 
 from __future__ import annotations
 

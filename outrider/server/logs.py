@@ -1,4 +1,4 @@
-"""The format of log lines: text for people, or one JSON object a line for log collectors."""
+"""The format of log lines: text for people, or one JSON object per line for log collectors."""
 
 from __future__ import annotations
 

@@ -254,7 +254,7 @@ def _messages(role: Literal["user", "assistant"], blocks: list[Block]) -> list[C
 
 
 def _content(blocks: str | Sequence[Block]) -> str | list[ContentPart]:
-    """The texts and images of blocks; one text if there are no images."""
+    """Convert content blocks to their texts and images. Without images the result is one text."""
     if isinstance(blocks, str):
         return blocks
     if not any(isinstance(block, ImageBlock) for block in blocks):

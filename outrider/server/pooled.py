@@ -59,7 +59,7 @@ async def _pooled(service: Service, request: CheckedRequest, request_id: str) ->
         async for output in outputs:
             if isinstance(output, PoolingRequestOutput) and output.outputs.data is not None:
                 return output.outputs.data
-    raise ApiError(503, "the engine ended the request; try again", retry_after=1)
+    raise ApiError(503, "the engine ended the request without a result: send it again", retry_after=1)
 
 
 def prompt_usage(requests: Sequence[CheckedRequest]) -> dict[str, int]:

@@ -81,13 +81,13 @@ class RequestBody(Body):
 
 @cache
 def field_names(kind: type[BaseModel]) -> Mapping[str, None]:
-    """The names of the fields that a body may have, in the order of their definition."""
+    """Return the names of the fields that a body may have, in the order of their definition."""
     return {field.alias or name: None for name, field in kind.model_fields.items()}
 
 
 def type_tag(value: Any) -> str:
-    """The tag by which pydantic chooses a member of a union: the object's `type`, in brackets, because a type may also
-    be the name of a field."""
+    """Return the tag by which pydantic chooses a member of a union: the object's `type`, in brackets, because a type
+    may also be the name of a field."""
     return f"<{value.get('type') or 'message'}>" if isinstance(value, dict) else f"<{getattr(value, 'type', '')}>"
 
 
@@ -115,8 +115,8 @@ class StreamOptions(Body):
 
 
 def check_texts(body: Body) -> None:
-    """Refuse long lists of texts. Each text is searched for after every token, or tokenized before the first one, so
-    long lists take too much time."""
+    """Refuse long lists of texts. Stop strings are searched for after every token and other texts are tokenized at the
+    start, so long lists take too much time."""
     for name, most in MAX_TEXTS.items():
         given = getattr(body, name, None) or []
         if isinstance(given, list) and len(given) > most:
@@ -136,7 +136,7 @@ class Scheduled(RequestBody):
 
     @property
     def model_name(self) -> str | None:
-        """The model or adapter that the body asks for."""
+        """Return the name of the model or adapter that the body asks for."""
         return getattr(self, "model", None)
 
 
@@ -237,7 +237,7 @@ class SamplingFields(Generated, Prompted):
                                   "structural_tag")
 
     def form(self) -> StructuredOutputsParams | None:
-        """The structured output that the request's body asks for, or None."""
+        """Return the structured output that the request's body asks for, or None."""
         try:
             own = None if self.response_format is None else self.response_format.form()
         except ValueError as error:
@@ -256,7 +256,8 @@ class SamplingFields(Generated, Prompted):
             raise bad_value(error, type(self).model_fields) from None
 
     def sampling(self, **more: Any) -> SamplingParams:
-        """The sampling parameters. `more`: parameters whose fields have different names in completions and chats."""
+        """Return the sampling parameters. `more`: parameters whose fields have different names in completions and
+        chats."""
         names = SamplingParams.__dataclass_fields__.keys() - set(OTHER_FORM)
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         given["structured_outputs"], given["extra_args"] = self.form(), self.vllm_xargs
@@ -282,7 +283,7 @@ class SamplingFields(Generated, Prompted):
             raise bad_value(error, type(self).model_fields) from None
 
     def implied_fields(self) -> dict[str, Any]:
-        """Values for fields that the body leaves empty but that its other fields imply."""
+        """Return values for fields that the body leaves empty but that its other fields imply."""
         if not self.receipt or self.use_beam_search or getattr(self, "logprobs", None) not in (None, False):
             return {}
         return {"logprobs": True if "top_logprobs" in type(self).model_fields else 0}
@@ -345,7 +346,7 @@ OTHER_MEDIA = ("audio", "video", "file", "document")  # in the types of parts
 
 
 class Said(Body):
-    """A chat message whose content may be a list of parts."""
+    """The base of chat messages whose content may be a list of parts."""
 
     @model_validator(mode="before")
     @classmethod

@@ -158,7 +158,7 @@ class ResponsesPrompt(RequestBody):
 
     @property
     def input_items(self) -> list[Item]:
-        """The input as a list of items. If the input is a string, it becomes one item: a user's message."""
+        """Return the input as a list of items. If the input is a string, it becomes one item: a user's message."""
         if isinstance(self.input, str):
             return [InputMessage(role="user", content=self.input)]
         return self.input or []
@@ -199,7 +199,7 @@ class ResponsesRequest(ResponsesPrompt, Generated):
 
 
 def forget_item_images(item: Item) -> None:
-    """Drop the data of an item's images, once its message has it."""
+    """Drop the data of an item's images after its message has got them."""
     content = item.output if isinstance(item, InputCallOutput) else getattr(item, "content", None)
     for part in content if isinstance(content, list) else ():
         if isinstance(part, InputImage):

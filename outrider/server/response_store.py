@@ -39,7 +39,7 @@ class StoredItem(NamedTuple):
 
     @property
     def whole_json(self) -> bytes:
-        """The JSON with its images."""
+        """Return the response's JSON with its images restored."""
         return reduce(lambda json, image: image.restored_in(json), self.images, self.json)
 
 
@@ -74,7 +74,7 @@ class ResponseStore:
         self._responses: dict[str | None, dict[str, tuple[float, StoredResponse]]] = {}
 
     def keeps(self, asked: bool | None) -> bool:
-        """Whether a response is stored whose body says `asked`."""
+        """Whether to store a response if its body has `asked` in the field `store`."""
         return self.is_on and asked is not False
 
     def add(self, tenant: str | None, response: StoredResponse) -> None:

@@ -170,8 +170,8 @@ def _messages(body: ResponsesPrompt, earlier: tuple[StoredItem, ...]) -> list[An
 
 
 def _input_items(store: ResponseStore, body: ResponsesRequest, tenant: str | None) -> list[StoredItem]:
-    """The items of the body to keep with the response, if it is stored. The body forgets its images: the messages have
-    them until the engine does."""
+    """Return the items of the body to keep with the response, if it is stored. The images are removed from the body,
+    because the messages hold them until the engine has them."""
     items = []
     if store.keeps(body.store):
         store.images.check_room(tenant)
@@ -237,7 +237,7 @@ class _Response:
         return "incomplete" if self._conversation.finish_reason == "length" else "completed"
 
     def _finished(self) -> StoredResponse:
-        """The whole response, and the items to keep if it is stored."""
+        """Return the whole response, and the items to keep if it is stored."""
         response = self._response(self._status)
         return StoredResponse(self._id, compact(response).encode(), self._given,
                               tuple(map(StoredItem.from_json, response["output"])))

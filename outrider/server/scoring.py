@@ -120,7 +120,7 @@ def _text(document: str | dict[str, Any]) -> str:
             return document
         case {"text": str() as text} if len(document) == 1:
             return text
-    raise ApiError(400, 'documents must be texts, or objects with one text each, as {"text": "..."}; one has '
+    raise ApiError(400, 'documents must be texts, or objects with one text each, such as {"text": "..."}; one has '
                         f"{', '.join(map(shown, document)) or 'nothing'}", param="documents")
 
 
@@ -158,7 +158,7 @@ async def _pairs(service: Service, body: PooledRequest, ones: list[Any], others:
 
 async def _scores(service: Service, ones: Sequence[CheckedRequest], others: Sequence[CheckedRequest],
                   request_id: str) -> list[float]:
-    """The scores of all pairs of texts. If `ones` is empty, each request in `others` already contains a pair."""
+    """Return the scores of all pairs of texts. If `ones` is empty, each request in `others` already contains a pair."""
     vectors = await pooled_vectors(service, [*ones, *others], request_id)
     if not ones:
         return [float(vector[0]) for vector in vectors]

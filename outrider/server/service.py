@@ -1,4 +1,4 @@
-"""Service: the state that all routes share. It knows the models' names, turns prompts into token ids, and decides which
+"""Service: the state that all routes share. It holds the models' names, turns prompts into token ids, and decides which
 requests may run."""
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ class Service:
 
     @property
     def all_names(self) -> list[str]:
-        """The names that a request may give as its model: the model's own names, then the adapters'."""
+        """Return the names that a request may give as its model: the model's own names, then the adapters'."""
         return [*self.model_names, *self.adapters.names]
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model that is loaded sees images."""
+        """Whether the loaded model accepts images."""
         state = self.host.state
         return isinstance(state, Serving) and state.llm.engine.model.takes_images
 
@@ -135,7 +135,7 @@ class Service:
 
     async def count_chat(self, chat: ChatInput, tenant: str | None,
                          add_special_tokens: bool | None = None) -> list[int]:
-        """Like `encode_chat`, but with all the tokens of the images."""
+        """Count the tokens of a conversation like `encode_chat`, but with all tokens of its images."""
         ids = await self.encode_chat(chat, add_special_tokens, takes_images=True)
         if not has_images(chat.messages):
             return ids
@@ -195,7 +195,7 @@ class Service:
             raise bad_value(error, type(body).model_fields, names) from None
 
     def deadline(self, body: Scheduled) -> float | None:
-        """The seconds that the request may take: the smaller of its own limit and the server's."""
+        """Return the seconds that the request may take: the smaller of its own limit and the server's."""
         return min((limit for limit in (body.timeout, self.config.request_timeout) if limit is not None), default=None)
 
     # Running
@@ -222,7 +222,7 @@ class Service:
         return outputs
 
     def check_load(self, tenant: str | None = None) -> None:
-        """Refuse the request, before it is tokenized, if no further sample of its tenant may wait in the queue."""
+        """Refuse the request, before it is tokenized, if the queue has no room for another sample of its tenant."""
         with self.admission.admit(1, self.host.llm.engine.limits.max_requests, tenant):
             pass
 

@@ -87,18 +87,19 @@ class ServerConfig:
                 raise ValueError("api_key must be ASCII, without spaces or line breaks at its ends: choose another key")
         for origin in self.allowed_origins:
             if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
-                raise ValueError(f"allowed_origins must be * or as https://example.org, got {shown(origin)}")
+                raise ValueError(f"allowed_origins must be * or an origin such as https://example.org, got "
+                                 f"{shown(origin)}")
         for name in self.allowed_hosts:
             if not re.fullmatch(r"\*|(\*\.)?[\w-]+(\.[\w-]+)*", name, re.ASCII):
-                raise ValueError("allowed_hosts must be * or names as llm.example.org or *.example.org, without a port "
-                                 f"(IP addresses need no entry), got {shown(name)}")
+                raise ValueError("allowed_hosts must be * or names such as llm.example.org or *.example.org, without a "
+                                 f"port (IP addresses need no entry), got {shown(name)}")
         if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path, re.ASCII):
-            raise ValueError("root_path must begin with a slash and not end with one, as /llm does, got "
+            raise ValueError("root_path must begin with a slash and not end with one, such as /llm, got "
                              f"{shown(self.root_path)}")
         for name in self.allowed_media_domains:
             if not re.fullmatch(r"(\*\.)?[\w-]+(\.[\w-]+)+", name, re.ASCII):
-                raise ValueError("allowed_media_domains must be host names as images.example.org or *.example.org, "
-                                 f"without a scheme and a port, got {shown(name)}")
+                raise ValueError("allowed_media_domains must be host names such as images.example.org or "
+                                 f"*.example.org, without a scheme and a port, got {shown(name)}")
         folder = self.allowed_local_media_path
         if folder is not None and not Path(folder).is_dir():
             raise ValueError(f"allowed_local_media_path must be a folder, got {shown(folder)}")
@@ -107,11 +108,13 @@ class ServerConfig:
                 raise ValueError(f"{name} needs ssl_certfile, which is missing: add it, or leave {name} out")
         endpoint = self.otlp_traces_endpoint
         if endpoint is not None and not re.fullmatch(r"https?://\S+", endpoint):
-            raise ValueError(f"otlp_traces_endpoint must be as http://127.0.0.1:4318/v1/traces, got {shown(endpoint)}")
+            raise ValueError(f"otlp_traces_endpoint must be a URL, such as http://127.0.0.1:4318/v1/traces, got "
+                             f"{shown(endpoint)}")
 
     @property
     def image_body_bytes(self) -> int:
-        """How much larger than others the body of a request with images may be: two files of full size in base64."""
+        """Return how many more bytes than others the body of a request with images may have: two files of full size in
+        base64."""
         return 2 * -(-self.image_max_bytes // 3) * 4
 
     def _check_transfer(self) -> None:

@@ -1,9 +1,8 @@
-"""StoredImages: the images in the items of stored responses. Each image is kept once, however many items have it.
+"""StoredImages: the images in the items of stored responses. Each image is kept once, even if several items contain it.
 
-A conversation is stored anew with every turn, and clients send the same image with every turn. In the JSON of an item a
-mark with the image's digest stands for the image. The mark is only looked for as a whole value of `image_url`, where no
-text of a client can be.
-"""
+A conversation is stored again with every turn, and clients send its images again with every turn. So the JSON of an
+item contains, in place of an image, a mark with the image's digest. Marks are only replaced where they are the whole
+value of `image_url`, which a client's text cannot be."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ MAX_LIVE_BYTES = 128 << 20  # of the images of one key, in stored responses and 
 
 
 class StoredImage:
-    """One image, as the URL with which it came."""
+    """One image, in the form of the URL that the client sent."""
 
     __slots__ = ("__weakref__", "digest", "url")
 
@@ -31,12 +30,12 @@ class StoredImage:
         return b'"image_url":"image:%s"' % self.digest.encode()
 
     def restored_in(self, json: bytes) -> bytes:
-        """Replace the marks of this image in an item's JSON by the image."""
+        """Return an item's JSON in which the marks of this image are replaced by the image."""
         return json.replace(self._mark, b'"image_url":"%s"' % self.url)
 
 
 class StoredImages:
-    """Finds images by their digests, for each API key. An image is forgotten with the last item that has it."""
+    """The stored images by digest, for each API key. An image is dropped with the last item that contains it."""
 
     def __init__(self) -> None:
         self._live: dict[str | None, WeakValueDictionary[str, StoredImage]] = {}
@@ -51,7 +50,7 @@ class StoredImages:
         return changed, tuple(images.values())
 
     def check_room(self, tenant: str | None) -> None:
-        """Refuse the request if the images of this key take too much memory."""
+        """Refuse the request if the images of this key already take too much memory."""
         if sum(len(image.url) for image in self._live.get(tenant, {}).values()) > MAX_LIVE_BYTES:
             raise ApiError(429, f"responses of this key with more than {MAX_LIVE_BYTES} bytes of images are stored or "
                                 "running: try again later, or set store to false", retry_after=1)
@@ -70,5 +69,5 @@ class StoredImages:
 
 
 def distinct_bytes(images: Iterable[StoredImage]) -> int:
-    """The bytes of images, each counted once."""
+    """Return the bytes of images, each counted once."""
     return sum({image.digest: len(image.url) for image in images}.values())

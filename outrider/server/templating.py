@@ -20,8 +20,8 @@ def template_tools(tools: Sequence[Tool] | None) -> list[dict[str, Any]] | None:
 
 
 def with_images_of_tools(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    """Move images out of the results of tools, where no template has a place for them, to the user's message behind
-    the results. If there is none, add one."""
+    """Move images from the results of tools, in which templates do not support images, to the user's message that
+    follows. If there is none, add one."""
     moved: list[ChatMessage] = []
     waiting: list[ContentPart] = []  # images of the results just before
     for message in messages:
@@ -58,8 +58,8 @@ def _message(message: ChatMessage) -> dict[str, Any]:
 
 
 def _image_content(content: Any) -> list[dict[str, str]]:
-    """Write parts as templates read them. Texts without an image between them are joined, as in a message without
-    images."""
+    """Convert parts to the form that templates read. Texts without an image between them are joined, as in a message
+    without images."""
     written: list[dict[str, str]] = []
     for part in content:
         if isinstance(part, ImagePart):
@@ -78,14 +78,14 @@ def _parts(content: str | list[ContentPart] | None) -> list[ContentPart]:
 
 
 def plain_text(content: str | list[ContentPart] | None) -> str:
-    """The text of a content, without its images."""
+    """Return the text of a content, without its images."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text for part in content if isinstance(part, TextPart))
 
 
 def _arguments(text: str) -> Any:
-    """The arguments of a tool call as a dict, which each template writes in its model's format."""
+    """Return the arguments of a tool call as a dict, which each template writes in its model's format."""
     try:
         value = json.loads(text) if text else {}
     except (ValueError, RecursionError):

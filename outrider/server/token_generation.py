@@ -38,7 +38,7 @@ class GenerateRequest(Scheduled):
         given = {name: value for name, value in self.sampling_params.items() if name not in WITHOUT_EFFECT}
         for name in OF_THE_BODY:
             if given.get(name) is not None:
-                raise ApiError(400, f"{name} is no sampling parameter: leave it out of sampling_params",
+                raise ApiError(400, f"{name} is not a sampling parameter: leave it out of sampling_params",
                                param="sampling_params")
         own = {name: getattr(self, name) for name in ("model", "priority", "cache_salt", "request_id", "timeout")}
         return validated(CompletionRequest, given | own | {"prompt": self.token_ids})

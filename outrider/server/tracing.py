@@ -1,10 +1,10 @@
 """OpenTelemetry traces, an optional extra: spans of requests, and of a few of the engine's steps.
 
-A request's span has its queue, prefill and decode times below it. It is made when the request has ended, so tokens cost
-nothing. A step's span contains `schedule` and the parts of its run; only a bounded number of steps a second gets a
-span. On a CPU the parts are `admit`, `forward`, `finish`, `draft` and `read`, and those of features, such as
-`grammars`. A captured step tells no times of its parts, so on a GPU they are one span, `device`.
-"""
+A request's span contains spans of its queue, prefill and decode times. They are made when the request has ended, so
+they take no time while tokens are generated. A step's span contains `schedule` and the parts of its run; only a bounded
+number of steps a second gets a span. On a CPU the parts are `admit`, `forward`, `finish`, `draft` and `read`, and those
+of features, such as `grammars`. The parts of a captured step cannot be timed, so on a GPU they are one span,
+`device`."""
 
 from __future__ import annotations
 
@@ -64,9 +64,8 @@ class Tracing:
         requests.
 
         Below the step are `schedule` and the parts that the worker timed: on a CPU `admit`, `forward`, `grammars` (if a
-        request has one), `finish`, `draft` (if there is a drafter) and `read`. On a GPU a step is one captured graph in
-        which no time is taken, so its parts are one span, `device`.
-        """
+        request has one), `finish`, `draft` (if there is a drafter) and `read`. On a GPU a step is one captured graph,
+        whose parts cannot be timed, so they are one span, `device`."""
         from opentelemetry.trace import set_span_in_context
 
         batch, result = step.batch, step.result

@@ -83,7 +83,8 @@ class WeightChecker:
 
 
 def weights_path(root: str | None, path: str) -> Path:
-    """Resolve a client's path. Refuse it if it leads out of the root folder, or if anything in its folder does."""
+    """Resolve a client's path. Refuse it if it leads out of the root folder, or if any file or link in its folder
+    does."""
     if root is None:
         raise ApiError(403, "this server takes no weights: start it with --weights-root")
     base = Path(root).resolve()
@@ -99,7 +100,7 @@ def weights_path(root: str | None, path: str) -> Path:
 
 
 def _files(found: Path, base: Path) -> Iterator[Path]:
-    """Yield the path and all that lies in its folders, with links resolved. Folders outside `base` are not entered."""
+    """Yield the path and everything in its folders, with links resolved. Folders outside `base` are not entered."""
     seen, left = {found}, [found]
     while left:
         path = left.pop()

@@ -59,9 +59,9 @@ class TranslatedChat:
                 yield ChatPart([event], logprobs.get(id(event), []))
 
     def _content_logprobs(self, events: list[Event], change: Change) -> list[dict[str, Any]]:
-        """The log-probabilities of the content's tokens. A parser does not say which tokens an event came from, so they
-        are found by length: the last tokens whose texts together are as long as the content. The tokens before them are
-        markers, reasoning and calls."""
+        """Return the log-probabilities of the content's tokens. A parser does not report the tokens of an event, so
+        they are found by length: the last tokens whose texts together are as long as the content. The tokens before
+        them are markers, reasoning and calls."""
         if change.logprobs is None:
             return []
         self._waiting += logprobs_to_json(change.token_ids, named(change.logprobs), self._body.top_logprobs or 0)

@@ -1,4 +1,4 @@
-"""WebServer: uvicorn's server, which tells a user on a terminal what pressing Ctrl-C once or twice does."""
+"""WebServer: uvicorn's server, which tells a user on a terminal the effect of pressing Ctrl-C once or twice."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outrider.server.settings import ServerConfig
 
 
 def web_options(config: ServerConfig, tls: Mapping[str, Any]) -> dict[str, Any]:
-    """uvicorn's options, which are the same for a server of one engine and for the front of several replicas."""
+    """Return uvicorn's options, which are the same for a server of one engine and for the front of several replicas."""
     return {"http": BoundedHttp, "log_level": config.uvicorn_log_level, "lifespan": "on", "server_header": False,
             "log_config": None, "timeout_graceful_shutdown": int(config.shutdown_timeout),
             "access_log": config.uvicorn_log_level != "warning", **tls}

@@ -21,7 +21,7 @@ NOT_ANNOUNCED = "this server takes no weights from trainers: start it with --wei
 
 
 class InitInfo(Body):
-    """The address at which the trainer listens. The other fields are vLLM's, and have one value each here."""
+    """The address at which the trainer listens. The other fields are vLLM's; each supports a single value."""
 
     master_address: Annotated[str, Field(min_length=1, max_length=255)]
     master_port: Annotated[int, Field(ge=1, le=65535)]
@@ -56,7 +56,7 @@ class Announced:
 
 
 class WeightReceiver:
-    """The server's end of a connection to one trainer. A trainer that joins takes the place of the one before."""
+    """The server's end of a connection to one trainer. A new trainer replaces an earlier one."""
 
     def __init__(self, is_allowed: bool) -> None:
         self._is_allowed = is_allowed
@@ -72,8 +72,8 @@ class WeightReceiver:
             self._group = await asyncio.to_thread(_joined, info)
 
     async def receive(self, announced: Announced, load: Callable[[Iterator[tuple[str, Any]]], Awaitable[Made]]) -> Made:
-        """Give the announced weights to `load` as they come. If it refuses one, the others are received all the same,
-        because the trainer sends them."""
+        """Pass the announced weights to `load` as they arrive. If `load` refuses one, the rest is still received,
+        because the trainer sends it in any case."""
         if self._group is None:
             raise ApiError(400, "give the path of a file below --weights-root, or let the trainer join first with "
                                 "/init_weight_transfer_engine", param="update_info")
@@ -93,7 +93,7 @@ class WeightReceiver:
 
 
 class _Incoming:
-    """The announced weights, each received when it is asked for."""
+    """Iterates over the announced weights. Each is received when the caller asks for it."""
 
     def __init__(self, group: Any, announced: Announced) -> None:
         self._group = group
@@ -107,7 +107,7 @@ class _Incoming:
                 tensor = self._group.receive(dtype, shape)
             except Exception as error:
                 self.has_failed = True
-                raise ValueError(f"{name} did not come: {error}") from None
+                raise ValueError(f"{name} was not received: {error}") from None
             yield name, tensor
 
     def drop_rest(self) -> None:

@@ -126,7 +126,7 @@ def event(data: dict[str, Any]) -> bytes:
 
 
 def api_error(error: Exception) -> ApiError:
-    """The error that a client gets for an exception. Details that the client must not see are only logged."""
+    """Return the error that a client gets for an exception. Details that the client must not see are only logged."""
     match error:
         case ApiError():
             return error
@@ -167,7 +167,7 @@ async def while_client_waits(work: Awaitable[Made]) -> Made:
     try:
         await asyncio.wait({own, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not own.done():
-            raise ApiError(408, "the client has left")
+            raise ApiError(408, "the client has disconnected")
         return own.result()
     finally:
         for task in (own, gone):

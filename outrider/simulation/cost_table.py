@@ -1,8 +1,7 @@
-"""CostTable: how long the steps of one engine take on one machine, as `outrider bench costs` measured them.
+"""CostTable: the times of one engine's steps on one machine, measured by `outrider bench costs`.
 
-The table also contains what the worker reported about itself: limits, cache layout, pages, and the costs from which the
-scheduler decides. With these a simulated engine makes the same decisions as the measured one.
-"""
+The table also contains the worker's report about itself: limits, cache layout, pages, and the costs from which the
+scheduler decides. With these a simulated engine makes the same decisions as the measured one."""
 
 from __future__ import annotations
 
@@ -94,7 +93,7 @@ class CostTable:
     enable_prefix_caching: bool = True
 
     def step(self, batch: ScheduledBatch) -> float:
-        """The seconds that the device takes for a batch."""
+        """Return the seconds that the device takes for a batch."""
         num_decoding = num_drafts = num_prompt = 0
         contexts: list[int] = []
         attention = 0.0
@@ -117,8 +116,8 @@ class CostTable:
         return seconds
 
     def prompt_steps(self, num_requests: int, *, proposes: bool) -> PromptSteps:
-        """The measured times that apply to a step with prompts and `num_requests` requests. proposes: whether the step
-        also proposes drafts for the next step."""
+        """Return the measured times that apply to a step with prompts and `num_requests` requests. proposes: whether
+        the step also proposes drafts for the next step."""
         num_drafts = self.prompts[-1 if proposes else 0].num_drafts
         fitting = [own for own in self.prompts if own.num_drafts == num_drafts]
         return next((own for own in fitting if own.requests >= num_requests), fitting[-1])

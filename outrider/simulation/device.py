@@ -93,13 +93,14 @@ def random_bits(seed: int, request_id: int, position: int) -> int:
 
 
 def tokens_of(request_id: int, start: int, end: int) -> range:
-    """The tokens of a request at positions [start, end) of its prompt and output. No other request has the same
+    """Return the tokens of a request at positions [start, end) of its prompt and output. No other request has the same
     tokens."""
     first = request_id << POSITION_BITS
     return range(first + start, first + end)
 
 
 def prefix_tokens(prefix: int, length: int) -> range:
-    """The tokens of a prefix that several requests share. They are negative, so they differ from all other tokens."""
+    """Return the tokens of a prefix that several requests share. They are negative, so they differ from all other
+    tokens."""
     first = -((prefix + 1) << POSITION_BITS)
     return range(first, first + length)

@@ -73,8 +73,8 @@ def from_plain(value: Any, more: tuple[type[Any], ...] = ()) -> Any:
         return _dict_from_plain(value.get("items"), more)
     found = next((known for known in (*CLASSES, *more) if known.__name__ == name), None)
     if found is None:
-        raise ValueError(f"the file names a {shown(name)}, which this version does not know: it was written by another "
-                         "version")
+        raise ValueError(f"the file has the unknown type {shown(name)}: it was written by another version, so make it "
+                         "again")
     given = {key: from_plain(own, more) for key, own in value.items() if key != "is"}
     declared = get_type_hints(found, include_extras=True)
     for key, own in given.items():
@@ -83,7 +83,7 @@ def from_plain(value: Any, more: tuple[type[Any], ...] = ()) -> Any:
     try:
         return found(**given)
     except TypeError as error:
-        raise ValueError(f"the file's {name} has other fields than this version's: {error}") from None
+        raise ValueError(f"the file's {name} differs from this version's, so make the file again: {error}") from None
 
 
 def _dict_from_plain(items: Any, more: tuple[type[Any], ...]) -> dict[Any, Any]:

@@ -27,7 +27,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=None, seed=0, ignore_eos=Tru
 
 
 class Arrived(NamedTuple):
-    """A request that a replica has received. `seconds`: the time from which the engine sees it."""
+    """A request that a replica has received. `seconds`: the time from which the engine can schedule it."""
 
     seconds: float
     number: int
@@ -149,7 +149,7 @@ class SimulatedReplica:
         return [ask for _, part in self.scheduler.update(result) if (ask := self._observe(part, now)) is not None]
 
     def _observe(self, result: RequestResult, now: float) -> TracedRequest | None:
-        """Record what a step's result has given to one request. Returns the traced request if it has ended, otherwise
+        """Record the tokens of one request in a step's result. Returns the traced request if it has ended, otherwise
         None."""
         outcome = self._outcome
         if not result.run:

@@ -39,7 +39,8 @@ class TracedRequest:
 
     @property
     def beginning(self) -> object:
-        """A key for the shared prefix of the prompt, which routers compare; None if no other request shares it."""
+        """Return a key for the shared prefix of the prompt, which routers compare; None if no other request shares
+        it."""
         if self.given_ids is not None:
             return self.given_ids[:BEGINNING]
         return self.prefix if self.prefix_len else None
@@ -62,7 +63,7 @@ class Load(Protocol):
         """The requests that arrive at fixed times, in order."""
 
     def after(self, now: float) -> TracedRequest | None:
-        """The request that its client sends next, after one that has ended at time `now`."""
+        """Return the request that a client sends next, after a request of its own has ended at time `now`."""
 
 
 class Lengths(Protocol):

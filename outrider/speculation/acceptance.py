@@ -1,8 +1,8 @@
 """Acceptance: estimates how likely drafts are to be accepted, by request and position, from the results of steps.
 
-Counts are kept by request and position, and decay. Without new drafts a request's estimate drifts back to that of all
-requests, so that a request that has stopped drafting tries again now and then. Knows no drafter by name.
-"""
+Counts are kept by request and position, and decay. Without new drafts a request's estimate returns to the estimate of
+all requests, so that a request that has stopped drafting tries again now and then. No code here depends on the kind of
+drafter."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PROBE_AFTER = 32  # steps without drafts until a request tries one, whatever the
 
 
 class Memory(NamedTuple):
-    """How much a request's own acceptance counts weigh against the acceptance rates of all requests."""
+    """The weight of a request's own acceptance counts against the acceptance rates of all requests."""
 
     decay: float  # factor on the counts, per observation
     prior_weight: float  # observations that the shared rate is worth to a new request
@@ -41,13 +41,14 @@ PATIENT = Memory(0.98, 16.0, 8.0)
 
 
 def outcomes(k: int) -> list[tuple[int, int]]:
-    """All outcomes that a step may have for one request with up to k drafts: (number of drafts checked, number
+    """List all outcomes that a step may have for one request with up to k drafts: (number of drafts checked, number
     accepted)."""
     return [(num_drafted, num_accepted) for num_drafted in range(k + 1) for num_accepted in range(k + 1)]
 
 
 def outcome_codes(k: int, num_drafted: Sequence[int], num_accepted: Sequence[int]) -> Ints:
-    """The index of each request's outcome in `outcomes(k)`. If a request has more than k drafts, only k are counted."""
+    """Return the index of each request's outcome in `outcomes(k)`. If a request has more than k drafts, only k are
+    counted."""
     drafted, accepted = np.array(num_drafted), np.array(num_accepted)
     codes: Ints = np.minimum(drafted, k) * (k + 1) + np.minimum(accepted, k)
     return codes
@@ -63,11 +64,11 @@ class SharedRates:
 
     @property
     def rates(self) -> list[float]:
-        """The rate at which drafts that were reached are accepted."""
+        """Return the rate at which reached drafts are accepted, by position."""
         return [hit / tried for hit, tried in zip(self._hit, self._tried, strict=True)]
 
     def add(self, num: Sequence[int], tried: Sequence[float], hit: Sequence[float]) -> None:
-        """Add the drafts of a step. By position: `num`, the number of drafts; `tried` and `hit`, what they add to the
+        """Add the drafts of a step. By position: `num`, the number of drafts; `tried` and `hit`, their additions to the
         counts."""
         for j, own in enumerate(num):
             if own:
@@ -76,15 +77,16 @@ class SharedRates:
 
 
 def add_decayed(total: float, decay: float, num: float, added: float) -> float:
-    """The value of a decaying sum after `num` more observations that add up to `added`. The observations have no order,
-    so each counts as their mean."""
+    """Return the value of a decaying sum after `num` more observations that add up to `added`. The observations have no
+    order, so each counts as their mean."""
     kept: float = decay**num
     return total * kept + added * (1 - kept) / ((1 - decay) * num)
 
 
 def believed_weight(weight: float, deviation: float, variance: float) -> float:
-    """The weight that the rate of all requests has for one request, as a number of observations: `weight`, or less if
-    the request deviates from that rate by more than chance explains. variance: that of a deviation by chance."""
+    """Return the weight of the rate of all requests for one request, as a number of observations: `weight`, or less if
+    the request deviates from that rate by more than chance explains. variance: the variance of a deviation by
+    chance."""
     return weight / max(1.0, deviation * deviation / variance / USUAL_DEVIATION)
 
 
@@ -152,7 +154,7 @@ class Acceptance:
             hit[j] *= FORGETTING
 
     def _counted(self, before: float, num_drafted: int, num_accepted: int) -> list[list[float]]:
-        """What `_count` makes of counts that were all `before`: [TRIED to GAINS, place]."""
+        """Return the result of `_count` for counts that were all `before`: [TRIED to GAINS, place]."""
         tried, hit = [before] * self._k, [before] * self._k
         self._count(tried, hit, num_drafted, num_accepted)
         return [tried, hit, self._no_gains]
@@ -177,12 +179,12 @@ class Acceptance:
 
     @property
     def usual_rate(self) -> float:
-        """The rate at which first drafts are accepted, over all requests."""
+        """Return the rate at which first drafts are accepted, over all requests."""
         return self._shared.rates[0]
 
     @property
     def usual_gains(self) -> list[float]:
-        """The chance that draft j is reached and accepted, over all requests."""
+        """Return the chance that draft j is reached and accepted, over all requests."""
         return list(accumulate(self._shared.rates, mul))
 
     def forget(self, request_id: int) -> None:
@@ -190,7 +192,7 @@ class Acceptance:
         self._idle.pop(request_id, None)
 
     def gains_of(self, request_ids: Sequence[int]) -> list[list[float]]:
-        """For each request: the chance that its draft j is reached and accepted, for every j."""
+        """Return, for each request, the chance that its draft j is reached and accepted, for every j."""
         if len(request_ids) < MANY:
             return list(map(self.gains, request_ids))
         gains: list[list[float]] = self.gain_table(request_ids).tolist()
@@ -208,7 +210,7 @@ class Acceptance:
         return gains
 
     def gains(self, request_id: int) -> list[float]:
-        """The chance that draft j of the request is reached and accepted, for every j."""
+        """Return the chance that draft j of the request is reached and accepted, for every j."""
         row = self._counts.find(request_id)
         tried, hit, known = self._counts.values[row].tolist()
         if known[0]:
@@ -224,12 +226,12 @@ class Acceptance:
 
     @property
     def _prior_rates(self) -> list[float]:
-        """The rates that are expected of a request before it has drafted."""
+        """Return the rates that are expected of a request before it has drafted."""
         return self._shared.rates
 
     def _own_weight(self, tried: float, hit: float) -> float:
-        """The weight of the prior rates for one request, as a number of observations. tried, hit: how many first drafts
-        of the request were checked and accepted."""
+        """Return the weight of the prior rates for one request, as a number of observations. tried, hit: how many first
+        drafts of the request were checked and accepted."""
         weight = self._memory.prior_weight
         if not tried:
             return weight

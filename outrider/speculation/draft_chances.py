@@ -3,8 +3,8 @@
 A drafter with a network gives each draft a probability. The kernel that draws the draft keeps it as a level from 1 to
 15 (`core/draft_confidence.py`). The scheduler counts how often drafts of each level are accepted over all requests, and
 corrects this rate by one factor for the draft's place and one for the request. The chance that a draft is reached and
-accepted is the product of the rates up to it. If the confidence of a drafter says nothing, all levels get the same
-rate, and each request's own acceptance remains.
+accepted is the product of the rates up to it. If a drafter's confidence does not predict acceptance, all levels get the
+same rate, and the estimate depends on each request's own acceptance only.
 
 - On a CPU the scheduler knows the proposed drafts. It checks a draft if the tokens that it is expected to add would
   take longer to get without it.
@@ -21,8 +21,7 @@ from the target instead would favour the drafter's likely tokens.)
 
 A draft head's confidence is reliable: of its drafts with level 1, 5, 10 and 15, 7%, 42%, 71% and 98% are accepted. At a
 temperature, the best predictor is the probability of the drawn token at temperature 1; that of the likeliest token, or
-either one at the request's temperature, says less.
-"""
+either one at the request's temperature, says less."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ OWN_DECAY = 0.98  # factor on what was counted of one request, per draft
 
 @dataclass(slots=True)
 class _Ratio:
-    """A factor: the number of accepted drafts divided by the number that was expected to be accepted."""
+    """A correction factor: the number of accepted drafts divided by the expected number."""
 
     accepted: float
     expected: float
@@ -171,21 +170,22 @@ class DraftChances:
 
     @property
     def rates(self) -> list[float]:
-        """The rate at which drafts of each level are accepted."""
+        """Return the rate at which drafts of each level are accepted."""
         mean = self._all.factor
         return [(hit + MEAN_WEIGHT * mean) / (tried + MEAN_WEIGHT)
                 for hit, tried in zip(self._hit, self._tried, strict=True)]
 
     def table(self) -> list[list[float]]:
-        """The chance that a draft is accepted if all drafts before it are, as [place][level]. The factor of its request
-        is not included."""
+        """Return the chance that a draft is accepted if all drafts before it are, as [place][level]. The request's
+        factor is not included."""
         if not self._table:
             rates = self.rates
             self._table = [[rate * factor for rate in rates] for factor in [place.factor for place in self._places]]
         return self._table
 
     def factor(self, request_id: int) -> float:
-        """The factor of a request on the chances of its drafts. The fewer were checked, the nearer it is to 1."""
+        """Return the factor of a request on the chances of its drafts. The fewer drafts were checked, the nearer it is
+        to 1."""
         accepted, expected = map(float, self._own.values[self._own.find(request_id)])
         if not expected:
             return 1.0
@@ -203,7 +203,7 @@ class DraftChances:
         return factors
 
     def gains(self, request_id: int, packed: int, count: int) -> list[float]:
-        """For each of `count` drafts of the request: the chance that it is reached and accepted. packed: their
+        """Return, for each of `count` drafts of the request, the chance that it is reached and accepted. packed: their
         confidence levels."""
         gains, reached, factor = [], 1.0, self.factor(request_id)
         for place, rates in enumerate(self.table()[:count]):

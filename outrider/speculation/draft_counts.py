@@ -1,8 +1,8 @@
 """DraftCounts: the interface of objects that choose how many drafts each request gets in the next step. The choice is a
 DraftPlan.
 
-Knows no drafter by name. `choosers.py` makes the implementations that use measured costs and acceptance.
-"""
+The interface does not depend on the kind of drafter. `choosers.py` makes the implementations that use measured costs
+and acceptance."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from outrider.core.drafted_request import DraftedRequest
 
 
 class SharingPlan(NamedTuple):
-    """What the scheduler plans, before it makes a batch, for a step whose token rows the device distributes among
-    drafts. The batch carries it as a `DraftSharing`."""
+    """A plan, made before the batch, for a step whose token rows the device distributes among drafts. The batch carries
+    it as a `DraftSharing`."""
 
     total: int
     weights: dict[int, int]  # by request

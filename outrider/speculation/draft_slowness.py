@@ -40,13 +40,14 @@ class DraftSlowness:
 
     @property
     def wants_look(self) -> bool:
-        """Whether the next step should check no drafts, so that the time that drafts add can be measured."""
+        """Whether the next step should check no drafts, so that its time can be compared with that of steps with
+        drafts."""
         return self._looks_left > 0 and self._num_checking + 1 >= (NEAR if self._looks_left > MORE_LOOKS else APART)
 
     @property
     def wants_rest(self) -> bool:
-        """Whether the drafter should not even run in the next step. On a very slow machine, steps without the drafter
-        tell so much about its time that they are worth the tokens that it misses."""
+        """Whether the drafter should not even run in the next step. On a very slow machine the time of a step without
+        the drafter is worth more than the tokens that the drafter misses."""
         return self._looks_left > MORE_LOOKS and self._level > SEVERE
 
     def observe(self, plain: float, added: float, seconds: float, *, checks_drafts: bool) -> bool:
@@ -71,8 +72,8 @@ class DraftSlowness:
         return False
 
     def _speed(self) -> tuple[float, float]:
-        """(median, deviation) of the logarithm of a step's actual time divided by its expected time, over the last
-        steps."""
+        """Return (median, deviation) of the logarithm of a step's actual time divided by its expected time, over the
+        last steps."""
         last = [log - math.log1p(self.factor * x) for x, log in list(self._steps)[-LAST:]]
         level = median(last)
         return level, 1.5 * median([abs(own - level) for own in last])
@@ -105,8 +106,8 @@ class DraftSlowness:
             self._looks_left = 0
 
     def _doubt(self, factor: float) -> float:
-        """How unlikely the times are with this factor, as a logarithm. They are likely if one slowness explains all
-        steps."""
+        """Return how unlikely the times are with this factor, as a logarithm. They are likely if one slowness explains
+        all steps."""
         logs = [log - math.log1p(factor * x) for x, log in self._steps]
         middle = median(logs)
         noise = LEAST_NOISE + sum([abs(own - middle) for own in logs]) / len(logs)

@@ -1,10 +1,10 @@
 """DraftSources: chooses whether a request's next drafts come from the host drafter or from the drafters on the device.
 
-The host drafter looks up suffixes. Its guess replaces the device's drafts of a request if more of its tokens will
-probably be accepted. Both are judged by acceptance so far, for the request and for all requests. Every guess of the
-host is compared with the tokens that follow, even if it was not sent to the device; drafts of the device count if they
-were checked. Guesses after a longer match are right more often, so acceptance is counted by length of the match.
-"""
+The host drafter looks up suffixes. Its guess replaces the device's drafts of a request if more of the guess will
+probably be accepted. The prediction uses the acceptance of both so far, for the request and for all requests. Every
+guess of the host is compared with the tokens that follow, even if it was not sent to the device; drafts of the device
+count if they were checked. Guesses after a longer match are right more often, so acceptance is counted by length of the
+match."""
 
 from __future__ import annotations
 

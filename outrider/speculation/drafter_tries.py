@@ -1,5 +1,5 @@
-"""Decides when to try drafts although they have saved no time so far. Without tries, the engine would
-never notice that drafts save time now.
+"""Decides when to try drafts although they have saved no time so far. Without tries, the engine would never notice that
+drafts save time now.
 
 A drafter with a network rests (does not run) while no draft saves time, and steps without drafts record no hidden
 states for it. It misses the tokens of these steps, so its first drafts in the middle of a text are nearly always wrong.
@@ -7,13 +7,13 @@ Of the drafts of `smollm2`'s first head that would be right without a rest, 2% a
 tokens later, two thirds after 16 to 24 tokens and 80% after 24 to 40.
 
 So drafts are tried in two ways. A new request tries one draft a step for eight steps, from its prompt on. In long
-answers the drafter runs for 32 steps whose drafts are not checked, before all requests try some. Together, tries may
-cost 1% of the time, by measured costs minus what accepted drafts save: the smaller the loss, the more are tried.
+answers the drafter first runs for 32 steps whose drafts are not checked; then all requests try some drafts. Together,
+tries may cost 1% of the time, by measured costs minus what accepted drafts save: the smaller the loss, the more are
+tried.
 
 New requests start a resting drafter at once if requests lately accepted enough drafts to save time. A request goes on
-drafting as long as this is no slower than decoding without drafts. That is judged by its own acceptance, which after
-16 drafts counts as much as that of all others, and sooner if it differs from theirs.
-"""
+drafting as long as this is no slower than decoding without drafts. That is judged by its own acceptance, which after 16
+drafts counts as much as that of all others, and sooner if it differs from theirs."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class ProposedDepth:
 
 
 class DrafterSight:
-    """Tracks for which requests a drafter has processed enough tokens to guess the next ones: all since the request's
-    first step, or those of the last `READ_STEPS` steps."""
+    """Tracks for which requests a drafter has processed enough tokens to draft: all since the request's first step, or
+    those of the last `READ_STEPS` steps."""
 
     def __init__(self, *, misses_rests: bool) -> None:
         """misses_rests: whether the drafter keeps a state of the text, which lacks the tokens of steps that propose no

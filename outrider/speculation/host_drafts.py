@@ -22,7 +22,7 @@ Made = TypeVar("Made")
 class HostDrafter(Protocol):
     """A drafter that runs on the host. `propose` guesses the tokens that follow a request's settled tokens, of which
     the first `prompt_len` are the prompt. `finish` gives the drafter the text of a request that has ended. tenant: the
-    request's cache salt. Texts of one tenant must not be used for drafts of another tenant."""
+    request's cache salt. Drafts for one tenant must not be made from texts of another."""
 
     def propose(self, request_id: int, token_ids: Sequence[int], prompt_len: int, num_wanted: int,
                 tenant: str) -> list[int]: ...

@@ -89,8 +89,8 @@ class IndividualDrafts(LearnedDrafts):
         return max(self._counts(requests, list(range(len(requests))), is_exact=False), default=0)
 
     def _counts_of_guesses(self, requests: Sequence[DraftedRequest], running: list[int], is_exact: bool) -> list[int]:
-        """The number of drafts of each request, for a drafter whose proposals take no time. A request that has had no
-        draft for a while tries one draft."""
+        """Return the number of drafts of each request, for a drafter whose proposals take no time. A request that has
+        had no draft for a while tries one draft."""
         wanted = self._counts(requests, running, is_exact)
         plain, one = (self._step_seconds(count, len(running)) for count in (0, 1)) if running else (0.0, 0.0)
         if one - plain >= HOPELESS * plain / max(1, len(running)):  # an accepted draft would hardly pay
@@ -101,9 +101,9 @@ class IndividualDrafts(LearnedDrafts):
         return wanted
 
     def _counts(self, requests: Sequence[DraftedRequest], running: list[int], is_exact: bool) -> list[int]:
-        """The number of drafts of each request with which the step is expected to yield most tokens per second; 0 for
-        requests not in `running`. All depths of a proposal are compared. For each, the drafts are taken that are most
-        likely to be reached and accepted."""
+        """Return the number of drafts of each request with which the step is expected to yield most tokens per second;
+        0 for requests not in `running`. All depths of a proposal are compared. For each, the drafts are taken that are
+        most likely to be reached and accepted."""
         counts, num_running = [0] * len(requests), len(running)
         if not running:
             return counts
@@ -125,8 +125,8 @@ class IndividualDrafts(LearnedDrafts):
         return counts
 
     def _likely_counts(self, requests: Sequence[DraftedRequest], running: list[int]) -> list[int]:
-        """The number of proposed drafts of each request to check, by the drafter's confidence in each. A draft is
-        checked if the tokens that it is expected to add would take longer in steps with usual drafts."""
+        """Return the number of proposed drafts of each request to check, by the drafter's confidence in each. A draft
+        is checked if the tokens that it is expected to add would take longer in steps with usual drafts."""
         depth = self._depth.proposed
         usual = sorted((gain for _, own in self._gains_of(requests, running, False) for gain in own[:depth]),
                        reverse=True)
@@ -147,12 +147,13 @@ class IndividualDrafts(LearnedDrafts):
 
     def _gains_of(self, requests: Sequence[DraftedRequest], running: list[int],
                   is_exact: bool) -> list[tuple[int, list[float]]]:
-        """The indexes in `running`, each with the chances that the drafts of its request are reached and accepted."""
+        """Return the indexes in `running`, each with the chances that the drafts of its request are reached and
+        accepted."""
         return list(zip(running, self._gains([requests[index] for index in running], is_exact), strict=True))
 
     def _step_seconds(self, num_drafts: int, num_running: int) -> float:
-        """Expected seconds of a step of `num_running` requests with `num_drafts` drafts in all. The slowness factor
-        applies only to the time that drafts add."""
+        """Return the expected seconds of a step of `num_running` requests with `num_drafts` drafts in all. The slowness
+        factor applies only to the time that drafts add."""
         plain = self._costs.step(num_running, num_running)
         return plain + self._slowness.factor * (self._costs.step(num_running + num_drafts, num_running) - plain)
 

@@ -26,7 +26,7 @@ LEAST_LEFT = 2 * (READ_STEPS + TRY_STEPS)  # tokens that a request has left if i
 
 
 class LearnedDrafts(DraftCounts):
-    """Learns acceptance from results; subclasses choose the counts."""
+    """Base class: learns acceptance from results, while subclasses choose the counts."""
 
     def __init__(self, k: int, costs: StepCosts, acceptance: Acceptance, *, misses_rests: bool) -> None:
         """misses_rests: whether the drafter has a network. The network's state lacks the tokens of steps that propose
@@ -50,8 +50,8 @@ class LearnedDrafts(DraftCounts):
 
     @abstractmethod
     def _best_depth(self, requests: Sequence[DraftedRequest]) -> int:
-        """The most drafts that save time for any of the requests; 0 if none do. Requests that still compute their
-        prompts count too."""
+        """Return the most drafts that save time for any of the requests; 0 if none do. Requests that still compute
+        their prompts count too."""
 
     def _note_tries(self, settled: Sequence[SettledDrafts]) -> None:
         for request, result, _ in settled if self._tries.any_left else ():
@@ -128,13 +128,13 @@ class LearnedDrafts(DraftCounts):
         return bool(ids) and self._tries.begin(ids, len(requests), self.acceptance.usual_rate, num_reading=READ_STEPS)
 
     def _waiting_gains(self, request: DraftedRequest) -> list[float]:
-        """For each draft of the request that waits on the device: the chance that it is reached and accepted, from its
-        drafter's confidence."""
+        """Return, for each draft of the request that waits on the device, the chance that it is reached and accepted,
+        from its drafter's confidence."""
         return self.chances.gains(request.id, request.levels, clamp_drafts(request, self._k, is_exact=True))
 
     def _gains(self, requests: Sequence[DraftedRequest], is_exact: bool) -> list[list[float]]:
-        """For each request and draft j: the chance that all drafts up to j are accepted. Empty if the drafter has seen
-        too little of the request and either rests or cannot catch up before the request ends."""
+        """Return, for each request and draft j, the chance that all drafts up to j are accepted. Empty if the drafter
+        has seen too little of the request and either rests or cannot catch up before the request ends."""
         all_gains = self.acceptance.gains_of([request.id for request in requests])
         return [self._cut_gains(request, gains, is_exact) for request, gains in zip(requests, all_gains, strict=True)]
 
@@ -153,6 +153,6 @@ class LearnedDrafts(DraftCounts):
 
     @property
     def _least_gain(self) -> float:
-        """Drafts are made only if they multiply the tokens per second by at least this factor. It is greater for a
-        drafter that rests than for one that runs."""
+        """Return the factor by which drafts must multiply the tokens per second to be made. It is greater for a drafter
+        that rests than for one that runs."""
         return 1.0 if self._misses_rests and self._depth.proposed else MIN_GAIN

@@ -1,11 +1,10 @@
-"""ObservedTimes: how long steps with and without drafts take, compared with the time that the measured costs predict.
+"""ObservedTimes: compares the times of steps with and without drafts with the times that the measured costs predict.
 
-The costs were measured on the device at start-up, with empty rows. Steps may take longer: the host may be slower than
-the steps of a small model, and real token rows go to different experts, while empty rows all go to the same. This
+The costs were measured on the device at start-up, with padding rows. Real steps may take longer: the host may be slower
+than a small model's steps, and real token rows use different experts, while padding rows all use the same ones. This
 slows steps with drafts and without drafts by different factors. So the factors are estimated from the last steps of
 each kind. The median is taken, because a step may take long for other reasons, such as the capture of a graph. The
-machine may also become slower for all steps alike while only one kind of step is made; this is estimated too.
-"""
+machine may also become slower for all steps alike while only one kind of step is made; this is estimated too."""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ class _Kind:
 
 
 class Estimate(NamedTuple):
-    """The factor on the expected time of a step, and whether steps like it were seen."""
+    """The factor on the expected time of a step, and whether similar steps were observed."""
 
     ratio: float
     is_sure: bool
@@ -76,13 +75,13 @@ class ObservedTimes:
         self._estimates: dict[tuple[int, int], Estimate] = {}  # what was asked since the last observation
 
     def ratio(self, num_requests: int, depth: int) -> float:
-        """The factor by which to multiply the expected time of a step. depth: the most drafts of a request."""
+        """Return the factor by which to multiply the expected time of a step. depth: the most drafts of a request."""
         return self.estimate(num_requests, depth).ratio
 
     def estimate(self, num_requests: int, depth: int) -> Estimate:
-        """The factor for a step, from the most similar steps that were seen. If this depth was not seen with about so
-        many requests, the ratio of the nearest depth is taken, and corrected by how the two depths compare with other
-        numbers of requests."""
+        """Return the factor for a step, from the most similar steps that were seen. If this depth was not seen with
+        about so many requests, the ratio of the nearest depth is taken, and corrected by how the two depths compare
+        with other numbers of requests."""
         key = num_requests.bit_length(), depth
         found = self._estimates.get(key)
         if found is None:
@@ -90,7 +89,7 @@ class ObservedTimes:
         return found
 
     def _estimate(self, size: int, depth: int) -> Estimate:
-        """Like `estimate`. size: the number of bits of the number of requests."""
+        """Estimate the factor like `estimate`. size: the number of bits of the number of requests."""
         own = self._known(size, depth)
         if own is not None:
             return Estimate(own, True)
@@ -110,7 +109,7 @@ class ObservedTimes:
         return Estimate(ratio, False)
 
     def _sizes_near(self, size: int) -> list[int]:
-        """The other sizes for which the ratio of some depth is known, nearest first."""
+        """Return the other sizes for which the ratio of some depth is known, nearest first."""
         found = {other for other, depth in self._kinds if other != size and self._known(other, depth) is not None}
         return sorted(found, key=lambda other: abs(other - size))
 
@@ -124,7 +123,7 @@ class ObservedTimes:
 
     @property
     def slowness(self) -> float:
-        """The factor by which all steps have become slower since the beginning."""
+        """Return the factor by which all steps have become slower since the beginning."""
         return self._slowness.now
 
     def observe(self, num_requests: int, depth: int, rows: int, foreseen: float, seconds: float) -> None:
@@ -141,13 +140,13 @@ class ObservedTimes:
             kind.found, kind.slowness = median(kind.ratios), self._slowness.now
 
     def _nearest(self, size: int, depth: int) -> tuple[int, float] | None:
-        """The nearest depth whose ratio is known for this size, and the ratio; None if there is none."""
+        """Return the nearest depth whose ratio is known for this size, and the ratio; None if there is none."""
         known = [(abs(max(own, 0) - max(depth, 0)), own, found) for other, own in self._kinds
                  if other == size and (found := self._known(size, own)) is not None]
         return min(known)[1:] if known else None
 
     def _known(self, requests: int, depth: int) -> float | None:
-        """The ratio that steps of this kind would have now; None if too few were seen, or too long ago."""
+        """Return the current ratio of steps of this kind; None if too few were seen, or too long ago."""
         kind = self._kinds.get((requests, depth))
         if kind is None or kind.found is None or self._num_observed - kind.last_seen > FORGET_AFTER:
             return None

@@ -1,5 +1,5 @@
-"""RequestTable: keeps some numbers for every request in one numpy array, so that one operation can change those of all
-requests."""
+"""RequestTable: stores numbers for every request in one numpy array, so that one operation can change the numbers of
+all requests."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ NOBODY = 0  # the row of requests that have none: its numbers stay 0
 
 
 class RequestTable:
-    """An array of numbers for each request, zeros at first. The row of a request that was forgotten is used for another
-    request."""
+    """An array with a row of numbers for each request, zeros at first. The row of a forgotten request is reused."""
 
     def __init__(self, *shape: int) -> None:
         self.values: Floats = np.zeros((1, *shape))
@@ -26,16 +25,16 @@ class RequestTable:
         self._free: list[int] = []
 
     def find(self, request_id: int) -> int:
-        """The index of the request's row, or NOBODY if the request has none."""
+        """Return the index of the request's row, or NOBODY if the request has none."""
         return self._row_of.get(request_id, NOBODY)
 
     def find_all(self, request_ids: Sequence[int]) -> Ints:
-        """The index of each request's row, or NOBODY for a request that has none."""
+        """Return the index of each request's row, or NOBODY for a request that has none."""
         find = self._row_of.get
         return np.array([find(request_id, NOBODY) for request_id in request_ids], dtype=np.int64)
 
     def add(self, request_id: int) -> int:
-        """The index of the request's row. A request without a row gets one."""
+        """Return the index of the request's row, which is added if it is missing."""
         row = self._row_of.get(request_id)
         if row is None:
             if not self._free:
@@ -45,7 +44,7 @@ class RequestTable:
         return row
 
     def add_all(self, request_ids: Sequence[int]) -> Ints:
-        """The index of each request's row. Requests without a row get one."""
+        """Return the index of each request's row. Missing rows are added."""
         rows = self.find_all(request_ids)
         if not rows.all():
             rows = np.array([self.add(request_id) for request_id in request_ids])

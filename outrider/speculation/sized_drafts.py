@@ -51,7 +51,8 @@ RateOf: TypeAlias = Callable[[float, int, int], float]
 
 
 class DraftChoice(NamedTuple):
-    """A choice for one step: the number of drafts over all requests, and the most drafts of a single request."""
+    """One possible choice for a step: the number of drafts over all requests, and the most drafts of a single
+    request."""
 
     depth: int
     total: int
@@ -80,7 +81,7 @@ class Foresight:
 
     @property
     def share(self) -> float:
-        """The number of accepted drafts divided by the number expected to be accepted, at most 1."""
+        """Return the number of accepted drafts divided by the number expected to be accepted, at most 1."""
         return min(1.0, (self._accepted + FORESIGHT_PRIOR) / (self._expected + FORESIGHT_PRIOR))
 
     def observe(self, expected: float, num_accepted: int, num_requests: int = 1) -> None:
@@ -158,7 +159,7 @@ class SizedDrafts(LearnedDrafts):
         return DraftPlan(wanted, self._depth.proposed, sharing)
 
     def _clamped(self, requests: Sequence[DraftedRequest], counts: Sequence[int], is_exact: bool) -> list[int]:
-        """Reduce the number of drafts of each request to what it can have."""
+        """Reduce the number of drafts of each request to the number that it can have."""
         if is_exact or not self._sight.sees_all:
             return [clamp_drafts(request, count, is_exact)
                     if count and request.yields_tokens and self._sees(request) else 0
@@ -187,8 +188,8 @@ class SizedDrafts(LearnedDrafts):
         return num_wanted
 
     def _may_pay(self) -> bool:
-        """Whether drafts nearly save time for the requests of this step. True if the step has no requests yet, because
-        nothing is known then."""
+        """Whether drafts nearly save time for the requests of this step. True for a step without requests, about which
+        nothing is known yet."""
         count = len(self._requests)
         if not count:
             return True
@@ -222,7 +223,7 @@ class SizedDrafts(LearnedDrafts):
                                  for request, result, num_scheduled in settled if num_scheduled])
 
     def _expected_of(self, settled: Sequence[SettledDrafts]) -> float:
-        """The number of checked drafts that were expected to be accepted, by their drafter's confidence."""
+        """Return how many of the checked drafts were expected to be accepted, by their drafter's confidence."""
         if not settled:
             return 0.0
         request_ids, levels, counts = zip(*[(request.id, request.checked_levels, result.num_drafted)
@@ -272,8 +273,8 @@ class SizedDrafts(LearnedDrafts):
     def _look(self, requests: Sequence[DraftedRequest], request_ids: list[int], depth: int,
               rate: float) -> HeldCounts | None:
         """Plan a few steps only to measure their time: steps with `depth` drafts, which seem best at `rate` tokens per
-        second, or steps without the drafter. None if the times are known well enough. With `depth` 0 the drafter still
-        proposes one draft in each step, so that it misses no tokens."""
+        second, or steps without the drafter. Returns None if the times are known well enough. With `depth` 0 the
+        drafter still proposes one draft in each step, so that it misses no tokens."""
         count = len(requests)
         if not self._depth.proposed or not count or not self._looks.are_left:
             return None
@@ -318,8 +319,9 @@ class SizedDrafts(LearnedDrafts):
 
     def _best(self, requests: Sequence[DraftedRequest], gains: list[list[float]],
               most: int) -> tuple[DraftChoice, float]:
-        """The choice with the most expected tokens per second, of at most `most` drafts for a request, and its rate.
-        Requests that still compute their prompts count too: they will run soon, and the drafter must see them."""
+        """Return the choice with the most expected tokens per second, of at most `most` drafts for a request, and its
+        rate. Requests that still compute their prompts count too: they will run soon, and the drafter must process
+        them."""
         count = len(requests)
         if not count:
             return DraftChoice(0, 0), 0.0
@@ -347,9 +349,9 @@ class SizedDrafts(LearnedDrafts):
 
     def _best_shared(self, rate: RateOf, gains: Floats, share: float, most: int, count: int,
                      best_rate: float, least_gain: float) -> tuple[DraftChoice, float] | None:
-        """The best choice with unequal numbers of drafts, and its tokens per second; None if it does not gain
-        `least_gain` over `best_rate`, that of other choices. gains: as for `shared_choices`; share: a factor on the
-        number of drafts that are expected to be accepted."""
+        """Return the best choice with unequal numbers of drafts, and its tokens per second; None if its gain over
+        `best_rate`, the rate of other choices, is below `least_gain`. gains: as for `shared_choices`; share: a factor
+        on the number of drafts that are expected to be accepted."""
         rates = {choice: rate(count + share * expected, choice.depth, count + choice.total)
                  for choice, expected in shared_choices(gains, most, count)}
         if not rates:
@@ -363,9 +365,9 @@ class SizedDrafts(LearnedDrafts):
         return choice, rates[choice]
 
     def _best_by_levels(self, requests: Sequence[DraftedRequest], most: int, best_rate: float) -> DraftChoice | None:
-        """The best choice in which the device distributes token rows among drafts. None if it does not gain enough over
-        `best_rate`, that of other choices. The drafts of the next step are not known yet, so the rate is estimated
-        from the last ones proposed."""
+        """Return the best choice in which the device distributes token rows among drafts. None if it gains too little
+        over `best_rate`, the rate of other choices. The drafts of the next step are not known yet, so the rate is
+        estimated from the last ones proposed."""
         count = len(requests)
         if self._misses_rests and not self._depth.proposed or self._step < self._next_weighing:
             return None
@@ -395,8 +397,8 @@ class SizedDrafts(LearnedDrafts):
 
     def _share_out(self, requests: Sequence[DraftedRequest], gains: list[list[float]],
                    choice: DraftChoice) -> list[int]:
-        """The number of drafts of each request. A request that has had no drafts for a while tries one draft, which
-        replaces the least likely draft of the step."""
+        """Return the number of drafts of each request. A request that has had no drafts for a while tries one draft,
+        which replaces the least likely draft of the step."""
         drafts = [(gain, index) for index, own in enumerate(gains) for gain in own[: choice.depth]]
         drafts.sort(key=itemgetter(0), reverse=True)
         del drafts[choice.total :]

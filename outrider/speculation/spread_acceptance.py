@@ -76,6 +76,6 @@ class SpreadAcceptance(Acceptance):
 
 
 def effective_observations(count: float, decay: float) -> float:
-    """The effective number of observations of a decayed mean whose weights sum to `count`: a mean of that many
+    """Return the effective number of observations of a decayed mean whose weights sum to `count`: a mean of that many
     independent observations has the same variance."""
     return count * (1 + decay) / (2 - count * (1 - decay))

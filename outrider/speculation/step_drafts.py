@@ -60,9 +60,8 @@ class StepDrafts(Speculation):
         self.counts = FixedDrafts(0)
 
     def _sharing_of(self, batch: DraftedBatch) -> DraftSharing | None:
-        """The order by which the device distributes token rows among drafts, with weights in the order of the batch.
-        None for a batch with prompts, for which it was not planned: the batch checks the most drafts of each
-        request."""
+        """Return the order by which the device distributes token rows among drafts, with weights in the order of the
+        batch. None for a batch with prompts, which checks the most drafts of each request instead."""
         sharing = self._plan.sharing
         if sharing is None or not batch.only_decodes:
             return None

@@ -56,8 +56,8 @@ class TimeLooks:
         return self._times.is_any_known(count) and self._is_unsure(count, depth)
 
     def hopes(self, count: int, *, is_awake: bool, teaches: bool) -> list[float]:
-        """A factor on the tokens per second of each depth: above 1 for depths whose times should be measured. teaches:
-        whether the times of the next steps are useful; those of steps with prompts are not."""
+        """Return a factor on the tokens per second of each depth: above 1 for depths whose times should be measured.
+        teaches: whether the next steps' times can be used; those of steps with prompts cannot."""
         if not teaches or not self.are_left or not self._times.is_any_known(count):
             return [1.0] * (1 + self._k)
         hopes = [HOPE if self._is_unsure(count, depth) else 1.0 for depth in range(1 + self._k)]

@@ -1,9 +1,8 @@
-"""Which texts each training step computes. This depends only on the settings and the step's number, so that a resumed
-run continues exactly.
+"""Chooses the texts of each training step. The choice depends only on the settings and the step's number, so that a
+resumed run continues exactly.
 
 A step has whole texts of about `batch_tokens` tokens. It is computed in micro-batches of texts of similar length,
-padded to the longest.
-"""
+padded to the longest."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def block_places(rows: list[torch.Tensor], num_texts: int, width: int) -> tuple[
 
 
 def _mask_token(vocabulary: DraftVocabulary) -> int:
-    """The token that stands for a masked one: the highest id that is never drafted, or the highest id of all if every
-    token can be drafted."""
+    """Return the token that stands for masked ones: the highest id that is never drafted, or the highest id of all if
+    every token can be drafted."""
     unknown = (~vocabulary.is_known).nonzero()
     return int(unknown[-1]) if len(unknown) else vocabulary.target_size - 1

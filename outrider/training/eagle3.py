@@ -79,7 +79,8 @@ def begin_weights(shapes: Mapping[str, tuple[int, ...]], target: Model, vocabula
 
 
 def warm_start(weights: dict[str, torch.Tensor], sizes: HeadSizes) -> None:
-    """Change fresh weights, in place, so that a head need not learn what is equal for every target.
+    """Change fresh weights, in place, so that a head begins with properties that suit every target and need not learn
+    them.
 
     The layer's input begins as the last auxiliary state alone, so that its residual stream has the basis that the
     target's output rows expect. Queries begin with the weights of their keys, so that a slot attends mostly to itself:

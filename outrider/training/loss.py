@@ -1,4 +1,4 @@
-"""The loss of a drafter on texts, and its acceptance there. Both are the same for every method."""
+"""The loss of a drafter on texts, and its acceptance there, for every training method."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def pass_weights(num_passes: int, decay: float) -> list[float]:
 
 @dataclass(frozen=True)
 class HeldOutAcceptance:
-    """How many drafts the target would accept, counted at every position of held-out greedy answers, which are not
-    trained on."""
+    """The number of drafts that the target would accept, counted at every position of held-out greedy answers, which
+    are not trained on."""
 
     num_places: int
     num_accepted: tuple[int, ...]  # by position: places where this draft and all before it are the target's tokens

@@ -126,7 +126,7 @@ def _attention_layers(module: MTPHead) -> list[AttentionLayer]:
 
 
 def _as_in_file(slot: WeightSlot) -> torch.Tensor:
-    """The tensor of a weight, with its rows in the checkpoint's order."""
+    """Return the tensor of a weight, with its rows in the checkpoint's order."""
     tensor = slot.target.detach().reshape(slot.shape)
     if slot.layout is None:
         return tensor

@@ -49,11 +49,11 @@ def read_prompts(path: Path, tokenizer: Tokenizer | None, *, vocab_size: int, ma
 
 def _items(path: Path) -> Iterable[tuple[str, Any]]:
     if not path.is_file():
-        raise ValueError(f"there is no file {path}")
+        raise ValueError(f"there is no file {path}: correct --prompts")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8: {error}") from None
+        raise ValueError(f"{path} is not UTF-8 ({error}): save it as UTF-8") from None
     if path.suffix == ".json":
         items = _json(str(path), text)
         if not isinstance(items, list):

@@ -83,4 +83,4 @@ class AuxRecorder(Drafter):
         self._is_written.index_fill_(0, place, True)
 
     def propose(self, step: Step) -> Drafts:
-        raise AssertionError("a recorder with max_drafts = 0 is never asked for drafts")
+        raise AssertionError("a recorder makes no drafts (max_drafts is 0), but was asked for some: this is a bug")

@@ -75,7 +75,7 @@ class KeepProgress:
             self._last_told = now
 
     def end(self, room: StateRoom) -> None:
-        """Report what was kept. room: the memory that is left."""
+        """Report the tokens whose states were kept. room: the memory that is left."""
         before, seconds = self._before, max(time.perf_counter() - self._began, 1e-9)
         places = f"{(before.on_device - room.on_device) / GIB:.2f} GiB on the device"
         if before.on_host != room.on_host:

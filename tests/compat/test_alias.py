@@ -57,4 +57,4 @@ def test_a_variable_of_vllm_is_named_once(monkeypatch: pytest.MonkeyPatch, caplo
     with caplog.at_level(logging.INFO, logger="outrider"):
         environment.explain_variables()
         environment.explain_variables()
-    assert caplog.messages == ["the environment variable VLLM_BATCH_INVARIANT makes no difference: use exact=True"]
+    assert caplog.messages == ["the environment variable VLLM_BATCH_INVARIANT has no effect: use exact=True"]

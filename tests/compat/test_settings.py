@@ -32,7 +32,7 @@ def test_settings_that_mean_the_same_are_taken_over() -> None:
 def test_a_setting_that_changes_nothing_is_explained_in_one_line(name: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="outrider"):
         assert config_for("LLM", "m", {name: True}) == EngineConfig("m")
-    assert len(caplog.messages) == 1 and caplog.messages[0].startswith(f"{name}=True makes no difference: ")
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith(f"{name}=True has no effect: ")
 
 
 @pytest.mark.parametrize("name", [name for name, meaning in VLLM_SETTINGS.items() if isinstance(meaning, Refused)])
@@ -122,7 +122,7 @@ def test_a_key_of_drafting_that_changes_nothing_is_explained_once(caplog: pytest
     given = {"method": "ngram", "num_speculative_tokens": 3, "disable_by_batch_size": 4}
     with caplog.at_level(logging.INFO, logger="outrider"):
         assert config_for("LLM", "m", {"speculative_config": given}).speculative is not None
-    assert len(caplog.messages) == 1 and "disable_by_batch_size=4 makes no difference" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "disable_by_batch_size=4 has no effect" in caplog.messages[0]
 
 
 def test_a_launcher_from_outside_asks_for_nothing_at_one_rank() -> None:
@@ -154,7 +154,7 @@ def test_a_flag_of_vllms_server_is_explained_or_refused(name: str, caplog: pytes
     args = cli.build_parser().parse(["serve", "m", *flag])
     if isinstance(meaning, Explained):
         assert server_config(args) == ServerConfig()
-        assert f"{name}=" in caplog.text and "makes no difference: " in caplog.text
+        assert f"{name}=" in caplog.text and "has no effect: " in caplog.text
         return
     assert isinstance(meaning, Refused)
     with pytest.raises(ValueError, match=f"the command line: {name}=.* is not supported: "):

@@ -73,7 +73,7 @@ def test_a_drafter_of_a_kind_that_is_not_served_is_refused_by_that_name(tmp_path
                                                                         kind: str) -> None:
     with pytest.raises(ValueError, match=f"^speculative_config: x is {kind}, which is not served: take an EAGLE head"):
         method_of(FolderSource("x", tmp_path, config, ()), has_tensors=False, is_target=False)
-    with pytest.raises(ValueError, match="MLP speculators .mlpspeculator., whose files say it, are not served"):
+    with pytest.raises(ValueError, match="MLP speculators .mlpspeculator., whose files have it, are not supported"):
         SpeculativeConfig.parse({"model": "x"})
 
 

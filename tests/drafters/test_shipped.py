@@ -79,7 +79,7 @@ def test_it_steps_aside_where_it_cannot_serve(settings: dict[str, Any], words: s
                                               caplog: pytest.LogCaptureFixture) -> None:
     """An engine that starts without the drafter also starts with the default."""
     texts, drafter = run(**settings)
-    assert f"{MODEL} goes without the drafter that comes with it: " in caplog.text and words in caplog.text
+    assert f"{MODEL} runs without the drafter that comes with it: " in caplog.text and words in caplog.text
     assert drafter is None and run(**settings, speculative_config=None) == (texts, None)
 
 
@@ -105,7 +105,7 @@ def test_auto_warns_where_no_drafter_comes_with_the_model(monkeypatch: pytest.Mo
                                                          caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.delitem(SHIPPED, MODEL)
     assert run()[1] is None
-    assert f"no drafter for {MODEL}, so nothing is guessed" in caplog.text
+    assert f"no drafter for {MODEL}, so no drafts are made" in caplog.text
 
 
 def test_other_models_have_no_drafter() -> None:

@@ -36,8 +36,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize(("settings", "says"), [
-    ({"pad_requests": (2**31 - 1,)}, r"pad_requests: every step would be padded to 2147483647, and no step has more "
-                                     r"than 32 \(max_num_seqs\): give a size of at most 16 times"),
+    ({"pad_requests": (2**31 - 1,)}, r"pad_requests: every step would be padded to 2147483647, although no step has "
+                                     r"more than 32 \(max_num_seqs\): give a size of at most 16 times"),
     ({"pad_tokens": (64, 2**31 - 1)}, r"pad_tokens: .* padded to 2147483647, .* than 512 \(max_num_batched_tokens\)"),
     ({"pad_tokens": (6, 24, 72, 2**31 - 1), "max_num_batched_tokens": 60}, None),  # no batch reaches the last size
 ])
@@ -80,8 +80,8 @@ def test_a_slow_type_is_warned_of_and_kept(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(("changes", "settings", "says"), [
     ({"max_position_embeddings": 2_000_000_000}, {},
-     r"/config.json: tables for 2000000000 positions \(max_position_embeddings of its config\) take \d+ GiB, and there "
-     "are 8: set max_model_len"),
+     r"/config.json: tables for 2000000000 positions \(max_position_embeddings of its config\) take \d+ GiB, and the "
+     "device has 8: set max_model_len"),
     ({"max_position_embeddings": 2_000_000_000}, {"max_model_len": 128}, None),
     ({"vocab_size": 1 << 30}, {}, r"the weights take 256\.0 GiB as float32, and the device has 8\.0: choose"),
 ])

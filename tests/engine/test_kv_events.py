@@ -293,7 +293,7 @@ def test_events_stay_on_this_machine_unless_an_address_is_given(caplog: pytest.L
     assert KVEventsConfig(True, endpoint="tcp://127.0.0.1:9", bind=True).is_bound
     for endpoint, warns in [("tcp://localhost:1", False), ("tcp://router.example:1", True)]:
         EventSockets(KVEventsConfig(True, endpoint=endpoint, token_ids=True)).close()
-        assert ("prompts and answers of all clients" in caplog.text) == warns
+        assert ("token ids of all prompts and answers" in caplog.text) == warns
 
 
 def test_replicas_publish_at_addresses_of_their_own() -> None:

@@ -205,10 +205,10 @@ class Order:
             llm.load_weights(pairs[start : start + size])
             match self.chance.randrange(5):
                 case 0:
-                    with pytest.raises(ValueError, match="has begun already"):
+                    with pytest.raises(ValueError, match="is in progress: end it"):
                         llm.start_weight_update()
                 case 1:
-                    with pytest.raises(ValueError, match="an update of weights has begun"):
+                    with pytest.raises(ValueError, match="an update of weights is in progress"):
                         llm.update_weights(self.rig.sets[0].tensors)
                 case 2:
                     with pytest.raises(WeightsIncomplete):

@@ -195,7 +195,7 @@ def test_an_update_that_fails_half_way_serves_nothing_until_a_whole_one(
 
         with monkeypatch.context() as patched:
             patched.setattr(WeightSlot, "store", fail_at_third)
-            with pytest.raises(WeightsIncomplete, match="failed when some were changed already.*lost its mind"):
+            with pytest.raises(WeightsIncomplete, match="failed after some were changed.*lost its mind"):
                 llm.update_weights(tensors)
         assert not llm.is_sleeping() and llm.engine.num_requests and not llm.engine._submit()
         assert "until an update with all weights succeeds" in llm.engine.pause.reason

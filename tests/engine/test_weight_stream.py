@@ -204,11 +204,11 @@ def test_an_update_with_a_start_needs_all_weights_and_its_end(folders: tuple[Pat
         with pytest.raises(ValueError, match="start_weight_update"):
             llm.finish_weight_update()
         llm.start_weight_update()
-        with pytest.raises(ValueError, match="has begun already"):
+        with pytest.raises(ValueError, match="is in progress: end it"):
             llm.start_weight_update()
         with pytest.raises(ValueError, match="give its weights to load_weights"):
             llm.update_weights(tensors)
-        with pytest.raises(WeightsIncomplete, match=r"has begun: finish_weight_update\(\) ends it"):
+        with pytest.raises(WeightsIncomplete, match=r"is in progress: finish_weight_update\(\) ends it"):
             generated(llm)
         with pytest.raises(WeightError, match="no tensor that the model uses"):
             llm.finish_weight_update()
@@ -281,7 +281,7 @@ def test_a_weight_belongs_to_the_update_in_which_its_call_began(folders: tuple[P
             yield "model.norm.weight", tensors_of(folder)["model.norm.weight"]
 
         llm.start_weight_update()
-        with pytest.raises(ValueError, match="the weight came after its update had ended"):
+        with pytest.raises(ValueError, match="the weight arrived after its update had ended"):
             llm.load_weights(late())
         llm.load_weights(tensors)
         llm.finish_weight_update()

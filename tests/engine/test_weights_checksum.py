@@ -80,7 +80,7 @@ def test_equal_bits_have_equal_checksums_however_they_came(tmp_path: Path) -> No
             pairs = list(tensors.items())
             for start in range(0, len(pairs), 4):
                 llm.load_weights(pairs[start : start + 4])
-            with pytest.raises(ValueError, match="has begun"):
+            with pytest.raises(ValueError, match="is in progress"):
                 llm.weights_checksum()
             llm.finish_weight_update()
 

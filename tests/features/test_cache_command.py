@@ -86,7 +86,7 @@ def test_an_import_keeps_the_size_and_leaves_damaged_objects_out(
     text = said(capsys, "import", tmp_path / "copy", "--file", exported, status=1)
     assert text.endswith(": 11 new objects, 1 damaged ones left out\n")
     exported.write_bytes(b"something else" * 1000)
-    assert "is not a whole export of a cache" in said(capsys, "import", tmp_path / "c", "--file", exported, status=2)
+    assert "is not a complete export of a cache" in said(capsys, "import", tmp_path / "c", "--file", exported, status=2)
 
 
 def test_names_in_an_archive_lead_nowhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -119,9 +119,9 @@ def test_clear(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (("list", "EMPTY"), "is not a disk cache: it is empty"),
     (("clear", "HOME"), "is not a disk cache and not empty"),
     (("export", "CACHE", "--file", "x.tar"), "say which model with --model"),
-    (("export", "CACHE", "--model", "third", "--file", "x.tar"), "holds no model 'third'; there is: "),
+    (("export", "CACHE", "--model", "third", "--file", "x.tar"), "holds no model 'third'; it holds: "),
     (("export", "CACHE"), "export needs --file"),
-    (("export", "CACHE", "--model", "other", "--file", "HOME"), "exists: give a new file"),
+    (("export", "CACHE", "--model", "other", "--file", "HOME"), "exists already: name a new file"),
     (("import", "CACHE", "--file", "x.tar"), "there is no file x.tar"),
     (("check", "CACHE", "--model", "other"), "--model has no effect on check"),
     (("list", "CACHE", "--remove"), "--remove has no effect on list"),

@@ -35,7 +35,7 @@ def test_too_little_memory_says_which_setting_to_change(monkeypatch: pytest.Monk
         patched.setattr("outrider.runner.graphs.measure_step_memory", lambda *args, **options: StepMemory(1 << 44, 0))
         GpuRig(model, **AUTO)
     assert "max_num_batched_tokens" in str(caught.value) and "missing" in str(caught.value)
-    with pytest.raises(ValueError, match="holds not one page"):
+    with pytest.raises(ValueError, match="is less than one page"):
         GpuRig(model, kv_cache_memory_bytes=100, **AUTO)
 
 

@@ -70,7 +70,7 @@ def test_runs_of_one_token_are_not_taken_for_placeholders() -> None:
 
 
 @pytest.mark.parametrize(("given", "message"), [
-    ({"multi_modal_data": {"image": [None]}}, "an image is None: give its pixels"),
+    ({"multi_modal_data": {"image": [None]}}, "an image is None: give the pixels"),
     ({"multi_modal_data": {"video": [1]}}, "multi_modal_data: 'video' is not served"),
     ({"multi_modal_data": {"images": [1]}}, "'images' is not served: did you mean image"),
     ({"multi_modal_data": [1]}, "multi_modal_data must be"),

@@ -78,9 +78,9 @@ def test_frames_arrive_whole_and_in_order() -> None:
 
 def test_another_secret_is_refused_on_both_sides() -> None:
     down, up = both_ends(other=b"another secret of tests")
-    with pytest.raises(WrongToken, match="another OUTRIDER_RANK_TOKEN"):
+    with pytest.raises(WrongToken, match="OUTRIDER_RANK_TOKEN differs"):
         down.result(10)
-    with pytest.raises(WrongToken, match="another OUTRIDER_RANK_TOKEN"):
+    with pytest.raises(WrongToken, match="OUTRIDER_RANK_TOKEN differs"):
         up.result(10)
 
 
@@ -266,7 +266,7 @@ def test_a_node_of_another_version_is_refused(model: str, own_token: None, monke
 def test_nodes_that_do_not_come_are_named(model: str, own_token: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "TELL_SECONDS", 0.05)
     monkeypatch.setattr(meeting, "JOIN_SECONDS", 0.1)
-    with pytest.raises(ValueError, match="node 1 did not come to 127.0.0.1:.* start `outrider serve` there"):
+    with pytest.raises(ValueError, match="node 1 did not join 127.0.0.1:.* start `outrider serve` there"):
         front_of(model, free_port()).result(10)
     taken = socket.create_server(("127.0.0.1", 0))
     with taken, pytest.raises(ValueError, match="node 0 cannot listen at master_addr='127.0.0.1'"):

@@ -167,8 +167,8 @@ def test_a_node_with_another_secret_or_other_code_is_refused(net: Hosts, folder:
     try:
         while "tiny-bytes at" not in front.text:
             time.sleep(0.1)
-        Command(net, 1, folder, secret="another secret of tests").fails_with("is not to be joined: it has another "
-                                                                             "OUTRIDER_RANK_TOKEN")
+        Command(net, 1, folder, secret="another secret of tests").fails_with("cannot join .*: its "
+                                                                             "OUTRIDER_RANK_TOKEN differs")
         garble(net.address(0), RANK_PORT)
         assert front.process.poll() is None
         words = "outrider's code is '[0-9a-f]+' on node 0 and '[0-9a-f]+' on node 1"

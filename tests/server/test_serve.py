@@ -159,8 +159,8 @@ def test_bad_input_is_one_line_with_what_to_do(capsys: pytest.CaptureFixture[str
     (["--tokenizer", "/nope"], "there is no file or folder /nope"),
     (["--served-model-name", " "], "--served-model-name must be a name"),
     (["--api-key", "key\n"], "--api-key must be ASCII, without spaces or line breaks"),
-    (["--allowed-origins", "example.org"], r"--allowed-origins must be \* or as https://"),
-    (["--otlp-traces-endpoint", "collector:4318"], "--otlp-traces-endpoint must be as http"),
+    (["--allowed-origins", "example.org"], r"--allowed-origins must be \* or an origin such as https://"),
+    (["--otlp-traces-endpoint", "collector:4318"], "--otlp-traces-endpoint must be a URL, such as http"),
     (["--host", "a..b"], "cannot listen at a..b"),
 ])
 def test_what_the_files_show_is_said_once_and_before_it_says_that_it_serves(

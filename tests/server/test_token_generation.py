@@ -55,7 +55,7 @@ def test_what_skyrl_reads(served: Served) -> None:
 
 @pytest.mark.parametrize(("body", "words"), [
     ({"sampling_params": {"temprature": 1}}, "did you mean temperature"),
-    ({"sampling_params": {"model": "a"}}, "model is no sampling parameter"),
+    ({"sampling_params": {"model": "a"}}, "model is not a sampling parameter"),
     ({"stream": True}, "stream must be false"),
     ({"token_ids": []}, "token"),
     ({"token_ids": [1 << 40]}, "vocab"),

@@ -129,7 +129,7 @@ def test_no_room_says_what_takes_it_and_what_to_change(monkeypatch: pytest.Monke
         plan(monkeypatch, 6 * GIB, step, gpu_memory_utilization=0.5)
     with pytest.raises(ValueError, match="lower max_num_batched_tokens or max_num_seqs"):
         plan(monkeypatch, GIB, step)
-    with pytest.raises(ValueError, match="kv_cache_memory_bytes=10 holds not one page"):
+    with pytest.raises(ValueError, match="kv_cache_memory_bytes=10 is less than one page"):
         plan(monkeypatch, 8 * GIB, step, kv_cache_memory_bytes=10)
     with pytest.raises(ValueError, match="no memory for the cache: lower num_pages .CUDA out of memory."):
         with enough_memory("the cache", "lower num_pages"):

@@ -1,5 +1,5 @@
-"""Attention within chunks of a text. The cache keeps keys and values of the chunk of the next token; pages of earlier
-chunks are freed."""
+"""Chunked attention: each token attends within its chunk of the text. The cache keeps keys and values of the next
+token's chunk; pages of earlier chunks are freed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class ChunkedSpec(SlidingSpec):
 
 @dataclass(frozen=True)
 class ChunkedKind(SlidingKind):
-    """Pages of chunked attention: a request keeps the pages of the chunk of the token after its settled length, and
-    all later pages. It holds no more pages than with a sliding window of the chunk's size. At the start of a chunk it
-    needs no earlier pages."""
+    """Pages of chunked attention: a request keeps the pages from the chunk of the token after its settled length on. It
+    holds no more pages than with a sliding window of the chunk's size. At the start of a chunk it needs no earlier
+    pages."""
 
     spec: ChunkedSpec
 

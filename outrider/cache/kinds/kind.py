@@ -1,8 +1,7 @@
 """PagedSpec, a layer's declaration of its paged cache; Kind, its page arithmetic; and the registry from spec to kind.
 
-A spec is a value: layers with equal specs may share a group. A kind is a spec with the page size of one group. Planner,
-allocator, buffers, graphs and kernels all ask the kind, so that each formula exists only once.
-"""
+Layers with equal specs may share a group. A kind is a spec with the page size of one group. Planner, allocator,
+buffers, graphs and kernels all use the kind's methods, so that each formula exists only once."""
 
 from __future__ import annotations
 
@@ -26,16 +25,16 @@ class PagedSpec(ABC):
     @property
     @abstractmethod
     def parts(self) -> tuple[Part, ...]:
-        """The tensors that are kept for every token, in the order in which they are stored in a page."""
+        """Return the tensors that are kept for every token, in the order in which they are stored in a page."""
 
     @property
     def cache_type(self) -> CacheType:
-        """How the layer's keys and values are stored."""
+        """Return how the layer's keys and values are stored."""
         return MODEL_CACHE
 
     def stored_as(self, cache_type: CacheType) -> PagedSpec:
-        """Return the spec of the same layer with keys and values stored as `cache_type`. A spec without keys and
-        values, or with another form of them, raises ValueError for every type but the model's."""
+        """Return the spec of the same layer with keys and values stored as `cache_type`. A spec that has no keys and
+        values, or stores them in another form, raises ValueError for every type but the model's dtype."""
         if cache_type == MODEL_CACHE:
             return self
         raise ValueError(f"kv_cache_dtype={cache_type.name!r} is for layers that keep keys and values, and some layers "
@@ -43,12 +42,12 @@ class PagedSpec(ABC):
 
     @property
     def visible_tokens(self) -> int | None:
-        """How many tokens a query reads at most; None if it reads its whole context."""
+        """Return how many tokens a query reads at most; None if it reads its whole context."""
         return None
 
     @property
     def token_bytes(self) -> int:
-        """Bytes one token takes in one layer."""
+        """Return the bytes that one token takes in one layer."""
         return sum(part.num_bytes for part in self.parts)
 
 
@@ -66,18 +65,18 @@ class Kind(Protocol):
     def capacity(self, limits: Limits) -> Capacity: ...
 
     def pages_to_start(self, tokens: int, limits: Limits) -> int:
-        """The most pages that a request holds while `tokens` tokens are computed. Admission needs this many."""
+        """Return the most pages that a request holds while `tokens` tokens are computed. Admission needs this many."""
 
     def first_needed(self, settled: int) -> int:
-        """The first page-table column that a row with `settled` computed tokens can still read. The pages before it are
-        freed."""
+        """Return the first page-table column that a row with `settled` computed tokens can still read. The pages before
+        it are freed."""
 
     def next_drop(self, settled: int) -> int:
-        """The next settled length at which `first_needed` grows, so that a page can be freed."""
+        """Return the next settled length at which `first_needed` grows, so that a page can be freed."""
 
     def serves(self, is_cached: Callable[[int], bool], candidate: int) -> int:
-        """The length of the longest prefix of at most `candidate` tokens (a multiple of the page size) for which all
-        needed pages are cached. `is_cached(column)`: whether the page of this column is."""
+        """Return the length of the longest prefix of at most `candidate` tokens (a multiple of the page size) for which
+        all needed pages are cached. `is_cached(column)`: whether the page of this column is."""
 
 
 _KINDS: dict[type[PagedSpec], Callable[[Any, int], Kind]] = {}

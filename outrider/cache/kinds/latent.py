@@ -41,7 +41,7 @@ class LatentSpec(PagedSpec):
 
 @dataclass(frozen=True)
 class IndexedLatentSpec(LatentSpec):
-    """A latent cache with the keys by which the layer's indexer chooses positions."""
+    """A latent cache that also keeps the keys by which the layer's indexer chooses positions."""
 
     index_dim: int
 

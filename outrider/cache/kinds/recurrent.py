@@ -1,4 +1,4 @@
-"""Recurrent layers keep a state in every batch row, which each token overwrites. The state of a running request is not
+"""Recurrent layers keep a state in every batch row, which each token overwrites, so a running request's state is not
 stored in pages. A checkpoint is a list of pages with the states and convolution tails of all layers, one after the
 other."""
 
@@ -17,8 +17,8 @@ CHECKPOINT_INTERVAL = 1024  # tokens
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """The sizes of what one recurrent layer keeps in every batch row: the state, the tail (last inputs of the
-    convolution) and the inputs of drafts."""
+    """The sizes of a recurrent layer's data in every batch row: the state, the tail (last inputs of the convolution)
+    and the inputs of drafts."""
 
     conv_dim: int  # inputs of the causal convolution per token
     conv_width: int  # kernel width; the tail holds the last conv_width - 1 inputs, before the convolution
@@ -29,8 +29,8 @@ class RecurrentSpec:
 
     @property
     def state_itemsize(self) -> int:
-        """Bytes of one element of the state. A narrower state would be rounded at the end of each step, so that the
-        text would depend on how many drafts are accepted."""
+        """Return the bytes of one element of the state. A narrower state would be rounded at the end of each step, so
+        that the text would depend on how many drafts are accepted."""
         return max(4, self.itemsize)
 
     @property
@@ -43,12 +43,12 @@ class RecurrentSpec:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of state and tail: what a checkpoint keeps of the layer."""
+        """Return the bytes of state and tail, which a checkpoint contains for the layer."""
         return self.state_bytes + self.tail_bytes
 
     @property
     def input_bytes(self) -> int:
-        """Bytes of inputs that a batch row keeps for each draft until the draft is folded into the state or
+        """Return the bytes of inputs that a batch row keeps for each draft until the draft is folded into the state or
         rejected."""
         return (self.conv_dim + sum(self.gate_sizes)) * self.itemsize
 
@@ -90,7 +90,7 @@ class RecurrentKind:
         )
 
     def starts(self) -> dict[int, int]:
-        """Byte at which each layer begins in a checkpoint."""
+        """Return the byte at which each layer begins in a checkpoint."""
         sizes = [spec.row_bytes for _, spec in self.layers]
         return {layer: start for (layer, _), start in zip(self.layers, accumulate(sizes, initial=0), strict=False)}
 
@@ -100,11 +100,11 @@ class RecurrentKind:
         return boundary % self.interval == 0 or boundary == self.last_boundary(prompt_len)
 
     def last_boundary(self, tokens: int) -> int:
-        """The last boundary before the end of the tokens, so that at least one token is left to compute."""
+        """Return the last boundary before the end of the tokens, so that at least one token is left to compute."""
         return max(0, tokens - 1) // self.page_tokens * self.page_tokens
 
     def serves(self, has_checkpoint: Callable[[int], bool], candidate: int) -> int:
-        """The length of the longest prefix of at most `candidate` tokens after which there is a checkpoint;
+        """Return the length of the longest prefix of at most `candidate` tokens after which there is a checkpoint;
         `candidate` if there are no layers."""
         if not self.layers:
             return candidate

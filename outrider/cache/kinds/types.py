@@ -1,8 +1,7 @@
 """CacheType: how the keys and values of a token are stored in pages. No torch.
 
-The codec of the same name (`mixers/paged/codecs.py`) converts keys and values to the tensors that are declared here,
-and back.
-"""
+The codec with the type's name (`mixers/paged/codecs.py`) converts keys and values to the tensors that are declared
+here, and back."""
 
 from __future__ import annotations
 
@@ -13,14 +12,14 @@ from outrider.cache.kinds.parts import Part
 
 @dataclass(frozen=True)
 class CacheType:
-    """Stores keys and values in the model's dtype. A subclass stores them in another form. Two of its tensors must have
-    the names "k" and "v"."""
+    """The base class, which stores keys and values in the model's dtype. A subclass stores them in another form. Two of
+    its tensors must have the names "k" and "v"."""
 
     name: str  # value of the setting kv_cache_dtype
 
     def parts(self, num_kv_heads: int, head_dim: int, itemsize: int) -> tuple[Part, ...]:
-        """The tensors that are kept for every token, in the order in which they lie in a page. itemsize: bytes of one
-        number in the model's dtype."""
+        """Return the tensors that are kept for every token, in the order in which they lie in a page. itemsize: bytes
+        of one number in the model's dtype."""
         shape = (num_kv_heads, head_dim)
         return Part("k", shape, itemsize), Part("v", shape, itemsize)
 

@@ -1,14 +1,13 @@
 """Channel: an authenticated connection between two nodes. No torch.
 
-Both sides prove that they know the secret without sending it, and derive a key for each direction. Every frame carries
-its number and an HMAC-SHA256 of all its bytes, and is not passed on before this is checked, so frames can be neither
-forged, repeated, left out nor reordered. They are not encrypted.
+Both sides prove that they know the secret without sending it, and derive a key for each direction. Every frame has a
+number and an HMAC-SHA256 of all its bytes, which are checked before the frame is used. So frames cannot be forged,
+repeated, left out or reordered. They are not encrypted.
 
     node 0 -> node   greeting, nonce                        a peer without the secret gets no further than
     node -> node 0   nonce, proof                           its own proof, which has a fixed length
     node 0 -> node   proof
-    then             length, kind, rank | body | HMAC
-"""
+    then             length, kind, rank | body | HMAC"""
 
 from __future__ import annotations
 
@@ -35,7 +34,7 @@ KEEPALIVE_SECONDS, UNACKNOWLEDGED_MS = 5, 20_000
 
 
 class FrameKind(enum.IntEnum):
-    """The kind of content of a frame. The rank of the header counts for the kinds of one rank."""
+    """The kind of a frame's content. The rank in the header is used only by kinds that concern one rank."""
 
     HELLO = 1  # JSON: what a node runs
     SETTINGS = 2  # a pickled EngineConfig, for a node that runs the same code
@@ -58,11 +57,11 @@ class Frame(NamedTuple):
 
 
 class WrongToken(ValueError):
-    """Raised if the peer does not know the secret, or is no node of this engine."""
+    """Raised if the peer does not know the secret, or is not a node of this engine."""
 
 
 def rank_token() -> bytes:
-    """The secret of this process's environment. Raises ValueError if there is none."""
+    """Return the secret from the environment variable. Raises ValueError if it is not set."""
     token = os.environ.get(TOKEN, "")
     if len(token) < LEAST_TOKEN:
         what = "is not set" if not token else f"has only {len(token)} characters"
@@ -72,7 +71,7 @@ def rank_token() -> bytes:
 
 
 class Channel:
-    """A connection whose peer knows the secret. Several threads may send; one receives."""
+    """A connection to a peer that has proved to know the secret. Several threads may send; one receives."""
 
     def __init__(self, own: socket.socket, send_key: bytes, receive_key: bytes) -> None:
         self._socket, self._send_key, self._receive_key = own, send_key, receive_key
@@ -107,7 +106,7 @@ class Channel:
         mac = _begin_mac(self._receive_key, self._num_received, header)
         body = self._read(size, mac)
         if not hmac.compare_digest(self._read(MAC_BYTES), mac.digest()):
-            raise WrongToken("a frame was changed on its way")
+            raise WrongToken("a message was changed on its way (its HMAC does not match)")
         self._num_received += 1
         return Frame(FrameKind(kind), rank, body)
 
@@ -129,7 +128,7 @@ class Channel:
 
 
 def greet(own: socket.socket, token: bytes) -> Channel:
-    """Node 0's side of the handshake."""
+    """Carry out node 0's side of the handshake."""
     _prepare(own)
     end = time.monotonic() + HANDSHAKE_SECONDS
     nonce = os.urandom(NONCE_BYTES)
@@ -137,27 +136,27 @@ def greet(own: socket.socket, token: bytes) -> Channel:
     answer = _read(own, NONCE_BYTES + MAC_BYTES, end)
     nonces = nonce + answer[:NONCE_BYTES]
     if not hmac.compare_digest(answer[NONCE_BYTES:], _proof(token, b"node", nonces)):
-        raise WrongToken(f"it has another {TOKEN}, or is no node")
+        raise WrongToken(f"its {TOKEN} differs from that of node 0, or it is not a node")
     own.sendall(_proof(token, b"node 0", nonces))
     return Channel(own, _proof(token, b"key down", nonces), _proof(token, b"key up", nonces))
 
 
 def answer(own: socket.socket, token: bytes) -> Channel:
-    """The handshake of a node that connects to node 0."""
+    """Carry out the handshake on the side of the node that connects to node 0."""
     _prepare(own)
     end = time.monotonic() + HANDSHAKE_SECONDS
     greeting = _read(own, len(GREETING) + NONCE_BYTES, end)
     if not greeting.startswith(GREETING):
-        raise WrongToken("it is no node 0 of this version")
+        raise WrongToken("it is not node 0 of an engine, or runs another version")
     mine = os.urandom(NONCE_BYTES)
     nonces = greeting[len(GREETING):] + mine
     own.sendall(mine + _proof(token, b"node", nonces))
     try:
         proof = _read(own, MAC_BYTES, end)
     except (EOFError, ConnectionResetError):
-        raise WrongToken(f"it has another {TOKEN}") from None
+        raise WrongToken(f"its {TOKEN} differs from that of this node") from None
     if not hmac.compare_digest(proof, _proof(token, b"node 0", nonces)):
-        raise WrongToken(f"it has another {TOKEN}")
+        raise WrongToken(f"its {TOKEN} differs from that of this node")
     return Channel(own, _proof(token, b"key up", nonces), _proof(token, b"key down", nonces))
 
 
@@ -172,7 +171,7 @@ def _prepare(own: socket.socket) -> None:
 
 
 def _read(own: socket.socket, size: int, end: float) -> bytes:
-    """Read so many bytes until the time `end`."""
+    """Read `size` bytes. Raises an error if they have not come by the time `end`."""
     data = b""
     while len(data) < size:
         own.settimeout(max(0.001, end - time.monotonic()))

@@ -1,6 +1,5 @@
-"""HostAgent: a node other than node 0. It joins node 0, starts its ranks, and passes messages between them and node 0;
-when node 0 or the engine ends, it ends its ranks and joins again. No torch.
-"""
+"""HostAgent: runs on every node except node 0. It joins node 0, starts its ranks, and passes messages between them and
+node 0. When node 0 or the engine ends, it ends its ranks and joins again. No torch."""
 
 from __future__ import annotations
 
@@ -37,12 +36,12 @@ log = logging.getLogger("outrider")
 
 
 class NotYet(Exception):
-    """Raised while node 0 takes no nodes."""
+    """Raised while node 0 accepts no nodes, for example because its engine has not started yet."""
 
 
 def host_ranks(config: EngineConfig, tell: Callable[[str], None]) -> None:
-    """Hold ranks for the engine of node 0 until an interrupt. Raises ValueError if node 0 refuses this node. `tell`
-    shows a line to the user."""
+    """Run this node's ranks of node 0's engine until an interrupt. Raises ValueError if node 0 refuses this node.
+    `tell` shows a line to the user."""
     token, where = rank_token(), f"node 0 at {config.master_addr}:{config.master_port}"
     told = float("-inf")
     while True:
@@ -55,14 +54,14 @@ def host_ranks(config: EngineConfig, tell: Callable[[str], None]) -> None:
             time.sleep(AGAIN_SECONDS)
             continue
         except WrongToken as error:
-            raise ValueError(f"{where} is not to be joined: {error}") from None
+            raise ValueError(f"cannot join {where}: {error}") from None
         tell(f"node {config.node_rank} has joined {where} and holds ranks for it")
         tell(f"{where} has ended the ranks of node {config.node_rank}: {_serve(joined)}")
         told = float("-inf")
 
 
 class Joined(NamedTuple):
-    """A connection to node 0 that has taken this node."""
+    """A connection to node 0, which has accepted this node."""
 
     channel: Channel
     config: EngineConfig  # node 0's settings, with those of this machine
@@ -105,7 +104,7 @@ def _receive(channel: Channel, wanted: FrameKind) -> bytes:
 
 
 def _serve(joined: Joined) -> str:
-    """Wait for a job, carry it out until node 0 ends it, and end the ranks. Returns the reason."""
+    """Wait for a job, carry it out until node 0 ends it, and end the ranks. Returns the reason for the end."""
     relay = _Relay(joined)
     try:
         return relay.run()
@@ -168,7 +167,7 @@ class _Relay:
                 threading.Thread(target=work, args=args, name="outrider-relay", daemon=True).start()
 
     def _pass_messages(self, one: StartedRank) -> None:
-        """Send what a rank writes to its parent, and at its end its status and its exit code."""
+        """Forward the messages of one rank to node 0. When the rank ends, send its last status and its exit code."""
         self._pass_on(FrameKind.MESSAGE, one.own.rank, one.pipe)
         one.own.process.join(EXIT_SECONDS)
         code = one.own.process.exitcode
@@ -188,7 +187,7 @@ class _Relay:
                 time.sleep(BEAT_SECONDS)
 
     def _tell_status(self) -> None:
-        """Send the status of every rank, as it is now."""
+        """Send the current status of every rank to node 0."""
         with self._telling:  # an older status is never sent after a newer one
             numbers = array.array("q")
             for one in self._ranks:

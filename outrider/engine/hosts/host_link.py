@@ -1,6 +1,5 @@
-"""HostLink: node 0's side of the connection to another node, with a pipe and a process object for each of its ranks, so
-that `WorkerProcess` treats them as its own. No torch.
-"""
+"""HostLink: node 0's side of the connection to another node. It has a pipe and a process object for each of the node's
+ranks, so that `WorkerProcess` treats them like local ranks. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ LOST = 1 << 30  # the exit code of a rank whose node is lost
 
 
 class RankPipe:
-    """The pipe to a rank on another node. Has the methods of a Connection that its parent uses."""
+    """The pipe to a rank on another node. It has those methods of a Connection that the parent uses."""
 
     def __init__(self, rank: int, link: HostLink) -> None:
         self._rank, self._link = rank, link
@@ -45,7 +44,7 @@ class RankPipe:
 
 
 class RemoteProcess:
-    """A rank's process on another node. It ends with the connection: its node then kills it."""
+    """The process of a rank on another node. If the connection ends, the node kills the process."""
 
     def __init__(self, link: HostLink) -> None:
         self.pid: int | None = None
@@ -65,7 +64,7 @@ class RemoteProcess:
 
 
 class RemoteRank(RankProcess):
-    """A rank on another node. Its status comes with the node's signs of life."""
+    """A rank on another node. Its status arrives with the node's heartbeats."""
 
     def __init__(self, rank: int, link: HostLink) -> None:
         self.numbers: MutableSequence[int] = [0] * STATUS_FIELDS
@@ -84,7 +83,8 @@ class RemoteRank(RankProcess):
 
 
 class HostLink:
-    """The connection to a node that has joined. `loss` says why it has ended; it is empty before."""
+    """The connection to a node that has joined. `loss` is the reason why the connection has ended, or empty while it is
+    open."""
 
     def __init__(self, channel: Channel, place: HostPlace, ranks: range) -> None:
         self.place, self.loss = place, ""
@@ -97,7 +97,8 @@ class HostLink:
             threading.Thread(target=work, name=f"outrider-node-{place.node}", daemon=True).start()
 
     def start(self, job: bytes, links: dict[int, Connection]) -> None:
-        """Have the node start its ranks. links: by rank, the parent's end of a pipe whose other end rank 0 has."""
+        """Have the node start its ranks. links: for each rank, the parent's end of a pipe whose other end rank 0
+        has."""
         for rank, pipe in links.items():
             self._links[rank] = Outbox(pipe)
             threading.Thread(target=self._pass_on, args=(rank, pipe), name="outrider-link", daemon=True).start()
@@ -122,7 +123,7 @@ class HostLink:
         self.on_loss(self)
 
     def _pass_on(self, rank: int, pipe: Connection) -> None:
-        """Send what rank 0 writes into its pipe to another rank."""
+        """Forward the messages that rank 0 writes for another rank."""
         with suppress(EOFError, OSError):
             while True:
                 self._channel.send(FrameKind.LINK, pipe.recv_bytes(), rank)
@@ -151,7 +152,7 @@ class HostLink:
             case FrameKind.BEAT:
                 pass
             case _:
-                raise ValueError(f"a frame of kind {frame.kind.name}")
+                raise ValueError(f"it sent an unexpected message of kind {frame.kind.name}")
 
     def _take_status(self, body: bytes) -> None:
         numbers = array.array("q", body)  # none before the node has started its ranks

@@ -1,4 +1,4 @@
-"""Signs of life between nodes, and queues that keep one slow reader from holding up a connection. No torch."""
+"""Heartbeats between nodes, and queues that prevent one slow reader from blocking a connection. No torch."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ BEAT_SECONDS = 0.5  # between two signs of life of a node
 
 
 class Silence:
-    """For how long nothing has come from a peer. Only time counts in which this process itself runs, so a machine that
-    was suspended does not give up its peers when it wakes."""
+    """Measures how long a peer has sent nothing. Time in which this process itself does not run is not counted, so a
+    machine that wakes from suspension does not give up its peers."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._num_reads, self._last, self._seconds = -1, time.monotonic(), 0.0
 
     def look(self) -> float:
-        """Return the seconds of silence. Called every BEAT_SECONDS."""
+        """Return the seconds without a message. Called every BEAT_SECONDS."""
         now, reads = time.monotonic(), self._channel.num_reads
         heard = reads != self._num_reads
         self._seconds = 0.0 if heard else self._seconds + min(now - self._last, 2 * BEAT_SECONDS)
@@ -31,8 +31,8 @@ class Silence:
 
 
 class Outbox:
-    """Writes messages into a pipe from a thread of its own. A rank that does not read would otherwise hold up the
-    messages to all others of its node, perhaps the one that it waits for."""
+    """Writes messages into a pipe on a separate thread. Otherwise a rank that does not read would delay the messages to
+    all other ranks of its node, perhaps to the rank that it waits for."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -43,7 +43,7 @@ class Outbox:
         self._messages.put(message)
 
     def close(self) -> None:
-        """Write what was put before, and end."""
+        """Write all queued messages, and end."""
         self._messages.put(None)
 
     def _write(self) -> None:

@@ -25,7 +25,7 @@ log = logging.getLogger("outrider")
 
 def meet_nodes(config: EngineConfig, source: ModelSource) -> tuple[HostPlace, list[HostLink]]:
     """Wait for the other nodes. Returns this node's place and the connections, in the order of nodes. Raises ValueError
-    if a node runs something else, or does not come."""
+    if a node differs from node 0 or does not connect in time."""
     token, digest = rank_token(), model_digest(config, source)
     with _listen(config.master_addr, config.master_port) as listener:
         meeting = _Meeting(config, digest, token, listener)
@@ -56,7 +56,7 @@ def _listen(address: str, port: int) -> socket.socket:
 def _receive(channel: Channel, kind: FrameKind) -> bytes:
     frame = channel.receive()
     if frame.kind != kind:
-        raise ValueError(f"it sent {frame.kind.name} in place of {kind.name}")
+        raise ValueError(f"it sent a message {frame.kind.name} instead of {kind.name}")
     return frame.body
 
 
@@ -77,7 +77,7 @@ class _Meeting:
                 where = f"{self._config.master_addr}:{self._config.master_port}"
                 log.warning("waiting at %s for %s", where, self._missing_words)
                 if time.monotonic() > end:
-                    raise ValueError(f"{self._missing_words} did not come to {where} in {JOIN_SECONDS:.0f} s: start "
+                    raise ValueError(f"{self._missing_words} did not join {where} in {JOIN_SECONDS:.0f} s: start "
                                      "`outrider serve` there with the same settings and its own --node-rank")
             self._is_over = True
             if self._refusal:
@@ -112,7 +112,7 @@ class _Meeting:
         try:
             self._take(greet(peer, self._token), address)
         except (WrongToken, EOFError, OSError, ValueError) as error:
-            log.warning("%s was sent away: %s", address, error or "it sent nothing")
+            log.warning("%s was refused as a node: %s", address, error or "it sent nothing")
             peer.close()
         finally:
             self._free.release()
@@ -151,7 +151,7 @@ class _Meeting:
             self._change.notify_all()
 
     def _lost(self, link: HostLink) -> None:
-        """Forget a node that left while others are waited for. Later its loss ends the engine."""
+        """Remove a node that left while node 0 still waits for others. After the start its loss ends the engine."""
         with self._change:
             if not self._is_over and self._joined.get(link.place.node) is link:
                 log.warning("%s", link.loss)

@@ -1,8 +1,7 @@
 """Facts about a node: versions, code, model and settings. Node 0 compares them with its own before anything is loaded.
 No torch.
 
-Ranks of different code or weights would compute one model's sums from different parts, and nothing would fail.
-"""
+If ranks had different code or weights, results would be wrong without any error."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ DIGITS = 16  # of a digest in a message
 
 @dataclass(frozen=True)
 class NodeFacts:
-    """Plain values, which travel as JSON."""
+    """The facts about a node, as plain values that can be sent as JSON."""
 
     node: int
     versions: dict[str, str]
@@ -50,20 +49,20 @@ class NodeFacts:
 
     @classmethod
     def from_json(cls, data: bytes) -> NodeFacts:
-        """Raises ValueError for anything that `to_json` does not write."""
+        """Read facts from JSON. Raises ValueError for anything that `to_json` does not write."""
         try:
             given = json.loads(data)
             own = cls(**given)
         except (TypeError, RecursionError) as error:
-            raise ValueError(f"not the facts of a node: {error}") from None
+            raise ValueError(f"it sent a wrong description of itself: {error}") from None
         kinds = {"node": int, "versions": dict, "settings": dict}
         if any(type(given[name]) is not kind for name, kind in kinds.items()):
-            raise ValueError("not the facts of a node")
+            raise ValueError("it sent a wrong description of itself")
         return own
 
 
 def differences(here: NodeFacts, there: NodeFacts) -> list[str]:
-    """Everything in which another node differs from node 0, each with both values."""
+    """Describe each fact in which another node differs from node 0, with both values."""
     found = [f"{name} is {shown(here.versions.get(name))} on node 0 and {shown(there.versions.get(name))} on node "
              f"{there.node}" for name in here.versions | there.versions
              if here.versions.get(name) != there.versions.get(name)]
@@ -75,19 +74,19 @@ def differences(here: NodeFacts, there: NodeFacts) -> list[str]:
 
 
 def settings_of(config: EngineConfig) -> dict[str, Any]:
-    """The settings that must be the same on every node, as JSON has them."""
+    """Return the settings that must be the same on every node, in the form of JSON."""
     given = {own.name: getattr(config, own.name) for own in fields(config) if not _is_own(own.name)}
     return json.loads(json.dumps(given, default=_name_of))
 
 
 def given_settings(config: EngineConfig) -> dict[str, Any]:
-    """The settings that are not at their defaults. A node takes the others from node 0."""
+    """Return the settings that are not at their defaults. A node takes the others from node 0."""
     defaults = settings_of(EngineConfig(config.model))
     return {name: value for name, value in settings_of(config).items() if value != defaults[name]}
 
 
 def with_own_settings(config: EngineConfig, own: EngineConfig) -> EngineConfig:
-    """Node 0's settings, with those of this machine."""
+    """Return node 0's settings, with those that belong to this machine replaced by its own."""
     return replace(config, **{one.name: getattr(own, one.name) for one in fields(own) if _is_own(one.name)})
 
 
@@ -102,8 +101,8 @@ def code_digest() -> str:
 
 
 def model_digest(config: EngineConfig, source: ModelSource) -> str:
-    """A digest of the config and of samples of every file with weights, drafters' files too. Reading whole files would
-    take as long as loading them."""
+    """Return a digest of the config and of samples of every weight file, also of drafters' files. Reading whole files
+    would take as long as loading them."""
     folders = [source.path] if config.load_format != "dummy" else []
     drafts = config.speculative_config
     given = drafts.get("model") if isinstance(drafts, dict) else None

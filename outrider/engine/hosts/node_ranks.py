@@ -1,4 +1,4 @@
-"""start_over_nodes: starts the ranks of node 0, and those of the other nodes when these have joined. No torch."""
+"""start_over_nodes: starts the ranks of node 0, and those of the other nodes after these have joined. No torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("outrider")
 
 @dataclass(frozen=True)
 class RankJob:
-    """Values that a node needs to start its ranks, beside the settings and its own files."""
+    """The values that a node gets from node 0 to start its ranks, beside the settings and the node's own files."""
 
     features: tuple[str, ...]
     level: int
@@ -34,7 +34,7 @@ class RankJob:
 
 def start_over_nodes(config: EngineConfig,
                      source: ModelSource) -> tuple[Sequence[RankProcess], Sequence[RankPipe | Connection]]:
-    """Returns the processes and pipes of all ranks, in the order of ranks."""
+    """Start all ranks. Returns their processes and pipes, in the order of ranks."""
     if config.node_rank > 0:
         raise ValueError(f"node_rank={config.node_rank}: the engine is on node 0; this node only holds ranks, so start "
                          f"`outrider serve MODEL --nnodes {config.nnodes} --node-rank {config.node_rank}` on it")

@@ -2,7 +2,7 @@
 
 | file | what it is |
 |---|---|
-| `loads.py` | the engine's keeper (`AdapterRegistry`): names, numbers of loads, what requests still need |
+| `loads.py` | the engine's registry (`AdapterRegistry`): names, load numbers, loads that requests use |
 | `slots.py` | the scheduler's resource: which adapters are on the device, and where |
 | `placements.py` | the batch's part: adapters to be copied before a step |
 | `store.py` | the step's part: reads folders, copies adapters to their places, gives token rows their deltas |
@@ -27,5 +27,4 @@ The way of an adapter, from a route to the device and back:
    `StepAdapters` of the token rows, which layers find in `StepContext.deltas`.
 5. When the row ends, it gives the slot back (`AdapterSlots.give`). When the request ends, it leaves the load
    (`AdapterRegistry.leave`).
-   The adapter stays on the device until another one needs its place.
-"""
+   The adapter stays on the device until another one needs its place."""

@@ -74,5 +74,5 @@ class AdapterArena:
 
     @property
     def reach(self) -> DeltaReach:
-        """The kinds of products that the placed adapters change, taken together."""
+        """The kinds of matrix products that at least one placed adapter changes."""
         return reduce(operator.or_, self._reach.values(), DeltaReach.LINEARS)

@@ -21,7 +21,7 @@ class AdapterRead:
 
 @dataclass(frozen=True)
 class BeginAdapter(Command[None]):
-    """Begin to read an adapter while steps go on. `PollAdapter` tells when it has been read."""
+    """Command that starts reading an adapter while steps go on. `PollAdapter` asks whether it has been read."""
 
     number: int
     name: str
@@ -33,8 +33,8 @@ class BeginAdapter(Command[None]):
 
 @dataclass(frozen=True)
 class PollAdapter(Command["AdapterRead | None"]):
-    """Ask how the reading of an adapter ended; the answer is None while it is read. The answer stays the same until
-    `DropAdapter`."""
+    """Command that asks how the reading of an adapter ended. The answer is None while the adapter is being read. It
+    stays the same until `DropAdapter`."""
 
     number: int
 
@@ -57,7 +57,7 @@ class PollAdapter(Command["AdapterRead | None"]):
 
 @dataclass(frozen=True)
 class DropAdapter(Command[None]):
-    """Forget an adapter that no request has any more."""
+    """Command that drops an adapter that no request uses any more."""
 
     number: int
 

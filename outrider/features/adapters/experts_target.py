@@ -77,7 +77,7 @@ class ExpertsTarget(Target):
 
     @cached_property
     def _inner(self) -> range:
-        """The features between the two projections of an expert that this rank holds."""
+        """The range of an expert's inner (intermediate) features that this rank holds."""
         declared = self.experts.declared
         size, shard = declared.expert_size, declared.shard
         return range(size) if shard is None else shard.ranks.share(size)
@@ -138,8 +138,8 @@ class ExpertsTarget(Target):
         return frozenset(map(str, range(self.experts.num_experts)))
 
     def config_name(self, module: str) -> str:
-        """The name that patterns in the adapter's config are matched with. If PEFT has wrapped a joint parameter, it is
-        the name of the parameter."""
+        """Return the name that is matched with the patterns in the adapter's config. If PEFT has wrapped a joint
+        parameter, it is the name of the parameter."""
         experts = module.removesuffix(".base_layer")
         return f"{experts}.{next(iter(self.parts))}" if experts.endswith("experts") else module
 

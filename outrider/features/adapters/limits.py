@@ -1,4 +1,4 @@
-"""AdapterLimits: how many adapters, targets and numbers the device's buffers of adapters hold. No torch."""
+"""AdapterLimits: the sizes of the device's adapter buffers: adapters, targets and factor elements. No torch."""
 
 from __future__ import annotations
 

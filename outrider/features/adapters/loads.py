@@ -1,10 +1,9 @@
-"""AdapterRegistry: the engine's names of adapters and their loads. No torch.
+"""AdapterRegistry: the engine's list of adapters by name, and the loads of each one. No torch.
 
 Every load has a fresh number, which requests carry. The digest of an adapter's files is part of the keys of its pages,
 so an adapter whose files have changed shares no pages with the earlier load. The earlier load is served until the new
 one has been read, and stays if the new one cannot be read. All methods are called in the thread that calls
-`Engine.step`.
-"""
+`Engine.step`."""
 
 from __future__ import annotations
 
@@ -207,7 +206,7 @@ class AdapterRegistry(AdapterLoads):
             self._drop_replaced(load)
 
     def forget_requests(self) -> None:
-        """Forget the users of all loads. The loads stay, for requests that enter again."""
+        """Set the number of requests that use each load to 0. The loads stay, because the requests enter again."""
         for load in self._loads.values():
             load.num_requests = 0
 

@@ -1,8 +1,7 @@
 """Reads the folder of an adapter as PEFT writes it: adapter_config.json and adapter_model.safetensors.
 
-This file knows nothing of the model. Config keys that ask for unsupported arithmetic are refused by name. Sizes are
-read from the file's header, so that shapes can be checked before any tensor is read.
-"""
+This file does not depend on the model. Config keys that ask for unsupported arithmetic are refused by name. Sizes are
+read from the file's header, so that shapes can be checked before any tensor is read."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ class AdapterSlots(RowResource):
         self._changes: list[AdapterPlacement] = []
 
     def room_for(self, asked: CheckedRequest) -> Room:
-        """Whether the request's adapter can have a slot on the device. TAKEN: the adapter is in no slot, and running
-        requests use the adapters of all slots."""
+        """Whether the request's adapter can have a slot on the device. Returns TAKEN if the adapter has no slot and
+        running requests use the adapters of all slots."""
         part = asked.part(LoadedAdapter)
         if part is None:
             return Room.NOT_NEEDED

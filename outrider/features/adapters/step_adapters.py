@@ -87,14 +87,14 @@ class StepAdapters(RowDeltas):
 
 
 class Unchanged(ProductChange):
-    """Adds nothing. Stands for the adapters' part of a product that no adapter of this step changes."""
+    """Stands for the change of a product that no adapter of this step changes: adds nothing."""
 
     def add_to(self, out: torch.Tensor) -> None: ...
 
 
 @dataclass(frozen=True)
 class FactoredChange(ProductChange):
-    """What adapters add to a layer's product, computed with their two low-rank factors. The product with the first
+    """The change of a layer's product by adapters, computed with their two low-rank factors. The product with the first
     factor is launched right after the layer's own product, so that a GPU can run both at the same time."""
 
     asked: range  # the targets that have some of the output features

@@ -51,7 +51,7 @@ class AdapterStore(DeltaSource):
             dtype=self._dtype, pin=self._device.type == "cuda")
 
     def poll(self, number: int) -> AdapterRead | None:
-        """How the reading of an adapter ended, or None while it is read."""
+        """Return how the reading of an adapter ended, or None while it is still being read."""
         load = self._loads.get(number)
         if load is None:
             return AdapterRead(error="the adapter was dropped before it had been read")
@@ -67,7 +67,7 @@ class AdapterStore(DeltaSource):
             return AdapterRead(error=f"the adapter could not be read: {type(error).__name__}: {error}")
 
     def drop(self, number: int) -> None:
-        """Forget an adapter. No request has it any more."""
+        """Drop an adapter that no request uses any more."""
         load = self._loads.pop(number, None)
         if load is not None:
             load.cancel()

@@ -49,7 +49,7 @@ class Target(ABC):
         """Return the rank of a file's factors. Raises AdapterError if they do not fit this model."""
 
     def config_name(self, module: str) -> str:
-        """The name that the config's patterns are matched with, for a module of a file."""
+        """Return the name that is matched with the patterns in the adapter's config, for a module of a file."""
         return module
 
     def changed_parts(self, rest: str) -> set[tuple[int, int]]:
@@ -63,7 +63,7 @@ class Target(ABC):
 
     @property
     def weight_shape(self) -> tuple[int, ...]:
-        """The shape of the target's weight in the checkpoint; () if adapter files never contain a copy of it."""
+        """Whether adapters may change this target. The format in which its weights are stored may not allow it."""
         return ()
 
     @property

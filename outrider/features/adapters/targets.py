@@ -99,8 +99,8 @@ class Targets:
         return {name: tuple(own) for name, own in by_name.items()}
 
     def find(self, module: str, pair: FactorPair) -> tuple[TargetPart, ...]:
-        """The targets that a file's module changes, mostly one. Raises an error that names the tensor if the model has
-        no such module."""
+        """Return the targets that a file's module changes, usually one. Raises an error that names the tensor if the
+        model has no such module."""
         name = plain_name(module)
         # An adapter has the names of transformers' modules, the model those of its makers' files.
         published = plain_name(self.slot_name(f"model.{name}.weight").removesuffix(".weight"))

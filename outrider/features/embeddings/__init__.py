@@ -1,1 +1,1 @@
-"""Embeddings in place of a prompt's token ids: `prompt_embeds` of a prompt, at all positions or at some."""
+"""Prompts that give embeddings (`prompt_embeds`) in place of token ids, at all positions or at some."""

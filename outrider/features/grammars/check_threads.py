@@ -48,7 +48,7 @@ class CheckThreads:
             job = self._next(client)
 
     def _next(self, client: str) -> Callable[[], None] | None:
-        """The client's next check for one of its threads; None tells the thread to end."""
+        """Return the next check for one of the client's threads. None tells the thread to end."""
         with self._lock:
             if line := self._lines.get(client):
                 job = line.popleft()

@@ -41,7 +41,7 @@ class JobLimits:
 
 @dataclass(frozen=True)
 class Found:
-    """What a job in the compile process has found out about a grammar."""
+    """The findings of one job of the compile process about a grammar."""
 
     error: str = ""  # what is wrong with the grammar
     num_bytes: int = 0  # of the compiled grammar
@@ -72,7 +72,7 @@ class _Link:
         answer: Future[dict[str, Any]] = Future()
         with self._waiting:
             if not self.is_alive:
-                answer.set_exception(CompileFailure("the compile process has ended"))
+                answer.set_exception(CompileFailure("the compile process has ended: send the request again"))
                 return answer
             self._answers[number] = answer
         self.send(job | {"job": number})
@@ -98,7 +98,7 @@ class _Link:
             self.is_alive = False
             left, self._answers = list(self._answers.values()), {}
         for answer in left:
-            answer.set_exception(CompileFailure("the compile process has ended"))
+            answer.set_exception(CompileFailure("the compile process has ended: send the request again"))
         self._process.wait()
 
     def close(self) -> None:
@@ -124,8 +124,8 @@ class CompileProcess:
     def run(self, kind: str, text: str, limits: JobLimits, parser_limits: dict[str, Any], ready_seconds: float,
             is_gone: Callable[[], bool] = lambda: False) -> Found | None:
         """Run one job. kind: "prove" compiles a grammar and follows a text for some tokens; "validate" only reads the
-        grammar. Returns None if the caller has gone meanwhile. Raises TimeoutError if the process is not ready in
-        time."""
+        grammar. Returns None if the caller no longer waits for the result. Raises TimeoutError if the process is not
+        ready in time."""
         link = self._running()
         link.ready.result(ready_seconds)
         number = next(self._numbers)

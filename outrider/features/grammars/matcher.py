@@ -1,8 +1,7 @@
-"""TokenMatcher: the state of one output in its grammar. It tells which drafts the grammar allows next.
+"""TokenMatcher: the state of one output in its grammar. It decides which drafts the grammar allows next.
 
-Only accepted tokens change the state for good; after drafts it is rolled back. Importing this does not need
-llguidance.
-"""
+Only accepted tokens change the state permanently; after drafts it is rolled back. Importing this does not need
+llguidance."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class TokenMatcher:
         return own or None
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Follow tokens that are part of the output for good. An end token ends the text and does not change the
+        """Follow tokens that are a permanent part of the output. An end token ends the text and does not change the
         grammar's state."""
         tokens = self._before_end(token_ids)
         if tokens and self._refused is None:

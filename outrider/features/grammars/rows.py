@@ -36,7 +36,7 @@ class Matcher(Protocol):
     def error(self) -> str | None: ...
 
     def advance(self, token_ids: Sequence[int]) -> None:
-        """Follow tokens that are part of the output for good."""
+        """Follow tokens that are a permanent part of the output."""
 
     def allowed_prefix(self, drafts: Sequence[int]) -> list[int]:
         """Return the longest beginning of the drafts that the grammar allows and after which the text goes on."""
@@ -201,7 +201,7 @@ class GrammarRows(HostTurn):
 
     def _guess(self, row: int, known: int, drafts: list[int], in_flight: int = 0) -> int:
         """Make drafts for the next step. `in_flight`: the most tokens that this step may yield, which come before the
-        drafts. Returns the number of drafts that the grammar knows of."""
+        drafts. Returns the number of drafts that will wait in the row."""
         grammar, most = self._rows[row], self._max_drafts
         if grammar.params.max_drafts is not None:
             most = min(most, grammar.params.max_drafts)
@@ -219,7 +219,7 @@ class GrammarRows(HostTurn):
                 _leave_out(mask, grammar.stop_ids)
             if grammar.matcher.error is not None and grammar.failure is None:
                 grammar.failure = FormFailure.from_matcher(grammar.matcher.error)
-                log.warning("a request ends: %s", grammar.failure)
+                log.warning("a request ends, because of its grammar: %s", grammar.failure)
         self._state.sampling.masks.write(cells, masks)
 
 

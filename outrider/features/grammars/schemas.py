@@ -25,7 +25,7 @@ def asked_schema(asked: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def json_options(asked: StructuredOutputsParams) -> dict[str, Any]:
-    """The style in which JSON is written, as llguidance's options. They override what a schema itself says."""
+    """The style in which JSON is written, as llguidance's options. They override the schema's own settings."""
     options: dict[str, Any] = {"whitespace_flexible": False, "lenient": False}
     if asked.whitespace_pattern is not None:
         return options | {"whitespace_flexible": True, "whitespace_pattern": asked.whitespace_pattern}

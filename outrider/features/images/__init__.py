@@ -1,1 +1,1 @@
-"""Images in prompts: preprocessing, encoding and the places where their embeddings stand."""
+"""Images in prompts: preprocessing, encoding, and the prompt tokens that image embeddings replace."""

@@ -1,9 +1,8 @@
 """chat_prompt: turns a conversation with images, as a user of LLM.chat writes it, into a prompt.
 
 An image is a part of a message: `{"type": "image_url", "image_url": {"url": "data:image/png;base64,..."}}`, or
-`{"type": "image", "image": ...}` or `{"type": "image_pil", "image_pil": ...}` with what `decode.to_rgb` takes. Nothing
-is fetched.
-"""
+`{"type": "image", "image": ...}` or `{"type": "image_pil", "image_pil": ...}` with any value that `decode.to_rgb`
+accepts. URLs other than data URLs are refused."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ Message = Mapping[str, Any]
 
 
 def chat_prompt(tokenizer: Tokenizer, messages: Sequence[Message], options: Mapping[str, Any]) -> Any:
-    """Render a conversation. Returns a prompt with the images, or token ids if there are none. options: those of
-    `Tokenizer.render_chat`."""
+    """Render a conversation. Returns a prompt with the images, or token ids if there are none. options: keyword
+    arguments of `Tokenizer.render_chat`."""
     images, literal = _Images(), LiteralTexts(tokenizer)
     hidden = {name: literal.hide(value) if name != "chat_template" else value for name, value in options.items()}
     written = [literal.hide(images.taken_from(message)) for message in messages]
@@ -44,8 +43,8 @@ class _Images:
         self.details: list[str] = []
 
     def taken_from(self, message: Message) -> Message:
-        """Return the message as a template reads it: texts alone as one text, else parts in which images have no
-        data."""
+        """Keep the images of a message, and return the message for the chat template: texts joined to one text, or,
+        with images, a list of parts without image data."""
         content = message.get("content") if isinstance(message, Mapping) else None
         if not isinstance(content, list):
             return message

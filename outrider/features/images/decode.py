@@ -1,12 +1,11 @@
-"""Decodes images to RGB arrays by rules of our own, so that an image has one meaning whatever library a client uses.
+"""Decodes images to RGB arrays by fixed rules, so that the result does not depend on the library that a client uses.
 
-- Formats: PNG, JPEG, WEBP, GIF and BMP. Of an animation the first frame counts.
+- Formats: PNG, JPEG, WEBP, GIF and BMP. Only the first frame of an animation is decoded.
 - The size is read and checked before any pixel is decoded.
 - The EXIF orientation of a file is applied. A PIL image or an array is taken as it is.
-- Transparency is composited on white. Of 16-bit values the high byte counts. Palettes, grey and CMYK become RGB without
-  colour profiles.
-- Whatever is wrong with a file raises a ValueError that says so.
-"""
+- Transparency is composited on white. 16-bit values are cut to their high byte. Palettes, grey and CMYK become RGB
+  without colour profiles.
+- Every error in a file raises a ValueError that describes it."""
 
 from __future__ import annotations
 
@@ -37,9 +36,9 @@ UNREADABLE = (f"an image cannot be read: send a whole file of one of the formats
 
 
 def to_rgb(value: Any, limits: ImageLimits = DEFAULT_LIMITS) -> list[Rgb]:
-    """Convert what a caller gives as an image, or as a list of images, to RGB arrays: PIL images, arrays [height,
-    width, 3 or 4] or [height, width] of uint8, or the bytes of image files. limits: of files; arrays and PIL images are
-    in memory already."""
+    """Convert an image, or a list of images, to RGB arrays. An image is a PIL image, a uint8 array [height, width, 3 or
+    4] or [height, width], or the bytes of a file. limits: for files only; arrays and PIL images are in memory
+    already."""
     return [_one_to_rgb(each, limits) for each in (value if isinstance(value, (list, tuple)) else [value])]
 
 
@@ -84,7 +83,7 @@ def _array_to_rgb(value: NDArray[Any]) -> Rgb:
 
 
 def _readable(work: Callable[[], Made]) -> Made:
-    """Call `work`. PIL raises errors of a dozen types for damaged files; all of them become one ValueError."""
+    """Call `work`, and raise one ValueError for all errors of PIL, which raises a dozen types for damaged files."""
     try:
         return work()
     except ImageRefused:
@@ -94,7 +93,7 @@ def _readable(work: Callable[[], Made]) -> Made:
 
 
 def _opened(data: bytes, limits: ImageLimits) -> Image.Image:
-    """Open an image file, whose pixels are not decoded yet."""
+    """Open an image file without decoding its pixels."""
     limits.check_bytes(len(data))
     size = _webp_size(data)  # PIL allocates the canvas of a WEBP file when it opens it
     if size is not None:

@@ -52,7 +52,8 @@ class ImagesOnDevice(WorkerFeature):
         return replace(limits, parts=(*limits.parts, own))
 
     def num_bytes(self, limits: Limits, model: Model) -> FeatureBytes:
-        """The tower's weights, whether it is loaded at start or later, and the images that are kept."""
+        """Return the bytes of the tower's weights, whether it is loaded at start or later, and of the features that are
+        kept."""
         outline = build_tower(model.file_values, dtype=model.dtype, device="meta", source=model.file_name)
         kept = KEPT_TOKENS * model.hidden_size * model.dtype.itemsize
         return FeatureBytes(later=outline.weight_bytes + kept)
@@ -65,7 +66,7 @@ class ImagesOnDevice(WorkerFeature):
 
 
 def part_type_of(model: Model) -> type[ImageInputs]:
-    """The type of the parts that stand for images in this model's prompts."""
+    """Return the class of request part (`InputPart`) that holds the images of this model's prompts."""
     if model.has_component_ropes:
         return GridImages
     reaches = {getattr(layer, "reach", RangeReach.WHOLE) for layer in model.attention_layers}
@@ -81,8 +82,8 @@ def load_tower(config: EngineConfig, model: Model) -> VisionTower:
 
 
 class ImageEncoder(InputEncoder):
-    """Encodes images one by one, so that an image's features have the same bits whatever else is computed. The latest
-    features are kept, since steps may compute parts of an image, and requests may have the same one."""
+    """Encodes images one at a time, so that an image's features have the same bits in every batch. The latest features
+    are kept, because several steps may compute parts of one image, and several requests may have the same image."""
 
     def __init__(self, make_tower: Callable[[], VisionTower], device: torch.device,
                  kept_tokens: int = KEPT_TOKENS) -> None:

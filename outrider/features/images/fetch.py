@@ -1,10 +1,10 @@
-"""Reads the bytes of an image from where a client's message says: a data URL, or a place that the operator allows.
+"""Reads the bytes of an image from its URL in a client's message: a data URL, or a host or folder that the operator
+allows.
 
 Nothing is fetched unless the operator names hosts. A name is resolved once. All its addresses must be global, and the
 connection goes to one of these addresses, so that a name server cannot change its answer after the check. Redirects are
-checked like the first URL. All refusals have one text, so that a client cannot explore the server's network. No URL is
-logged, because a data URL is the picture itself.
-"""
+checked like the first URL. All refused fetches get one error text, so that a client cannot explore the server's
+network. No URL is logged, because a data URL is the picture itself."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ NOT_BASE64 = "an image is not valid base64: write its URL as data:image/png;base
 
 @dataclass(frozen=True)
 class MediaSources:
-    """Sources of images that are allowed beside data URLs: by default none. domains: host names, and `*.example.org`
-    for all names below one. folder: files below it may be named by file URLs."""
+    """The sources of images that are allowed beside data URLs; by default none. domains: allowed host names;
+    `*.example.org` allows all names below that one. folder: file URLs may name the files below it."""
 
     domains: tuple[str, ...] = ()
     folder: str | None = None
@@ -80,8 +80,8 @@ def read_base64(text: str, max_bytes: int = MAX_BYTES) -> bytes:
 
 
 def read_file(url: str, sources: MediaSources) -> bytes:
-    """Read the file of a file URL, if it is below the folder that the operator allows. A link counts as what it points
-    to."""
+    """Read the file of a file URL, if it is below the folder that the operator allows. Symbolic links are resolved
+    first."""
     try:
         parts = urlsplit(url)
         if sources.folder is None or parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
@@ -116,7 +116,7 @@ async def fetch(url: str, sources: MediaSources, resolve: Resolve | None = None,
 
 
 def is_global(address: str) -> bool:
-    """Whether an address belongs to the public internet, so that nothing of the server's own network answers there."""
+    """Whether an address belongs to the public internet. All others could reach the server's own network."""
     found = ipaddress.ip_address(address)
     if isinstance(found, ipaddress.IPv6Address) and (found.ipv4_mapped or found.scope_id or found.is_site_local
                                                      or any(found in network for network in CARRIERS)):
@@ -150,7 +150,7 @@ class _Fetching:
             if answer.status == 200:
                 return answer.body
             if answer.status not in REDIRECTS or not answer.location:
-                raise ValueError("no picture")
+                raise ValueError("the answer is not a picture")
             url = urljoin(url, answer.location)
         raise ValueError("too many redirects")
 
@@ -161,7 +161,7 @@ class _Fetching:
             raise ValueError("the URL is too long, or has characters that parsers read differently")
         parts = urlsplit(url)
         if parts.scheme not in PORTS or "@" in parts.netloc or not self._sources.allows_host(_host(parts)):
-            raise ValueError("not allowed")
+            raise ValueError("the URL is not of an allowed host")
         if parts.port not in (None, *PORTS.values()):
             raise ValueError("the port is neither 80 nor 443")
         return parts

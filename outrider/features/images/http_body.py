@@ -1,4 +1,4 @@
-"""Reads the answer to a GET request, with bounds on its head and its body. No URL and no proxy is known here."""
+"""Reads the HTTP answer to a GET request, with limits on the size of its head and its body."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class HttpAnswer:
 
 
 async def read_answer(reader: asyncio.StreamReader, max_bytes: int) -> HttpAnswer:
-    """Read an answer. Only the body of one with status 200 is read. Raises ValueError, or an error of asyncio, for one
-    that is malformed, compressed or larger than `max_bytes`."""
+    """Read an answer, and its body if the status is 200. Raises ValueError, or an error of asyncio, for an answer that
+    is malformed, compressed or larger than `max_bytes`."""
     version, _, rest = (await _line(reader)).partition(" ")
     status = rest[:3]
     if not version.startswith("HTTP/1.") or not status.isdigit():
-        raise ValueError("no HTTP")
+        raise ValueError("the answer is not HTTP")
     headers: dict[str, str] = {}
     for _ in range(MAX_LINES):
         line = await _line(reader)
@@ -32,7 +32,7 @@ async def read_answer(reader: asyncio.StreamReader, max_bytes: int) -> HttpAnswe
         name, _, value = line.partition(":")
         headers[name.strip().lower()] = value.strip()
     else:
-        raise ValueError("a head with too many lines")
+        raise ValueError("the answer has too many header lines")
     body = await _body(reader, headers, max_bytes) if status == "200" else b""
     return HttpAnswer(int(status), headers.get("location", ""), body)
 
@@ -43,12 +43,12 @@ async def _line(reader: asyncio.StreamReader) -> str:
 
 async def _body(reader: asyncio.StreamReader, headers: dict[str, str], max_bytes: int) -> bytes:
     if headers.get("content-encoding", "identity").lower() != "identity":  # a few bytes may unpack to gigabytes
-        raise ValueError("a compressed body")
+        raise ValueError("the body is compressed, which is not supported")
     coding, declared = headers.get("transfer-encoding", "").lower(), headers.get("content-length")
     if coding == "chunked":
         return await _chunks(reader, max_bytes)
     if coding or (declared is not None and not (declared.isdigit() and int(declared) <= max_bytes)):
-        raise ValueError("a body of another coding, or too large")
+        raise ValueError("the body has an unsupported transfer coding, or is too large")
     if declared is not None:
         return await reader.readexactly(int(declared))
     parts, size = [], 0
@@ -56,7 +56,7 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str], max_bytes
         parts.append(piece)
         size += len(piece)
         if size > max_bytes:
-            raise ValueError("too large")
+            raise ValueError("the body is too large")
     return b"".join(parts)
 
 
@@ -67,7 +67,7 @@ async def _chunks(reader: asyncio.StreamReader, max_bytes: int) -> bytes:
         length = int(line[:MAX_CHUNK_LINE].split(b";")[0], 16)
         size += length
         if length < 0 or size > max_bytes:
-            raise ValueError("too large")
+            raise ValueError("the body is too large")
         if length == 0:
             return b"".join(parts)
         parts.append(await reader.readexactly(length))

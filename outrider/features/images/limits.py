@@ -1,4 +1,4 @@
-"""ImageLimits: how large the images of one request may be. No PIL, so that settings may import it."""
+"""ImageLimits: how large the images of one request may be. Does not import PIL, so that settings may import it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DETAILS = ("auto", "low", "high")  # how finely a model should look at an image
 
 
 class ImageRefused(ValueError):
-    """An image that breaks a rule. The message says which, and what to do."""
+    """Raised for an image that exceeds a limit. The message names the limit and says what to do."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,8 @@
-"""LiteralTexts: keeps texts of a chat from becoming tokens that stand for media.
+"""LiteralTexts: prevents text of a chat from being tokenized as a placeholder of an image.
 
-Only a chat template may write the placeholder of an image. A text of a user, or a tool's output, may contain the very
-characters of a placeholder: they are tokenized as characters. A random mark in the middle of each placeholder travels
-through the template, and the rendered text is tokenized in pieces, cut where the marks are.
-"""
+Only a chat template may write the placeholder of an image. If a user's text or a tool's output contains the characters
+of a placeholder, they are tokenized as ordinary text. Therefore a random mark is put into the middle of each such text
+before the template is rendered, and the rendered text is tokenized in pieces, cut where the marks are."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ class LiteralTexts:
 
 @lru_cache(maxsize=16)
 def media_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """A pattern of the tokenizer's own tokens that stand for media, or None if it has none."""
+    """Return a pattern that matches the tokenizer's special tokens for media, or None if it has none."""
     names = sorted((token.content for token in tokenizer.backend.get_added_tokens_decoder().values()
                     if MEDIA.search(token.content)), key=len, reverse=True)
     return re.compile("|".join(map(re.escape, names))) if names else None

@@ -1,4 +1,4 @@
-"""SeeingLimits: what the engine must know of a model that sees, to prepare the images of prompts. No torch."""
+"""SeeingLimits: the facts about a vision model that the engine needs to prepare the images of prompts. No torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class SeeingLimits(LimitsPart):
 
 
 def read_processor_config(folder: Path) -> dict[str, Any] | None:
-    """The content of the file that says how a model's images are prepared; None if the folder has none."""
+    """Return the content of the model's image processor config, or None if the folder has none."""
     for name in FILES:
         if (path := folder / name).is_file():
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))

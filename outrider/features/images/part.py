@@ -27,21 +27,21 @@ class PlacedImage:
         return self.offset + self.grid.num_tokens
 
     def touches(self, start: int, end: int) -> bool:
-        """Whether any of its tokens is one of the positions [start, end)."""
+        """Whether any token of the image has a position in [start, end)."""
         return self.offset < end and start < self.end
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImageInputs(InputPart):
-    """The images of a prompt, in the order of their places. A tower's features replace the embeddings of their tokens,
-    which are like other tokens in all else: causal, one position each. Steps and prefix hits may end inside an image,
-    because its features depend on nothing else."""
+    """The images of a prompt, in prompt order. Features of the vision tower replace the embeddings of their tokens. In
+    all else these tokens are like others: causal, with one position each. Steps and prefix hits may end inside an
+    image, because its features depend on the image alone."""
 
     images: tuple[PlacedImage, ...]
 
     def page_content(self, start: int, end: int, token_ids: Sequence[int]) -> list[int]:
-        """Return what images add to a page's key: for each image with tokens in the page, its digest and its position
-        relative to the page's start. So the key does not depend on where the page lies in a prompt."""
+        """Return the part of a page's cache key that images add: for each image with tokens in the page, its digest and
+        its position relative to the page's start. So the key does not depend on where the page lies in a prompt."""
         return [number for image in self.images if image.touches(start, end)
                 for number in (image.offset - start, *struct.unpack("<4q", image.digest))]
 
@@ -51,8 +51,8 @@ class ImageInputs(InputPart):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TwoWayImages(ImageInputs):
-    """Images whose tokens see each other in both directions. Keys and values of an image's tokens depend on the whole
-    image, so one step computes it, and no prefix hit ends inside it."""
+    """Images whose tokens attend to each other in both directions. Keys and values of an image's tokens depend on the
+    whole image. So one step computes the whole image, and no prefix hit ends inside it."""
 
     def last_cut(self, position: int) -> int:
         return next((image.offset for image in self.images if image.offset < position < image.end), position)
@@ -66,8 +66,9 @@ class TwoWayImages(ImageInputs):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GridImages(ImageInputs):
-    """Images whose tokens have positions of three components: time, row and column. An image takes as many positions of
-    the text as its longer side has tokens, which are fewer than its tokens. So the text behind it is moved back."""
+    """Images whose tokens have positions of three components: time, row and column. An image has more tokens than
+    positions, because it takes only as many positions as its longer side has tokens. So the text after it has smaller
+    positions than token indexes."""
 
     def rope_positions(self, start: int, end: int) -> NDArray[np.int64] | None:
         if start >= self.images[-1].end:
@@ -89,11 +90,11 @@ class GridImages(ImageInputs):
 
 
 def shift_behind(grid: ImageGrid) -> int:
-    """The number that an image adds to the positions of all tokens behind it, at most 0."""
+    """Return the offset (at most 0) that an image adds to the positions of all tokens after it."""
     return max(grid.rows, grid.cols) - grid.num_tokens
 
 
 def _inside(grid: ImageGrid, first: int, last: int) -> NDArray[np.int64]:
-    """The positions [3, tokens] of some of an image's tokens, seen from its first one."""
+    """Return the positions [3, tokens] of an image's tokens from `first` to `last`, relative to its first token."""
     index = np.arange(first, last, dtype=np.int64)
     return np.stack([np.zeros_like(index), index // grid.cols, index % grid.cols])

@@ -35,8 +35,8 @@ class ImagesReader(InputReader):
         self._images = [self._prepare(image, detail) for image, detail in zip(given, details, strict=True)]
 
     def token_ids(self, own: Callable[[], Sequence[int]]) -> Sequence[int]:
-        """Return the prompt with the tokens of each image in its place. A place is one placeholder, or all the tokens
-        of the image."""
+        """Return the prompt's token ids with the tokens of each image. The prompt has either one placeholder for each
+        image or all tokens of the images."""
         if not self._images:
             return own()
         runs = [self._processor.placeholder_ids(image.grid) for image in self._images]
@@ -65,7 +65,7 @@ class ImagesReader(InputReader):
 
 
 def images_of(data: Mapping[str, Any] | None) -> list[Pixels]:
-    """The pixels of the images of `multi_modal_data`: one, or a list of them."""
+    """Return the RGB pixels of the images in `multi_modal_data`, which is one image or a list."""
     for name, given in (data or {}).items():
         if name != MODALITY and given is not None and not (isinstance(given, (list, tuple)) and not given):
             hint = did_you_mean(str(name), [MODALITY]) or ":"
@@ -75,8 +75,8 @@ def images_of(data: Mapping[str, Any] | None) -> list[Pixels]:
     if given is None:
         return []
     if isinstance(given, (list, tuple)) and any(image is None for image in given):
-        raise ValueError("multi_modal_data: an image is None: give its pixels with every request, which find what was "
-                         "computed of the same image before")
+        raise ValueError("multi_modal_data: an image is None: give the pixels with every request, even if the same "
+                         "image was sent before")
     try:
         from outrider.features.images.decode import to_rgb
     except ModuleNotFoundError:
@@ -85,7 +85,7 @@ def images_of(data: Mapping[str, Any] | None) -> list[Pixels]:
 
 
 def check_served(model: ServedModel, count: int) -> SeeingLimits:
-    """Return the model's limits of images. Raises ValueError if it takes no images, or not so many."""
+    """Return the model's image limits. Raises ValueError if the model takes no images, or fewer than `count`."""
     limits = model.limits.part(SeeingLimits)
     if limits is None:
         raise ValueError(f"{model.name} is served without images: use a model that sees images (docs/models.md), "
@@ -94,8 +94,8 @@ def check_served(model: ServedModel, count: int) -> SeeingLimits:
         raise ValueError(f"At most {limits.most} image(s) may be provided in one prompt, got {count}: give fewer, or "
                          f"start the engine with limit_mm_per_prompt={{'image': {count}}}")
     if issubclass(limits.part_type, TwoWayImages) and not model.takes_extra_keys:
-        raise ValueError("images of this model are not served with exact=True, because their tokens see each other in "
-                         "both directions, which no exact attention computes: leave exact out")
+        raise ValueError("images of this model are not served with exact=True, because their tokens attend to each "
+                         "other in both directions, which exact attention cannot compute: leave exact out")
     return limits
 
 
@@ -120,7 +120,7 @@ def make_processor(limits: SeeingLimits, given: Mapping[str, Any] | None,
 
 @lru_cache(64)
 def _processor(limits: SeeingLimits, options: str) -> ImageProcessor:
-    """options: as JSON."""
+    """Make the processor with a prompt's own options. options: as JSON text."""
     settings, replaced = parsed(limits.processor_config), json.loads(options)
     if replaced:
         settings = with_options(settings or {}, replaced)
@@ -128,14 +128,14 @@ def _processor(limits: SeeingLimits, options: str) -> ImageProcessor:
 
 
 def with_options(settings: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
-    """The settings of a processor's file with some replaced, where the file has them."""
+    """Return the settings of a processor's file with `options` in place of those of the same name."""
     inner = settings.get("image_processor")
     return settings | options if inner is None else settings | {"image_processor": inner | options}
 
 
 def expanded(token_ids: list[int], placeholder: int, runs: Sequence[Sequence[int]]) -> list[int]:
-    """Put the tokens of each image in its place. Either every image has one placeholder, or all have all their
-    tokens."""
+    """Insert the tokens of each image into a prompt. Either every image has one placeholder in the prompt, or all
+    images have all their tokens already."""
     count, num_tokens = token_ids.count(placeholder), sum(list(run).count(placeholder) for run in runs)
     if count == num_tokens and _are_in_order(token_ids, placeholder, runs):
         return token_ids
@@ -147,7 +147,7 @@ def expanded(token_ids: list[int], placeholder: int, runs: Sequence[Sequence[int
 
 
 def _are_in_order(token_ids: list[int], placeholder: int, runs: Sequence[Sequence[int]]) -> bool:
-    """Whether the prompt has the tokens of all images already, one image after the other."""
+    """Whether the prompt contains the tokens of all images already, in the order of the images."""
     place = 0
     for run in runs:
         before = list(run).index(placeholder)

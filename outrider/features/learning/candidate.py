@@ -1,9 +1,8 @@
 """Candidate: a copy of the serving draft head that is trained on served texts, and compared with the serving head.
 
-The loss is the cross-entropy against the served tokens. They are samples of the distribution that drafts are checked
-against, whatever the requests' parameters. The output layer is not trained, so that memory and time are spent on the
-head's layer only.
-"""
+The loss is the cross-entropy against the served tokens. For any parameters of the requests, these tokens are samples of
+the distribution against which drafts are checked. The output layer is not trained, so that memory and time are spent on
+the head's layer only."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""DrafterLearner: a head that learns from the traffic while it serves. It cannot change the text: a draft is accepted
-only if the one sampler picks the same token, whatever weights the head has.
+"""DrafterLearner: a head that learns from the traffic while it serves. It cannot change the text: with any weights of
+the head, a draft is accepted only if the target's sampler picks the same token.
 
 Steps record the texts that they serve (`traffic.py`). A thread trains a copy of the head on them, and compares copy and
 serving head on texts that neither was trained on. If the copy is better, the thread of steps copies its weights over
@@ -8,8 +8,7 @@ it may use all of it while the engine is idle. A low thread priority of the oper
 the system holds back may hold Python's lock.
 
 Whatever the trainer raises is counted and logged, and the copy begins again from the serving head. After some failures
-the trainer ends; drafting goes on with the head as it is.
-"""
+the trainer ends; drafting goes on with the head as it is."""
 
 from __future__ import annotations
 
@@ -300,8 +299,9 @@ class DrafterLearner(DraftObserver, BackgroundWork):
         serving, candidate = self._measure(ring.closed(is_held_out=True)[-MOST_HELD_OUT:])
         self._report = replace(self._report, serving_run=serving, candidate_run=candidate)
         if candidate >= serving + LEAST_GAIN:
-            log.info("adapting the drafter: after %d steps its mean run on held-out traffic is %.3f, that of the "
-                     "drafter that serves %.3f: its weights take over", self._report.num_steps, candidate, serving)
+            log.info("adapting the drafter: after %d steps the trained copy yields %.3f tokens a step on held-out "
+                     "texts, the serving drafter %.3f: the copy is served from now on", self._report.num_steps,
+                     candidate, serving)
             self._offer_weights()
         return True
 
@@ -374,7 +374,7 @@ class DrafterLearner(DraftObserver, BackgroundWork):
             raise TrainerStopped
 
     def _fail(self, error: Exception) -> None:
-        log.warning("adapting the drafter failed, and serving goes on: %s", words_of(error), exc_info=error)
+        log.warning("adapting the drafter failed; serving goes on without: %s", words_of(error), exc_info=error)
         self._report = replace(self._report, num_errors=self._report.num_errors + 1, error=words_of(error))
 
     def _on_stream(self) -> AbstractContextManager[object]:

@@ -9,7 +9,7 @@ from outrider.core.feature_parts import Figure, ResultPart
 
 @dataclass(frozen=True, slots=True)
 class AdaptationReport(ResultPart):
-    """How far the training has come: counts since the start, and the last measurement on held-out texts."""
+    """The progress of the training: counts since the start, and the last measurement on held-out texts."""
 
     num_texts: int = 0  # texts that were recorded
     num_steps: int = 0  # optimizer steps of the trainer

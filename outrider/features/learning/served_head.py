@@ -68,7 +68,7 @@ class ServedHead:
         if head.first.mlp.activation != "silu" or head.rotary.table.shape[1] != head.sizes.head_dim:
             return "the head's activation is not silu, or its rope turns a part of each attention head"
         if any(slot.kind is not None or slot.layout is not None for slot in slots):
-            return "the head's weights stay in the bits of their files"
+            return "the head's weights are quantised"
         if self._output_format is None:
             return "the head uses the target's output layer, whose weights are quantised"
         return None

@@ -6,10 +6,9 @@ with the outputs of each in a list. A step shows it one position after the other
 tokens of every request, then the first draft is added to the list and the logits that follow it are shown, and so on.
 So the list always holds exactly the tokens before the position. At the end the lists are cut back to known tokens.
 
-If a draft that a processor has seen is rejected, the request is added to the batch anew in its next step, as after a
+If a draft that a processor has seen is rejected, the request is added to the batch again in its next step, as after a
 preemption, so that a state that the processor built on that draft is dropped. If a processor raises, each request is
-tried alone with a fresh instance; only those that raise end.
-"""
+tried alone with a fresh instance; only those that raise end."""
 
 from __future__ import annotations
 

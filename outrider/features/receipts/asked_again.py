@@ -26,8 +26,8 @@ def engine_settings(receipt: Receipt, key: bytes | None = None, *, given: Collec
         raise ValueError(f"settings.{odd}: this version of outrider has no such setting in receipts: replay it with "
                          "the version that made it")
     if told.get("logits_processors") and (key is None or faults(receipt, key)):
-        raise ValueError("settings.logits_processors: the receipt names code to run, which takes a signature that "
-                         "--receipt-key-file confirms, or the same names as --logits-processors")
+        raise ValueError("settings.logits_processors: the receipt names code to run: confirm its signature with "
+                         "--receipt-key-file, or give the same names as --logits-processors")
     known = EngineConfig.__dataclass_fields__
     settings = {name: tuple(value) if isinstance(known[name].default, tuple) else value
                 for name, value in told.items()}

@@ -1,5 +1,5 @@
-"""ReceiptPart: the part of a request that asks for receipts. SampleNotes: what one sample's receipt needs, noted while
-the sample runs. The thread that reads a receipt writes and signs it."""
+"""ReceiptPart: the part of a request that asks for receipts. SampleNotes: the data for one sample's receipt, collected
+while the sample runs. The thread that reads a receipt writes and signs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Copies between the device's pages and buffers of the host: straight on a CPU, on streams of their own on a GPU."""
+"""Copies pages between the device and host buffers: directly on a CPU, on separate streams on a GPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Store = Callable[[memoryview], None]  # takes the bytes of a page
 
 
 def buffer_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in the host's memory."""
+    """Return a view of the bytes of a contiguous tensor in host memory."""
     return memoryview(tensor.view(torch.uint8).numpy())
 
 
@@ -27,28 +27,29 @@ class PageCopies(ABC):
 
     @abstractmethod
     def make_buffer(self, num_bytes: int) -> memoryview:
-        """Make a buffer for `fill`. Any thread may call this."""
+        """Make a host buffer that `fill` can copy to a page. Any thread may call this."""
 
     @abstractmethod
     def store(self, pages: Sequence[tuple[int, Store]]) -> None:
-        """Copy pages to the host as they are before this step. Each function is called when its page's bytes have come,
-        now or in a later `settle`."""
+        """Copy pages to the host with their content before this step. The function of each page is called when the
+        page's bytes have been copied, now or in a later `settle`."""
 
     @abstractmethod
     def fill(self, staged: Sequence[StagedPage]) -> None:
-        """Copy buffers to their pages."""
+        """Copy host buffers to their pages on the device."""
 
     def join(self) -> None:
-        """Have this step's work begin after all copies to the device, because pages of cancelled ones are free."""
+        """Make this step's work wait for all copies to the device: pages of cancelled copies are free, and it may use
+        them."""
 
     @abstractmethod
     def settle(self, *, waits: bool = False) -> list[StagedPage]:
-        """Finish the copies that have ended. Returns the pages that are filled: later steps may read them.
+        """Finish the copies that have ended, and return the pages that they filled. Later steps may read these pages.
         waits: wait for all copies."""
 
 
 class HostCopies(PageCopies):
-    """Copies of a CPU, where pages lie in the host's memory: they are done at once."""
+    """PageCopies on a CPU, whose pages lie in host memory: every copy is done at once."""
 
     def __init__(self, pool: DevicePool) -> None:
         self._pool = pool
@@ -75,7 +76,7 @@ class HostCopies(PageCopies):
 
 @dataclass(slots=True)
 class Queued:
-    """Copies that were queued together, and the event after them."""
+    """Copies that were queued together, and the CUDA event recorded after them."""
 
     ended: torch.cuda.Event
     stores: list[tuple[memoryview, Store]]
@@ -83,11 +84,12 @@ class Queued:
 
 
 class StreamCopies(PageCopies):
-    """Copies of a GPU: from and to pinned memory, on one stream for each direction. The host never waits for them.
+    """PageCopies on a GPU, between pages and pinned host memory, with one stream for each direction. The host never
+    waits for them.
 
-    Pages are read before this step's work overwrites any of them: the step's stream waits for the stream of stores, on
-    the device. Filled pages belong to no request until the copy's event has come, so no step waits for loads. Buffers
-    live until their event has come. The class has not run on a GPU yet."""
+    Pages are read before this step overwrites any of them: on the device, the step's stream waits for the stream of
+    stores. Filled pages are given to requests only after the copy's event, so no step waits for loads. Buffers live
+    until that event. This class has not run on a GPU yet."""
 
     def __init__(self, pool: DevicePool) -> None:
         self._pool = pool

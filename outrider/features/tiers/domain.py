@@ -1,7 +1,6 @@
 """The digest of everything that a page's bytes depend on, beside the tokens: model, drafter, formats, layout.
 
-Pages with other digests are never found, so this is what keeps a cache that outlives its engine right.
-"""
+Pages with another digest are never found, so a cache that outlives its engine cannot return wrong pages."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ def _model_digest(config: EngineConfig, model: Model, loaded_at: float, reading:
 
 
 def _ropes(model: Model) -> list[list[float]]:
-    """How each rope turns: its cos and sin at position 1. Those of longrope depend on the length that is served."""
+    """Return how each rope rotates: its cos and sin at position 1. For longrope they depend on the served length."""
     tables = [rotary.table for rotary in model.rotaries] if isinstance(model, Decoder) else []
     return [table[1:2].flatten().tolist() for table in tables]
 

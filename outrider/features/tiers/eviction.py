@@ -1,8 +1,7 @@
 """EvictionOrder: which object of a medium is evicted next.
 
-Objects that only lie inside a prompt go first: with recurrent states every thousand tokens in one list with everything
-else, a cache of 64 to 256 GiB lost a third to three quarters of its hits on a recorded load of conversations.
-"""
+Objects from the inside of a prompt are evicted before those at its end. When one list held both, recurrent states of
+every thousand tokens cost a cache of 64 to 256 GiB a third to three quarters of its hits on recorded conversations."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ Name = TypeVar("Name", bound=Hashable)
 
 
 class EvictionOrder(Generic[Name]):
-    """Three lists, each ordered by last use. Interior objects are evicted first, then kept ones (boundaries, and what
-    was used again), then pinned ones, which a session holds until a time."""
+    """Three lists, each ordered by last use. Interior objects are evicted first, then kept ones (ends of prompts and
+    objects used again), then pinned ones, which a session protects until a time."""
 
     def __init__(self) -> None:
         self.interior: OrderedDict[Name, None] = OrderedDict()
@@ -34,7 +33,7 @@ class EvictionOrder(Generic[Name]):
         (self.kept if is_kept else self.interior)[name] = None
 
     def use(self, name: Name) -> None:
-        """Make an object the most recently used one. An interior object becomes a kept one."""
+        """Make an object the most recently used one. An interior object moves to the kept ones."""
         if name in self.pinned:
             self.pinned.move_to_end(name)
         elif name in self.kept:

@@ -1,4 +1,4 @@
-"""HostStore: a PageMedium in host memory, an arena of cells of equal size."""
+"""HostStore: a PageMedium in host memory, divided into cells of equal size."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class _Placement:
 
 
 class HostStore:
-    """Objects lie in as many cells as they need, wherever those are, so evicting never leaves gaps that fit nothing.
-    Choose `cell_bytes` as the bytes of one page: a page is then one contiguous range. `memory`: a writable buffer to
-    use as the arena, such as pinned memory; without it, pages of the system are taken when they are first written."""
+    """Stores each object in as many cells as it needs, which need not be adjacent, so eviction never leaves useless
+    gaps. Choose `cell_bytes` as the bytes of one page: a page is then one contiguous range. `memory`: a writable buffer
+    for the cells, such as pinned memory; without it the system's pages are taken when first written."""
 
     def __init__(self, size_bytes: int, *, cell_bytes: int = 1 << 16, memory: memoryview | None = None,
                  name: str = "host") -> None:
@@ -77,7 +77,7 @@ class HostStore:
             return True
 
     def load(self, key: bytes, into: memoryview) -> bool:
-        """Nothing is checksummed here: the bytes never leave this process's memory."""
+        """Copy an object into a buffer. Without a checksum, because the bytes never leave this process's memory."""
         target = memoryview(into).cast("B")
         with self._lock:
             placement = self._placed.get(key)
@@ -96,7 +96,7 @@ class HostStore:
             self._order.use(key)
 
     def take_evicted(self) -> list[bytes]:
-        """The keys that were evicted since the last call."""
+        """Return the keys that were evicted since the last call."""
         with self._lock:
             evicted, self._evicted = self._evicted, []
             return evicted
@@ -113,7 +113,7 @@ class HostStore:
                 self._remove(key)
 
     def close(self) -> None:
-        """Forget everything. The arena's memory goes back to the system with this object."""
+        """Drop all objects. The memory is released together with this HostStore."""
         self.drop(list(self._placed))
 
     def stats(self) -> HostStats:
@@ -122,7 +122,8 @@ class HostStore:
         return self._stats
 
     def _take_cells(self, count: int) -> tuple[int, ...] | None:
-        """Free cells for an object, after evicting what must go. None if the arena is smaller than the object."""
+        """Return free cells for an object, evicting others if needed. None if the object is larger than all cells
+        together."""
         if count * self._cell_bytes > len(self._arena):
             return None
         self._order.end_pins(time.time())

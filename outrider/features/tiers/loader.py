@@ -1,8 +1,7 @@
-"""Loader: a thread that reads pages from places beyond the device into buffers of the host. No torch.
+"""Loader: a thread that reads pages from host memory or disk into host buffers. No torch.
 
-The thread never touches the device's pages: the step that follows copies the buffers. So a load that was cancelled can
-write nothing, and a slow disk holds up no step.
-"""
+The thread never touches pages of the device: a later step copies the buffers there. So a cancelled load changes no
+page, and a slow disk delays no step."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ MOST_STAGED = 256 << 20  # bytes of pages that were read and not copied yet
 
 
 class StagedPage(NamedTuple):
-    """A page that was read, or that no place had."""
+    """The result of reading one page: its bytes, or the fact that no storage had it."""
 
     load: int
     position: int  # in its load
@@ -32,7 +31,7 @@ class StagedPage(NamedTuple):
 
 class Loader:
     def __init__(self, media: Sequence[PageMedium], page_bytes: int, make_buffer: Callable[[int], memoryview]) -> None:
-        """make_buffer: makes a buffer of so many bytes, such as a pinned one."""
+        """make_buffer: function that makes a host buffer of a given size, such as a pinned one."""
         self._media, self._page_bytes, self._make_buffer = media, page_bytes, make_buffer
         self._most_staged = max(1, MOST_STAGED // page_bytes)
         self._changed = threading.Condition()
@@ -70,7 +69,7 @@ class Loader:
             return staged
 
     def give_back(self, staged: StagedPage) -> None:
-        """Use a page's buffer again, which was copied."""
+        """Return a page's buffer for reuse, after its bytes were copied."""
         self._free.append(staged.data)
 
     def close(self) -> None:
@@ -98,7 +97,7 @@ class Loader:
             return None if self._is_closed else self._waiting.popleft()
 
     def _has_room(self, load: int) -> bool:
-        """Wait until another page may be read. False: the load was cancelled."""
+        """Wait until another page may be read. Returns False if the load was cancelled."""
         with self._changed:
             while len(self._staged) >= self._most_staged and not self._is_closed and load not in self._cancelled:
                 self._changed.wait()
@@ -116,7 +115,7 @@ class Loader:
                 self._changed.notify_all()
 
     def _read(self, key: bytes, into: memoryview) -> str | None:
-        """Read from the first place that has the key, and return its name."""
+        """Read a page from the first storage that has the key, and return the storage's name."""
         for medium in self._media:
             try:
                 if medium.contains(key) and medium.load(key, into):

@@ -1,4 +1,4 @@
-"""PageMedium: the contract of one place beyond the device where the bytes of pages and recurrent states lie."""
+"""PageMedium: the interface of one storage outside the device for the bytes of pages and recurrent states."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Protocol, runtime_checkable
 
 
 class PageMedium(Protocol):
-    """One place beyond the device where page bytes lie: host memory, a disk folder, an object store.
+    """One storage for page bytes outside the device: host memory, a disk folder, an object store.
 
     Keys are digests of 32 bytes that cover everything the bytes depend on, so the bytes of a key never change. All
-    methods may be called from any thread. An object that is not a boundary is evicted first, until a hit promotes it:
-    recurrent states inside a prompt are stored so. Touch the last page of a prefix first and its first page last,
-    because a prefix without its first page is of no use."""
+    methods may be called from any thread. Objects stored without `boundary`, such as recurrent states inside a prompt,
+    are evicted first until a hit promotes them. Touch the last page of a prefix first and its first page last, because
+    a prefix without its first page is of no use."""
 
     name: str  # "host", "disk"; in metrics and KV events
 
@@ -22,13 +22,13 @@ class PageMedium(Protocol):
         ...
 
     def store(self, key: bytes, payload: memoryview, *, boundary: bool = False) -> bool:
-        """Store a copy of the payload, perhaps later. False: declined, because the medium is full or too slow.
-        `boundary`: the end of a prompt or a turn, kept longest."""
+        """Store a copy of the payload, now or later. Returns False if the medium declines because it is full or too
+        slow. `boundary`: whether this is the end of a prompt or a turn, which is kept longest."""
         ...
 
     def load(self, key: bytes, into: memoryview) -> bool:
-        """Fill `into`. True only if all bytes came and their checksum is right. Every error is a miss: it returns
-        False, is counted, and leaves `into` undefined."""
+        """Fill `into`, and return True if all bytes were read and their checksum is right. Every error is a miss: it
+        returns False, is counted, and leaves `into` undefined."""
         ...
 
     def touch(self, key: bytes) -> None:
@@ -36,23 +36,23 @@ class PageMedium(Protocol):
         ...
 
     def close(self) -> None:
-        """Write what was stored and not written yet, within a bounded time."""
+        """Write the objects that were stored but not written yet, within a bounded time."""
         ...
 
 
 @runtime_checkable
 class ListsKeys(Protocol):
-    """A PageMedium that may hold pages when an engine starts: without the list they are not found."""
+    """A PageMedium that may hold pages when an engine starts. Only keys in its list can be found."""
 
     def keys(self) -> Sequence[bytes]:
-        """The keys that it holds now. May take long."""
+        """Return the keys that it holds now. May take long."""
         ...
 
 
 @runtime_checkable
 class TellsEvictions(Protocol):
-    """A PageMedium that tells what it evicts, so that no request waits for it in vain."""
+    """A PageMedium that reports evicted keys, so that no request waits for a page that is gone."""
 
     def take_evicted(self) -> list[bytes]:
-        """The keys that were evicted since the last call."""
+        """Return the keys that were evicted since the last call."""
         ...

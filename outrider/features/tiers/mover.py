@@ -1,4 +1,4 @@
-"""PageMover: the part of a step that copies pages to and from places beyond the device."""
+"""PageMover: the part of a step that copies pages between the device and other storage."""
 
 from __future__ import annotations
 
@@ -20,12 +20,11 @@ POLL_SECONDS = 0.005  # that a batch without requests waits for pages, so that a
 
 
 class OpenPlaces:
-    """The places of a worker, opened on a thread of their own: digests of a model's files and lists of files take
+    """Opens a worker's storages on a separate thread, because hashing a model's files and listing cache files take
     time."""
 
     def __init__(self, open_places: Callable[[], tuple[bytes, Sequence[PageMedium]]]) -> None:
-        """open_places: returns the digest of what all pages depend on, and the places in the order in which they are
-        asked."""
+        """open_places: returns the digest of everything that all pages depend on, and the storages in lookup order."""
         self._open_places = open_places
         self._ended = threading.Event()
         self._domain, self._media, self._keys = b"", list[PageMedium](), dict[str, Sequence[bytes]]()
@@ -38,11 +37,11 @@ class OpenPlaces:
             self._keys = {medium.name: medium.keys() if isinstance(medium, ListsKeys) else [] for medium in media}
             self._media = list(media)
         except Exception as error:
-            log.error("the cache beyond the device cannot be used: %s", error)
+            log.error("the caches in host memory and on disk are not used, because opening them failed: %s", error)
         self._ended.set()
 
     def wait(self, seconds: float) -> Sequence[PageMedium] | None:
-        """The places; None while they are being opened."""
+        """Wait for the storages, and return them; None if they are still being opened after `seconds`."""
         return self._media if self._ended.wait(seconds) else None
 
     def report(self) -> OpenedPlaces:
@@ -54,7 +53,7 @@ class OpenPlaces:
             try:
                 medium.close()
             except Exception:
-                log.exception("%s: not everything was written", medium.name)
+                log.exception("%s: closing failed, so some pages may not have been written", medium.name)
 
 
 class PageMover(StepPart):
@@ -111,7 +110,7 @@ class PageMover(StepPart):
             self._places.close()
 
     def _open(self, wait: float) -> Loader | None:
-        """Begin to open the places, and return their loader once they are open."""
+        """Begin to open the storages, and return their loader once they are open."""
         if self._places is None:
             self._places = OpenPlaces(self._open_places)
         media = self._places.wait(wait)
@@ -127,7 +126,7 @@ class PageMover(StepPart):
             self._loader.cancel(loads)
 
     def _store(self, store: PageStore, payload: memoryview) -> None:
-        """Offer a page's bytes to every medium, and note for the report which of them took the page."""
+        """Offer a page's bytes to every storage, and note for the report which of them took the page."""
         took = tuple(medium.name for medium in self._media if self._gives(medium, store, payload))
         self._stored.append((store.key, took))
 
@@ -139,7 +138,7 @@ class PageMover(StepPart):
             return False
 
     def _fill(self, filled: StagedPage, report: MovesReport) -> None:
-        """Note a filled page. A load is reported with its last one."""
+        """Note a filled page. A load is reported when its last page is filled."""
         places = self._loading.get(filled.load)
         if places is None:
             return  # cancelled

@@ -1,4 +1,4 @@
-"""TiersInEngine: the engine's part of caches beyond the device, which is the account of what lies there. No torch."""
+"""TiersInEngine: the engine's part of caches beyond the device: it tracks which pages they hold. No torch."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from outrider.engine.engine_feature import EngineFeature
 
 class TiersInEngine(EngineFeature):
     def __init__(self, config: EngineConfig, names: Sequence[str] = ()) -> None:
-        """names: the places, in the order in which they are asked; by default those of the settings."""
+        """names: the storages in lookup order; by default those of the settings."""
         if config.tensor_parallel_size > 1:
-            raise ValueError("a cache beyond the device serves models on one rank so far: use tensor_parallel_size=1, "
-                             "or leave host_cache_memory and disk_cache_dir out")
+            raise ValueError("caches in host memory and on disk do not support several ranks yet: use "
+                             "tensor_parallel_size=1, or leave host_cache_memory and disk_cache_dir out")
         self._media = PageMedia(names or names_of_settings(config))
 
     def make_cache(self, plain: CacheManager) -> CacheWithMedia:

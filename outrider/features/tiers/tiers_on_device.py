@@ -1,4 +1,4 @@
-"""TiersOnDevice: the worker's part of caches beyond the device. It opens the places and gives each step a PageMover."""
+"""TiersOnDevice: the worker's part of caches beyond the device. It opens them, and gives each step a PageMover."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class TiersOnDevice(WorkerFeature):
     name = "cache beyond the device"
 
     def __init__(self, config: EngineConfig, make_media: MakeMedia | None = None) -> None:
-        """make_media: makes the places, in the order in which they are asked; by default those of the settings."""
+        """make_media: makes the storages in lookup order; by default those of the settings."""
         self._config = config
         self._make_media = make_media or partial(media_of_settings, config)
         self._turn = WeightsTurn()
@@ -55,8 +55,7 @@ class TiersOnDevice(WorkerFeature):
 
 
 def media_of_settings(config: EngineConfig, domain: bytes, page_bytes: int) -> list[PageMedium]:
-    """Make the places that the settings ask for: host memory first, which is faster. One that cannot be used is left
-    out."""
+    """Make the storages that the settings ask for: host memory first, which is faster. An unusable one is left out."""
     makers: list[Callable[[], PageMedium]] = []
     if config.host_cache_memory:
         makers.append(partial(host_store.HostStore, config.host_cache_memory, cell_bytes=page_bytes))
@@ -68,5 +67,5 @@ def media_of_settings(config: EngineConfig, domain: bytes, page_bytes: int) -> l
         try:
             media.append(make())
         except (OSError, ValueError) as error:
-            log.error("a cache beyond the device cannot be used: %s", error)
+            log.error("a cache in host memory or on disk is not used: %s", error)
     return media

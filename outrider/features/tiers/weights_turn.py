@@ -1,4 +1,4 @@
-"""WeightsTurn: lets a thread read weights, but not while they sleep or change."""
+"""WeightsTurn: a lock under which a thread reads the weights. They cannot sleep or change meanwhile."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from outrider.core.background_work import BackgroundWork
 
 
 class WeightsTurn(BackgroundWork):
-    """A thread holds `lock` while it reads weights. Their owner holds it from `pause` to `resume`."""
+    """A lock for reading weights. A reading thread holds `lock`. The worker holds it from `pause` to `resume`, while
+    weights sleep or change."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()

@@ -1,9 +1,8 @@
 """Native CPU kernels: C code, compiled on the machine it runs on (`build.py`), behind functions of tensors.
 
-Every function computes what the function of the same name in reference.py does. `checks.py` says which arguments the C
-code takes; the table of operations asks these checks before a call, and the functions rely on them. This package knows
-no models.
-"""
+Every function computes the same result as the function of its name in reference.py. `checks.py` tests which arguments
+the C code accepts; the table of operations calls these checks before a call, and the functions rely on them. This
+package does not depend on models."""
 
 from typing import TYPE_CHECKING
 

@@ -1,4 +1,4 @@
-"""Adapters in C code. `kernels/adapter_products.py` is the specification."""
+"""LoRA adapters computed by C code. `kernels/adapter_products.py` is the specification."""
 
 from __future__ import annotations
 

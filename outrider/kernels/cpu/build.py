@@ -1,8 +1,7 @@
 """Compiles the native CPU kernels once with the machine's C compiler, keeps the library in the user's cache folder, and
 loads it.
 
-This file knows the signatures of the library's functions, but not what they compute.
-"""
+This file has the signatures of the library's functions."""
 
 from __future__ import annotations
 

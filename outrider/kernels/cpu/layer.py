@@ -125,12 +125,11 @@ class LayerStep:
 def decoder_layer(layer: BoundLayer, step: LayerStep, delta: Tensor | None, residual: Tensor,
                   adapters: LayerDeltas | None = None,
                   aux_states: Mapping[int, Tensor] = MappingProxyType({})) -> Tensor | None:
-    """Compute decoder layers: residual += delta, then attention and MLP, for each layer of `layer` in turn. Returns
-    what the last MLP adds, in delta's memory. adapters: those of the token rows, with the targets of all these layers.
+    """Compute decoder layers: residual += delta, then attention and MLP, for each layer of `layer` in turn. Returns the
+    output of the last MLP, in delta's memory. adapters: those of the token rows, with the targets of all these layers.
     aux_states[i], shaped like residual, gets a copy of the residual stream before the i-th layer.
 
-    Returns None, and does nothing, if the C code does not take these arguments.
-    """
+    Returns None, and does nothing, if the C code does not take these arguments."""
     if step.tokens > layer.max_tokens or not step.takes(delta, residual, layer.hidden):
         return None
     if adapters is not None:

@@ -1,7 +1,7 @@
-"""Linear products on the CPU: the right one for each number of token rows.
+"""Linear products on the CPU: chooses the fastest implementation for each number of token rows.
 
-A library's product for 2 to 32 token rows costs up to three times that of one row, although the weights, which are
-what takes the time, are read once either way. Speculation lives on that difference. Knows weights, not layers.
+A library's product for 2 to 32 token rows costs up to three times that of one row, although it reads the weights, which
+takes most of the time, only once in both cases. Verifying drafts pays only if several rows cost little more than one.
 
 Figures behind the choice, in ms: all products of SmolLM2-135M (538 MB of float32), 2 cores with AVX-512, best of 11
 (`bench/cpu_products.py` prints them for any machine). `packed` is oneDNN's reordered copy, `half` is bfloat16.
@@ -13,8 +13,7 @@ Figures behind the choice, in ms: all products of SmolLM2-135M (538 MB of float3
     native half   11.9  12.0  14.3  14.5  19.5  39.7  57.8 106.1 215.2
 
 At 64 token rows the library is level with native, and from there on ahead. Weights in a GGUF file's bits stay with the
-native product (`kernels/quantized.py`): they would have to be dequantised first, which costs 40 ms more.
-"""
+native product (`kernels/quantized.py`): they would have to be dequantised first, which costs 40 ms more."""
 
 from __future__ import annotations
 

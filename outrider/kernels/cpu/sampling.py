@@ -33,7 +33,7 @@ class Text(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Which log-probabilities to report."""
+    """The choice of log-probabilities to report."""
 
     num_top: int  # of the likeliest tokens of a logit row, at most
     is_processed: bool  # those of the logits that are drawn from, not of the model's own
@@ -75,7 +75,7 @@ def report_tokens(logits: Tensor, tokens: Tensor, num: int) -> ReportedLogprobs:
 def sample_rows(logits: Tensor, row: Tensor, position: Tensor | None, rows: bytes, any_sampled: bool, *,
                 draft_index: Tensor | None = None, text: Text | None = None, edited: Tensor | None = None,
                 report: Report | None = None, chosen: Tensor | None = None) -> SampledRows:
-    """Sample tokens from logits [L, V]. rows: what `pack_rows` returned. draft_index and text are needed if flags ask
+    """Sample tokens from logits [L, V]. rows: the result of `pack_rows`. draft_index and text are needed if flags ask
     for them. edited: logits that are already edited, for logit rows with edits. chosen: tokens to report in place of
     the sampled ones."""
     num, vocab = logits.shape

@@ -1,9 +1,8 @@
-"""What the Triton kernels share: small device functions, programmatic dependent launch, and checks on the host.
+"""Code that the Triton kernels share: small device functions, programmatic dependent launch, and checks on the host.
 
-This file knows nothing of models, caches or steps. The functions that launch kernels take `pdl` (programmatic dependent
-launch): a kernel starts while the previous kernel drains, does work that depends on no other kernel (fetching weights),
-then waits until the previous kernel's writes are visible. None leaves the choice to `uses_pdl`.
-"""
+This file does not depend on models, caches or steps. The functions that launch kernels take `pdl` (programmatic
+dependent launch): a kernel starts while the previous kernel drains, does work that depends on no other kernel (fetching
+weights), then waits until the previous kernel's writes are visible. None leaves the choice to `uses_pdl`."""
 
 from __future__ import annotations
 
@@ -84,7 +83,7 @@ _PDL_OPTIONS: tuple[dict[str, Any], dict[str, Any]] = ({}, {"launch_pdl": True})
 
 
 def pdl_options(pdl: bool) -> dict[str, Any]:
-    """Return the launch options for a kernel's PDL flag; the interpreter knows no such option."""
+    """Return the launch options for a kernel's PDL flag; the interpreter has no such option."""
     return _PDL_OPTIONS[pdl]
 
 

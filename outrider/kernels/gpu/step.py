@@ -1,8 +1,7 @@
 """The bookkeeping of a step in two launches: `prepare_step` before the forward pass, `commit_step` after the sampler.
 
 `kernels.step` is the specification, integer for integer. Scheduled integers and row state come in, tensors of the batch
-go out. Nothing here knows models or caches. No program reads what another program of the launch writes.
-"""
+go out. This file does not depend on models or caches. No program reads what another program of the launch writes."""
 
 from __future__ import annotations
 
@@ -284,7 +283,7 @@ def _state(name: str, rows: RowFields) -> _State:
 def prepare_step(
     packet: StepPacket, rows: RowFields, *, max_drafts: int, page_tokens: tuple[int, ...], max_len: int
 ) -> PreparedStep:
-    """See `kernels.step.prepare_step`."""
+    """Build the tensors of a batch from row state in one launch; see `kernels.step.prepare_step` for the arguments."""
     name, device = "prepare_step", packet.rows.device
     requests, tokens, logits = (t.shape[0] for t in (packet.rows, packet.request_of, packet.logit_request))
     extents = {Axis.REQUESTS: requests, Axis.STARTS: requests + 1, Axis.TOKENS: tokens, Axis.LOGIT_ROWS: logits,
@@ -328,7 +327,7 @@ def prepare_step(
 
 
 def commit_step(sampled: torch.Tensor, bad: torch.Tensor, batch: VerifiedStep, rows: RowFields) -> CommittedStep:
-    """See `kernels.step.commit_step`."""
+    """Accept drafts and update the rows in one launch; see `kernels.step.commit_step` for the arguments."""
     name, device, int64 = "commit_step", sampled.device, (torch.int64,)
     requests, max_drafts = batch.drafts.shape
     require_tensor(name, "sampled", sampled, (None,), device, int64)

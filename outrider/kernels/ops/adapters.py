@@ -1,4 +1,4 @@
-"""Entries of the table of operations: what LoRA adapters add to products."""
+"""Entries of the table of operations: the products of LoRA adapters."""
 
 from __future__ import annotations
 

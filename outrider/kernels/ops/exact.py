@@ -188,7 +188,8 @@ dense_latent_attention = Operation(
 
 def _write_pooled_keys(packed: torch.Tensor, weights: PoolWeights, cells: PoolCells, contexts: TokenContexts,
                        blocks: TokenBlocks) -> torch.Tensor:
-    """Write one token row after another: a block's last token reads from the cache what the rows before it wrote."""
+    """Write the token rows one after another, because a block's last token reads from the cache the values that earlier
+    rows wrote."""
     if not len(packed):
         return pooled_keys.write_pooled_keys(packed, weights, cells, contexts, blocks)
     made = []

@@ -83,7 +83,8 @@ def has_native() -> bool:
 
 
 class Exactness(Enum):
-    """Why an operation is exact by itself: what keeps its result for a token row independent of other rows."""
+    """The reason why an operation is exact by itself, so that its result for a token row does not depend on other
+    rows."""
 
     ROW_BY_ROW = "its kernels compute every token row alone, in one order of additions"
     NO_ARITHMETIC = "it moves floats, or computes integers"

@@ -30,7 +30,7 @@ from outrider.mixers.pool import DevicePool
 
 @dataclass(frozen=True)
 class BlockChoice:
-    """How a layer's indexer chooses blocks."""
+    """The rule by which a layer's indexer chooses blocks."""
 
     num_heads: int
     head_dim: int
@@ -39,7 +39,7 @@ class BlockChoice:
 
     @property
     def whole_len(self) -> int:
-        """The length, in tokens, up to which all blocks of a context are chosen."""
+        """Return the length, in tokens, up to which all blocks of a context are chosen."""
         return (self.top_k + 1) * self.blocks.size - 1
 
 

@@ -1,18 +1,18 @@
 """Latent attention, over the whole context or over positions that an indexer chooses.
 
 DeepSeek-V3, V3.2, GLM-MoE-DSA and HY-V4 keep one compressed vector per token and layer, which all heads share
-(`cache/kinds/latent.py`, `mixers/latent/`). Queries are brought into its space, so the cache is read as it is stored. A
-layer with an *indexer* keeps an index key per token in the same pages, scores all positions of a context by it, and
-attends to the best `index_topk`; a layer without one takes the choice of the layer before it. A context of at most
-`index_topk` tokens is attended whole. With `index_key_dtype="fp8"` index keys take one byte a number and a scale, a
-power of two, each (`ScaledIndexSpec`); they are rounded once, when they are written, so the choice depends on nothing
-else. The MTP module has an indexer of its own; its further drafting passes choose anew, or keep the choice of the first
-pass where the config says so.
+(`cache/kinds/latent.py`, `mixers/latent/`). Queries are projected into the space of these vectors, so the cache needs
+no conversion when it is read. A layer with an *indexer* keeps an index key per token in the same pages, scores all
+positions of a context by it, and attends to the best `index_topk`; a layer without one takes the choice of the layer
+before it. A context of at most `index_topk` tokens is attended whole. With `index_key_dtype="fp8"` index keys take one
+byte a number and a scale, a power of two, each (`ScaledIndexSpec`); they are rounded once, when they are written, so
+the choice depends on nothing else. The MTP module has an indexer of its own; its later drafting passes choose again, or
+keep the choice of the first pass if the config says so.
 
 In HY-V4 every head has a *sink*, the score of one more key without a value. It belongs to no position and is not
-chosen; kernels add its weight where they divide by the sum of weights, for several splits where these are merged. The
-makers' engines rotate pairs of dimensions and transformers' code rotates halves, for the same published files: here it
-is pairs, unless the config has `rope_interleave: false` and `indexer_rope_interleave: false`.
+chosen; kernels add its weight where they divide by the sum of weights, for several splits where these are merged. For
+the published files the publisher's engines rotate pairs of dimensions and transformers' code rotates halves. Here pairs
+are rotated, unless the config has `rope_interleave: false` and `indexer_rope_interleave: false`.
 
 All operations work in flat token space (`kernels/latent.py`): row r of queries, weights, contexts, scores, chosen
 positions and outputs belongs to token r of the batch, for prefill, verification and decoding alike. Nothing is packed
@@ -34,5 +34,4 @@ chooses among these kernels of `kernels/gpu/` by the step's shape:
 Other cards use the kernels of few token rows for any number. Token rows whose context is no longer than `index_topk`
 leave the indexer's kernels at once, and decode steps that have only contexts of that length get graphs without these
 kernels (`GraphKey.longest`). A float64 model has no kernels here, and its steps say so
-(`Uncaptured.NO_CAPTURED_KERNELS`).
-"""
+(`Uncaptured.NO_CAPTURED_KERNELS`)."""

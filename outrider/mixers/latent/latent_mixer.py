@@ -30,7 +30,7 @@ MAX_COUNTED = 64  # token rows of batches whose indexers' counters are zeroed to
 
 @dataclass(frozen=True)
 class EveryPosition:
-    """The layer attends to its whole context."""
+    """The layer attends to its whole context. It has no indexer."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class IndexedPositions:
 
     @property
     def whole_len(self) -> int:
-        """The length, in tokens, up to which all positions of a context are chosen."""
+        """Return the length, in tokens, up to which all positions of a context are chosen."""
         return self.top_k
 
 
@@ -71,7 +71,7 @@ AttendsTo = EveryPosition | IndexedPositions | SharedPositions
 
 @dataclass(frozen=True)
 class LatentLayer:
-    """A model's description of one latent attention layer (MLA). It does not know where its cache lies."""
+    """A model's description of one latent attention layer (MLA), without the place of its cache."""
 
     index: int
     num_heads: int
@@ -186,8 +186,8 @@ class ChosenPositions:
     used for another batch."""
 
     def __init__(self, counters: Iterable[torch.Tensor] = ()) -> None:
-        """counters: for each indexer of the pass, as `kernels.latent.choose_positions` takes them; empty if they are
-        not used."""
+        """counters: one for each indexer of the pass, for `kernels.latent.choose_positions`; empty if they are not
+        used."""
         self.latest: NotChosen | WholeContext | ListedPositions | KeptChoice = NotChosen()
         self._counters = iter(counters)
 

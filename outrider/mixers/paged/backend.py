@@ -30,7 +30,7 @@ else:
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """A model's description of one attention layer. It does not know where its cache lies."""
+    """A model's description of one attention layer, without the place of its cache."""
 
     index: int
     num_heads: int
@@ -51,15 +51,14 @@ class AttentionLayer:
         return self.mask != CAUSAL
 
     def of_rank(self, num_ranks: int) -> AttentionLayer:
-        """Return the layer as one of several ranks computes it. Heads are divided among ranks. With fewer kv heads than
-        ranks, each rank has one kv head, and neighbouring ranks have the same one."""
+        """A model's description of one attention layer, without the place of its cache."""
         heads = self.num_heads // num_ranks
         return replace(self, num_heads=heads, num_kv_heads=max(1, self.num_kv_heads // num_ranks),
                        sinks=None if self.sinks is None else self.sinks.new_empty(heads))
 
     def cache_spec(self, itemsize: int) -> FullSpec:
-        """Return what the layer needs of the cache. itemsize: bytes of a number in the model's dtype. The engine may
-        change the spec to another KV cache dtype (`LayerCache.stored_as`)."""
+        """Return the layer's cache spec. itemsize: bytes of a number in the model's dtype. The engine may change the
+        spec to another KV cache dtype (`LayerCache.stored_as`)."""
         geometry = (self.num_kv_heads, self.head_dim, itemsize)
         if self.window is None:
             return FullSpec(*geometry)
@@ -96,7 +95,7 @@ class Rope(Protocol):
 
     @property
     def halves(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cos columns and the sin columns of the table."""
+        """Return the cos columns and the sin columns of the table."""
 
 
 class HeadNorms(NamedTuple):
@@ -155,7 +154,7 @@ class Backend(ABC):
         return None
 
     def attach(self, num_pages: int, device: torch.device) -> None:
-        """Learn the size of the pool. Called once by each model whose layers the backend serves, before any plan."""
+        """Store the size of the pool. Called once by each model whose layers the backend serves, before any plan."""
 
     def check_cache(self, cache: KeyValueCache) -> None:
         """Raise an error while the engine starts if the backend cannot read a layer's part of the pool."""
@@ -167,7 +166,7 @@ class Backend(ABC):
 
 class PagedLayer(NamedTuple):
     """One attention layer bound to one step; the model calls it to attend. Layers that run as one fused call pass its
-    fields to a backend that they know."""
+    fields to their backend."""
 
     backend: Backend
     layer: AttentionLayer
@@ -194,7 +193,7 @@ class PagedLayer(NamedTuple):
         self.backend.write_fused(self.layer, self.cache, kv, rope, norms, self.plan)
 
     def read_fused(self, q: torch.Tensor, rope: Rope, norms: HeadNorms | None) -> torch.Tensor | None:
-        """Do the work of `fused` for q [tokens, q] alone. The keys and values are already in the cache."""
+        """Compute `fused` for q [tokens, q] alone, whose keys and values are already in the cache."""
         return self.backend.run_fused(replace(self.layer, writes=False), self.cache, q, rope, norms, self.plan)
 
 

@@ -23,8 +23,8 @@ Parts = Mapping[str, torch.Tensor]  # tensors by the names of their parts
 
 
 class DecodedTokens(NamedTuple):
-    """Cached tokens in the dtype of the queries. Keys and values of bad tokens (those that were not finite) may be
-    anything."""
+    """Cached tokens in the dtype of the queries. Keys and values of bad tokens (those that were not finite) are
+    arbitrary."""
 
     k: torch.Tensor  # [..., kv heads, dim]
     v: torch.Tensor  # [..., kv heads, dim]
@@ -53,8 +53,8 @@ class CacheCodec(ABC):
 
     @abstractmethod
     def decode(self, parts: Parts, dtype: torch.dtype) -> DecodedTokens:
-        """Decode stored parts [..., *shape] to the dtype of the queries. Some of them are cells that no token was
-        written to; their bytes are arbitrary and their results unused."""
+        """Decode stored parts [..., *shape] to the dtype of the queries. Cells to which no token was written have
+        arbitrary bytes; their results are unused."""
 
 
 class ModelCodec(CacheCodec):

@@ -287,7 +287,8 @@ def make_block_mask(layer: AttentionLayer, cache: KeyValueCache, plan: Plan, num
     request = plan.tiles.spread(plan.tiles.request)
 
     def sees_its_own(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-        """Whether a query's request owns the slot of a key. Uncompiled attention asks about every slot of the pool."""
+        """Whether a query's request owns the slot of a key. Uncompiled attention calls this for every slot of the
+        pool."""
         block = slot // page_tokens
         page = block // apart
         column = page_column[page].clamp(max=plan.page_table.shape[1] - 1)
@@ -323,7 +324,7 @@ def _capped(softcap: float) -> Any:
 
 
 def _collects_launches() -> bool:
-    """Whether launches are only collected, so that kernels of this package can be compiled, and nothing runs."""
+    """Whether launches are only collected to compile kernels, so that nothing runs."""
     from outrider.kernels.gpu.launch.triton_kernel import is_collecting
 
     return is_collecting()
@@ -335,7 +336,7 @@ def _compiled() -> Any:
 
 
 def _uncompiled(*args: Any, **options: Any) -> Any:
-    """Attention as plain torch operations. With torch's default settings every call would be traced anew."""
+    """Return attention as plain torch operations. With torch's default settings every call would be traced again."""
     before = getattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", False)  # older torch has none, and is slower here
     flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     try:

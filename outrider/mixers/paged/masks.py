@@ -1,9 +1,8 @@
 """Masks: which keys a query sees, in addition to the causal rule and a layer's window.
 
 A mask edits the causal mask by elementwise torch operations on positions. It is compiled and captured once, so it must
-not read anything that changes: `mask_checks.py` refuses masks that are not frozen dataclasses of plain values. A batch
-may let queries see a range of keys regardless of the mask (`ExtraKeys`).
-"""
+not read values that change: `mask_checks.py` refuses masks that are not frozen dataclasses of plain values. A batch may
+let queries see a range of keys regardless of the mask (`ExtraKeys`)."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ class QueryMarks(NamedTuple):
 
 
 class RangeReach(enum.Enum):
-    """Which keys of a query's extra range a layer lets it see."""
+    """Decides which keys of a query's extra range a layer lets the query see."""
 
     WHOLE = "the whole range"
     WINDOW = "the keys of the range that are not before the layer's window"

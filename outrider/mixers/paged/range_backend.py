@@ -1,4 +1,4 @@
-"""The backend of steps in which tokens see keys after their own, for models whose backend serves all other steps."""
+"""The backend of steps in which tokens attend to later tokens, for models whose usual backend cannot compute them."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ MASKED = ["flex", "torch"]  # backends that serve layers with masks, in the orde
 
 @dataclass(frozen=True)
 class BackendEntry:
-    """A backend as it is registered under its name."""
+    """The entry of a backend in the table of backends."""
 
     name: str
     refusal: Callable[[torch.device, torch.dtype], str | None]  # why it does not serve them; None if it does

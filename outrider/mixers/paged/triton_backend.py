@@ -45,12 +45,12 @@ MIN_LAYERS_TO_LIST = 4  # a list of splits pays off for groups of at least this 
 
 @dataclass(frozen=True)
 class NoPrefill:
-    """Every request uses the decode kernel."""
+    """Marks a step in which every request uses the decode kernel."""
 
 
 @dataclass(frozen=True)
 class HostPrefill:
-    """The host knows which requests use the prefill kernel."""
+    """Marks a step in which the host knows which requests use the prefill kernel."""
 
     lens: list[int]  # tokens of each request that uses the prefill kernel, 0 for the others
     more_than: int  # requests with more tokens than this use the prefill kernel
@@ -63,7 +63,7 @@ class HostPrefill:
 
 @dataclass(frozen=True)
 class DevicePrefill:
-    """Only the device knows which requests use the prefill kernel."""
+    """Marks a step in which only the device knows which requests use the prefill kernel."""
 
     decode_kernel_max_query: int  # requests with more tokens than this
 
@@ -89,7 +89,7 @@ class Plan:
 
     @property
     def key_starts(self) -> torch.Tensor | None:
-        """The first visible key of each request, for kernels; None if every key is visible."""
+        """Return the first visible key of each request, for kernels; None if every key is visible."""
         return self.view.visible.starts_int32 if isinstance(self.view.visible, KeysFrom) else None
 
     def splits_for(self, layer: AttentionLayer, itemsize: int) -> SplitList | None:
@@ -170,10 +170,11 @@ class TritonBackend(Backend):
                     may_list=len(group.layers) >= MIN_LAYERS_TO_LIST)
 
     def _decode_bound(self, lens: Sequence[int]) -> int:
-        """The `max_query` of the decode kernel for requests with these token counts: at most 1, or the most it serves.
+        """Return the `max_query` of the decode kernel for requests with these token counts: 1 (or 0), if no request
+        that it serves has more, otherwise the most that it serves.
 
-        Captured steps use only these two values. The kernel's tile size depends on the value, so another one could
-        need a kernel that start-up has not compiled: a step that mixed prompts with few drafts once waited 1.5 s."""
+        Captured steps use only these values. The kernel's tile size depends on the value, so another one could need a
+        kernel that start-up has not compiled: a step that mixed prompts with few drafts once waited 1.5 s."""
         most = max((n for n in lens if n <= self._max_query), default=0)
         return most if most <= 1 else self._max_query
 

@@ -1,8 +1,7 @@
 """CheckpointPages: copies recurrent states to pages of the pool and back, layer by layer.
 
 A checkpoint's bytes are those of its layers one after the other, cut into pages; each layer's part lies at the same
-place in every checkpoint. This file does not know which request owns the pages.
-"""
+place in every checkpoint. The cache manager records which request owns the pages."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
 """RecurrentMixer: the part of a recurrent layer that carries a state from token to token. Also the base class of the
 backends, which run mixers over a ragged batch.
 
-Projections before a mixer and norms after it work on each token row alone and belong to the layer. A mixer knows
-nothing of rows, pages or drafts: the backend decides which states are stored.
-"""
+Projections before a mixer and norms after it work on each token row alone and belong to the layer. A mixer does not
+depend on rows, pages or drafts: the backend decides which states are stored."""
 
 from __future__ import annotations
 
@@ -78,7 +77,7 @@ class RecurrentMixer(Protocol):
         calls, results are equal up to rounding; with `exact` they are those of `step`, bit for bit."""
 
     def kernel_params(self) -> MixerParams | None:
-        """The parameters for kernels; None if no kernel serves this mixer."""
+        """Return the parameters for kernels; None if no kernel serves this mixer."""
 
 
 @dataclass(frozen=True)

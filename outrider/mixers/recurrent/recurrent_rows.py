@@ -1,8 +1,8 @@
 """RecurrentRows: the recurrent state of every row, from admission to the row's last fold.
 
-A row has a state, a conv tail and a window per layer, and a count of accepted drafts that wait in the window. Nothing
-but the window grows with the number of drafts, and nothing is a page. It is empty for a model without recurrent layers.
-"""
+A row has a state, a conv tail and a window per layer, and a count of accepted drafts that wait in the window. Only the
+window grows with the number of drafts. None of this is stored in pages. A model without recurrent layers has no such
+state."""
 
 from __future__ import annotations
 
@@ -131,8 +131,8 @@ class RecurrentRows:
                 own.tail.index_copy_(0, restored_rows, tail)
 
     def targets(self, scheduled: ScheduledBatch, num_requests: int) -> CheckpointTargets | None:
-        """Return where the batch's checkpoints are written, any number for each request. num_requests includes padded
-        requests."""
+        """Return the pages and boundaries of the batch's checkpoints, any number for each request. num_requests
+        includes padded requests."""
         if not scheduled.cache.checkpoints:
             return None
         index_of = {row: i for i, row in enumerate(scheduled.rows)}
@@ -172,7 +172,7 @@ class RecurrentRows:
               known: Queries, max_drafts: int, max_pending: int,
               targets: CheckpointTargets | None) -> RecurrentStep | NoRecurrentStep:
         """Begin a step of the recurrent layers, if the model has any. computed, num_known and num_drafts [requests] are
-        counts of live tokens on the device; known: what the host knows of the known tokens."""
+        counts of live tokens on the device; known: the host's information about the numbers of known tokens."""
         if not self.layers:
             return NoRecurrentStep()
         return self.backend.begin(StepCounts(

@@ -1,8 +1,7 @@
 """The Triton backend of recurrent layers over a ragged batch: a few launches a layer, and no copy of any state.
 
-The torch backend is the specification. The tensors that kernels need of a batch are made once per step. This file knows
-which kernel goes with which kind of mixer, and nothing of tiles and grids.
-"""
+The torch backend is the specification. The tensors that kernels need of a batch are made once per step. This file
+chooses the kernel for each kind of mixer. Tiles and grids are chosen elsewhere."""
 
 from __future__ import annotations
 

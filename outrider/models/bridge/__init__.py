@@ -1,7 +1,7 @@
-"""The bridge: models without a family here run on transformers' own modelling code, on the engine's token rows.
+"""The bridge: runs models that have no family here with the modelling code of transformers, on the engine's token rows.
 
-transformers is an extra, so only `registry` imports this package, and only for an architecture without a family.
-`model.py` has the `Model` that the engine runs. A model is made in these steps:
+transformers is an optional dependency, so only `registry` imports this package, and only for an architecture without a
+family. `model.py` has the `Model` that the engine runs. A model is made in these steps:
 
 1. `installed.py` finds the class, and refuses by name what cannot be served. The model is built on the meta device.
 2. `replace.py` replaces modules that `known.py` recognises by layers of this package. A module is recognised by its
@@ -16,5 +16,4 @@ In a step the model gets all token rows as one sequence with their positions. tr
 attention function named `outrider`, which passes q, k and v to the mixer of its layer. Layers of this package read the
 step's context from a `CurrentStep` that the model sets, because transformers' code passes none. The causal model's own
 forward makes the logits, with its scales and limits. Auxiliary states are the outputs of its decoder layers. If its
-code asks for a tensor's value, steps run uncaptured (`Uncaptured.MODEL_READS`).
-"""
+code asks for a tensor's value, steps run uncaptured (`Uncaptured.MODEL_READS`)."""

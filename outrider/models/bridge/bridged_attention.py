@@ -1,8 +1,8 @@
 """The engine's attention as an attention function of transformers, and the function that outlines a model with it.
 
 transformers' attention modules call the function that their config names with q, k and v of the token rows of one
-sequence. Here this sequence is a step's ragged batch; only the engine's mixer knows which rows belong together.
-"""
+sequence. Here that sequence is a step's ragged batch, and the engine's mixer separates the rows of different
+requests."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ class StepAttention:
 
 def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
             attention_mask: torch.Tensor | None, **options: Any) -> tuple[torch.Tensor, None]:
-    """The attention function that transformers' modules call. It passes the call on to the object that `CALLED` names
-    in the module."""
+    """The attention function that transformers' modules call. It passes each call to the object stored in the module's
+    attribute `CALLED`."""
     return getattr(module, CALLED)(query, key, value, attention_mask=attention_mask, **options), None
 
 
 class MaskDescriptions:
-    """Makes a placeholder tensor for each mask that transformers' code asks for during an outline, and keeps the mask's
-    window."""
+    """Makes a placeholder tensor for each mask that transformers' code asks for while the model is outlined, and
+    records the mask's window."""
 
     def __init__(self) -> None:
         self._windows: dict[int, tuple[torch.Tensor, int | None]] = {}
@@ -112,7 +112,7 @@ def register_attention() -> None:
 
 @contextmanager
 def describing(masks: MaskDescriptions) -> Iterator[None]:
-    """A context manager. Masks that are asked for inside it are described in `masks`."""
+    """Context manager: masks requested inside it are described in `masks`."""
     token = _DESCRIBED.set(masks)
     try:
         yield
@@ -121,7 +121,7 @@ def describing(masks: MaskDescriptions) -> Iterator[None]:
 
 
 def use_function(model: torch.nn.Module, name: str) -> None:
-    """Make all attention modules of a model call this function."""
+    """Make all attention modules of a model call the attention function of this name."""
     configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     for config in configs.values():
         config._attn_implementation = name

@@ -58,8 +58,8 @@ def _kept_wide(model: Any, dtype: torch.dtype) -> list[re.Pattern[str]]:
 
 
 def _compute_buffers(model: Any, prefix: str, module: nn.Module, device: torch.device) -> None:
-    """Let transformers compute a module's buffers twice, once over zeros and once over ones. If the results differ,
-    transformers did not compute them, which is an error."""
+    """Let transformers compute a module's buffers twice, into zeros and into ones. Different results mean that it did
+    not write all values, which is an error."""
     own = dict(_lost_buffers(module))
     if not own:
         return

@@ -26,7 +26,7 @@ class CurrentStep:
 
     @contextmanager
     def of(self, context: StepContext) -> Iterator[None]:
-        """A context manager. Inside it the modules compute the token rows of `context`."""
+        """Context manager: inside it the modules compute the token rows of `context`."""
         before, self._context = self._context, context
         try:
             yield
@@ -44,15 +44,15 @@ class CurrentStep:
         return paged
 
     def angles_of(self, cos: torch.Tensor, sin: torch.Tensor) -> Angles:
-        """The token rows' rotation as the engine's layers take it, from transformers' cos and sin, [1, tokens, rotary
-        dim] each. It is made once per step and shared by the layers."""
+        """Return the token rows' rotation in the form of the engine's layers. cos, sin: [1, tokens, rotary dim], from
+        transformers. Made once per step and shared by the layers."""
         if id(cos) not in self._angles:
             self._angles[id(cos)] = cos, _StepRotary(cos, sin).angles()
         return self._angles[id(cos)][1]
 
 
 class _StepRotary(Rotary):
-    """A rope table that has one row for each token row of a step, where other tables have one row for each position."""
+    """A rope table with one row for each token row of a step. Other tables have one row for each position."""
 
     def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
         self._num_tokens, half = cos.shape[1], cos.shape[-1] // 2

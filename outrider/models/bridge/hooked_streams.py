@@ -27,7 +27,7 @@ class Streams:
 
     @contextmanager
     def kept(self, wanted: set[int]) -> Iterator[dict[int, torch.Tensor]]:
-        """A context manager that records the wanted streams. It yields a dict from the stream's number to [tokens,
+        """Context manager that records the wanted streams. It yields a dict from the stream's number to [tokens,
         hidden]."""
         self._wanted, self._found = wanted, {}
         try:
@@ -50,14 +50,13 @@ class Streams:
 
 
 def stream_of(args: tuple[Any, ...], options: dict[str, Any]) -> torch.Tensor:
-    """The residual stream among the arguments of a decoder layer."""
+    """Return the residual stream among the arguments of a decoder layer."""
     stream: torch.Tensor = args[0] if args else options["hidden_states"]
     return stream
 
 
 class PassingModule(nn.Module):
-    """A decoder layer that adds nothing. While kernels are compiled, it replaces layers whose kernels another layer has
-    compiled."""
+    """A decoder layer that changes nothing. It replaces layers whose kernels an earlier layer has compiled already."""
 
     def __init__(self, layer: nn.Module, number: int, streams: Streams, *, makes_tuple: bool) -> None:
         super().__init__()

@@ -38,8 +38,8 @@ def _decoders() -> set[str]:
 
 
 def find_class(reader: ConfigReader) -> type[Any]:
-    """The class in transformers for the config's architecture. Refuse a class whose attention the engine's attention
-    cannot replace."""
+    """Return the transformers class for the config's architecture. Refuse a class whose attention the engine's
+    attention cannot replace."""
     try:
         library = import_transformers()
     except ImportError as error:
@@ -62,8 +62,8 @@ def find_class(reader: ConfigReader) -> type[Any]:
 
 
 def _calls_attention_functions(model_class: type[Any]) -> bool:
-    """Whether a class's code may call the attention function that its config names. Classes of some older models do so
-    without saying it; the outline finds out whether every layer does."""
+    """Whether a class's code may call the attention function that its config names. Some older classes call it without
+    declaring so. The outline then checks that every layer calls it."""
     table = "ALL_ATTENTION_FUNCTIONS"
     return bool(getattr(model_class, "_supports_attention_backend", False)) \
         or hasattr(import_module(model_class.__module__), table)
@@ -107,7 +107,7 @@ def make_config(reader: ConfigReader, model_class: type[Any]) -> MadeConfig:
 
 
 def declared_keys(config_class: Any) -> set[str]:
-    """The keys that a config class of transformers reads."""
+    """Return the keys that a config class of transformers reads."""
     names = getattr(config_class, "attribute_map", {})
     keys = {*OLDER_NAMES, *names, *names.values()}
     for base in config_class.__mro__[:-1]:
@@ -141,7 +141,7 @@ def _check_layers(reader: ConfigReader, config: Any) -> None:
 
 
 def positions_of(reader: ConfigReader, config: Any) -> int:
-    """The number of positions that the model was made for."""
+    """Return the number of positions that the model was made for."""
     found = getattr(config, "max_position_embeddings", None)
     if not isinstance(found, int) or found < 1:
         raise ConfigError(f"{reader.source}: max_position_embeddings must be an integer above 0, got {shown(found)}: "

@@ -2,9 +2,8 @@
 
 A copy of the module gets small random weights. Its results for inputs of several sizes are compared with a layer of
 this package: large inputs show limits, small ones epsilons. Class names do not matter, so copies of a module in other
-models, and in later versions, are recognised too. A module that computes something else stays as it is: slower, but as
-correct.
-"""
+models, and in later versions, are recognised too. A module that computes something else is not replaced, which is
+slower but as correct."""
 
 from __future__ import annotations
 
@@ -79,7 +78,7 @@ def norm(x: torch.Tensor, weight: torch.Tensor, eps: float, offset: bool, is_cen
 
 
 def find_embedding_scale(module: nn.Module, compute_buffers: Callable[[nn.Module], None]) -> float | None:
-    """The factor by which an embedding module scales the rows of its table. None if it computes something else.
+    """Return the factor by which an embedding module scales the rows of its table. None if it computes something else.
     compute_buffers: a function that gives the module's buffers their initial values."""
     draw, tokens = _Draw(), torch.tensor([[3, 0, 2]])
     table = draw(5, 8)
@@ -217,7 +216,7 @@ def _linear(weight: torch.Tensor) -> nn.Linear:
 
 def _copy_of(module: nn.Module, *, parameters: dict[str, torch.Tensor] | None = None,
              modules: dict[str, nn.Module] | None = None) -> Any:
-    """A copy of the module with some parameters and modules replaced. The module itself is not changed."""
+    """Return a copy of the module with some parameters and modules replaced. The module itself is not changed."""
     made = copy.copy(module)
     made._parameters = {**module._parameters, **{name: nn.Parameter(value, requires_grad=False)
                                                  for name, value in (parameters or {}).items()}}
@@ -226,7 +225,8 @@ def _copy_of(module: nn.Module, *, parameters: dict[str, torch.Tensor] | None = 
 
 
 def _result(module: nn.Module, *args: Any, **options: Any) -> Any:
-    """The module's result. None if it cannot be called with these arguments, and so is not a module known here."""
+    """Return the module's result. None if it cannot be called with these arguments, which means that it is not
+    recognised."""
     try:
         with torch.no_grad(), torch.device("cpu"):
             return module(*args, **options)

@@ -1,8 +1,7 @@
 """BridgedModel: a model that transformers' code computes on the token rows of the engine's steps.
 
 Attention, products, norms, MLPs and experts are layers of this package wherever transformers' modules compute the same.
-The rest is the code that calls them, and it never sees that its one long sequence is a ragged batch.
-"""
+The rest is transformers' code that calls these layers. For that code the ragged batch is one long sequence."""
 
 from __future__ import annotations
 
@@ -157,8 +156,8 @@ class BridgedModel(Model):
                          "model_impl='transformers': use tensor_parallel_size=1, or replicas")
 
     def set_exact(self, exact: bool) -> None:
-        """Refuse exact mode. torch computes the last elements of a tensor with other code than the rest, so the result
-        of transformers' own code for a token row may depend on the row's place in the batch."""
+        """Refuse exact mode. torch computes the last elements of a tensor by different code than the others, so a token
+        row's result may depend on the row's index in the batch."""
         if exact:
             raise ValueError("exact=True is not supported with model_impl='transformers': ropes and activations of "
                              "transformers' own code may have other bits in another batch; leave exact out")
@@ -172,7 +171,7 @@ class BridgedModel(Model):
 
     @contextmanager
     def one_layer_each(self) -> Iterator[None]:
-        """A context manager. Inside it only the first layer of each kind and the last layer run, which is enough to
+        """Context manager: inside it only the first layer of each kind and the last layer run, which is enough to
         compile the kernels of all layers."""
         layers = [*self._layers]
         for index in self._repeated():
@@ -185,8 +184,8 @@ class BridgedModel(Model):
                 self._layers._modules[str(index)] = layer
 
     def _repeated(self) -> list[int]:
-        """Indices of the layers whose attention and weight shapes equal those of an earlier layer. The last layer is
-        never one of them."""
+        """Return the indices of the layers whose attention and weight shapes equal those of an earlier layer, without
+        the last layer."""
         shapes: list[list[Any]] = [[replace(layer, index=0)] for layer in self.attention_layers]
         for name, slot in self.weights().items():
             if name.startswith(f"{self._layer_names}."):
@@ -210,7 +209,7 @@ class BridgedModel(Model):
 
     def logits(self, hidden: torch.Tensor, context: StepContext) -> torch.Tensor:
         """Compute logits with transformers' own forward, in which `hidden` replaces the base model's result. So the
-        model's own scales and limits of logits apply."""
+        model's own logit scales and limits apply."""
         self._states.states = hidden[None]
         try:
             with self._step.of(context):
@@ -244,7 +243,7 @@ def _pass(*_: Any, **__: Any) -> None:
 
 
 class _GivenStates(nn.Module):
-    """A stand-in for the base model and its modules while logits are made: it returns the given states."""
+    """Stands for the base model and its modules while logits are made: it returns the given hidden states."""
 
     def __init__(self) -> None:
         super().__init__()

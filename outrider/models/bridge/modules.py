@@ -1,8 +1,7 @@
-"""Modules that replace transformers' own, each around a layer of this package.
+"""Modules that replace those of transformers. Each wraps a layer of this package.
 
-They take what transformers' modules take, [.., features] with any leading axes, and call layers with token rows and the
-step's context. On the meta device, where a model is outlined, they only compute the shape of their result.
-"""
+They take tensors [.., features] with any leading axes, as transformers' modules do, and call layers with token rows and
+the step's context. On the meta device, where a model is outlined, they only compute the shape of their result."""
 
 from __future__ import annotations
 
@@ -25,8 +24,8 @@ class BridgedModule(nn.Module):
 
 
 class WeightIsRead(AttributeError):
-    """Raised if code reads the weight or bias of a linear module. The layer has them, in a form that other code cannot
-    use."""
+    """Raised if code reads the weight or bias of a linear module. The layer stores both in a form that other code
+    cannot use."""
 
 
 class BridgedLinear(BridgedModule):
@@ -56,7 +55,7 @@ class JoinedProduct:
         self._results: tuple[torch.Tensor, ...] = ()
 
     def result(self, x: torch.Tensor, index: int) -> torch.Tensor:
-        """The output of module `index` for x. The first module called with x computes the outputs of all."""
+        """Return the output of module `index` for x. The first module called with x computes the outputs of all."""
         if self._input is not x:
             if x.is_meta:
                 joined = x.new_empty(*x.shape[:-1], sum(self.sizes))

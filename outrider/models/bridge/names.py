@@ -1,8 +1,7 @@
-"""CheckpointNames: maps the names of tensors in files to the names of a bridged model's slots.
+"""CheckpointNames: maps tensor names in files to the slots (named weight tensors) of a bridged model.
 
 transformers renames tensors of older files and joins the matrices of experts while it loads; its own tables say how.
-Experts keep separate matrices here, so only the names of these joins are used.
-"""
+Experts keep separate matrices here, so only the names of these joins are used."""
 
 from __future__ import annotations
 

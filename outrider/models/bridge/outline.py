@@ -45,12 +45,12 @@ class AttentionCall:
 
     @property
     def is_plain(self) -> bool:
-        """Whether one attention block of this package may replace the whole module, as far as the call shows."""
+        """Whether, according to this call, one attention block of this package may replace the whole module."""
         return self.rotary_dim > 0 and self.key_dim == self.value_dim and self.sinks is None
 
     def layer(self, index: int) -> AttentionLayer:
-        """The engine's attention layer for this call, without its sinks. A cache has keys and values of one size, so
-        the smaller of the two are padded with zeros."""
+        """Return the engine's attention layer for this call, without its sinks. A cache has keys and values of one
+        size, so the smaller of the two are padded with zeros."""
         head_dim = max(self.key_dim, self.value_dim)
         return AttentionLayer(index, self.num_heads, self.num_kv_heads, head_dim, self.scale, self.window, self.softcap)
 
@@ -80,7 +80,8 @@ class HostReads(TorchDispatchMode):
 
 
 def _refuse_mixing(model: nn.Module) -> None:
-    """Refuse modules that mix tokens outside attention: in a batch they would mix tokens of different requests."""
+    """Refuse modules that mix tokens outside attention, because in a batch they would mix tokens of different
+    requests."""
     for name, module in model.named_modules():
         if isinstance(module, MIXING):
             raise Unservable(f"{name} ({type(module).__name__}) mixes neighbouring tokens outside attention, and the "
@@ -131,7 +132,7 @@ def outline_model(model: Any, base: nn.Module) -> Outline:
 
 
 def _reason(error: Exception) -> str:
-    """The reason why a module cannot run, in the engine's words where possible."""
+    """Return the reason why a module cannot run, in the engine's words if there are some."""
     if isinstance(error, WeightIsRead):
         return f"the code reads the {error} of a linear layer by itself, and the engine keeps it in a form of its own"
     if isinstance(error, NotImplementedError) and "meta tensor" in str(error):
@@ -205,7 +206,7 @@ def _note_output(name: str, makes_tuple: dict[str, bool], running: list[str]) ->
 
 
 def _find_layers(model: nn.Module, calls: list[AttentionCall]) -> str:
-    """The name of the list of decoder layers. Each of them must have called attention once, in order."""
+    """Return the name of the list of decoder layers. Each of them must have called attention once, in order."""
     if not calls:
         raise Unservable("the model's code never calls the attention function that transformers would give it")
     parts = calls[0].name.split(".")
@@ -230,7 +231,7 @@ def _find_layers(model: nn.Module, calls: list[AttentionCall]) -> str:
 
 
 def _shared(inputs: list[tuple[str, torch.Tensor]]) -> list[list[str]]:
-    """Groups of linear modules of one parent that were called consecutively with the same tensor."""
+    """Return groups of linear modules of one parent that were called consecutively with the same tensor."""
     runs: list[list[str]] = []
     before: torch.Tensor | None = None
     for name, x in inputs:

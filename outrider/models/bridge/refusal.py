@@ -1,11 +1,11 @@
-"""Unservable: the error that says why the engine cannot serve a model of transformers."""
+"""Unservable: the error that names the reason why the engine cannot serve a model of transformers."""
 
 from __future__ import annotations
 
 
 class Unservable(ValueError):
-    """Raised for a model with code that the engine cannot serve. The message is the reason; the model adds the config
-    and the key."""
+    """Raised for a model whose code the engine cannot serve. The message is the reason; the caller adds the config's
+    file and key."""
 
 
 def words_of(error: Exception) -> str:

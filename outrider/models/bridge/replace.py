@@ -1,8 +1,7 @@
 """Replace modules of a transformers model by layers of this package that compute the same.
 
-Every replaced module becomes a part of the bridged model, under its name in the checkpoint. So formats, the loader and
-features see it like a layer of a family.
-"""
+Every replacing layer becomes a part of the bridged model, under the module's name in the checkpoint. So formats, the
+loader and features treat it like a layer of a family."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class Replacements:
         self._find_experts = _once_for_each_kind(known.find_experts)
 
     def replace_known(self, kept: set[str]) -> None:
-        """Replace experts, MLPs, norms and linear modules. `kept`: the names of modules that stay."""
+        """Replace experts, MLPs, norms and linear modules. `kept`: the names of modules that are not replaced."""
         self._replace(nn.Module, self._experts, kept)
         self._replace(nn.Module, self._mlp, kept)
         self._replace(nn.Module, self._norm, kept)

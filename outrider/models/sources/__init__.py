@@ -1,4 +1,4 @@
-"""Sources of models: a local folder in Hugging Face's form, a GGUF file, a hub id, or the default `smollm2`."""
+"""Sources of models: a local folder in Hugging Face's format, a GGUF file, a hub id, or the default `smollm2`."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def resolve(model: str | Path, revision: str | None = None, weights: bool = True
     if name == DEFAULT_MODEL:
         return gguf_source(smollm2_file(), name=DEFAULT_MODEL)
     if name.endswith(".gguf") or name.startswith((".", "/", "~")):
-        raise SourceError(f"there is no file or folder {name}")
+        raise SourceError(f"there is no file or folder {name}: correct the path")
     if not HUB_ID.fullmatch(name):
         hint = did_you_mean(name, [DEFAULT_MODEL])
         what = f"neither a local path, nor a hub id (owner/name), nor {DEFAULT_MODEL!r}"
@@ -48,7 +48,7 @@ def tokenizer_files(name: str, revision: str | None = None, download_dir: str | 
 
 
 def _local_folder(path: Path) -> ModelSource:
-    """The source of a local folder. If the folder has no config.json and a single GGUF file, this file is the
+    """Return the source of a local folder. If the folder has no config.json and a single GGUF file, this file is the
     source."""
     if not (path / "config.json").exists():
         files = sorted(path.glob("*.gguf"))

@@ -20,8 +20,8 @@ ScalePairs = dict[int, tuple[list[float], list[float]]]
 
 
 def find_scales(names: Iterable[str], section: Mapping[str, Any]) -> list[str]:
-    """Find scales among the names of tensors. section: the `quantization_config`, which may say that they are not for
-    fp8."""
+    """Find scales among the names of tensors. section: the `quantization_config`, which may say that the scales are for
+    another type than fp8."""
     found = [name for name in names if _NAME.search(name) and OTHERS.isdisjoint(name.split("."))]
     scheme = section.get("kv_cache_scheme")
     if found and isinstance(scheme, Mapping) and (scheme.get("type"), scheme.get("num_bits")) != ("float", 8):
@@ -31,7 +31,7 @@ def find_scales(names: Iterable[str], section: Mapping[str, Any]) -> list[str]:
 
 
 def pair_scales(tensors: Iterable[tuple[str, Any]]) -> ScalePairs:
-    """Return (scales of keys, scales of values) for each layer that has some."""
+    """Return (scales of keys, scales of values) for each layer that has scales."""
     made: dict[int, dict[str, list[float]]] = {}
     for name, tensor in tensors:
         match = _NAME.search(name)

@@ -1,9 +1,7 @@
 """Files with `quant_method: compressed-tensors`: groups of modules, each with a scheme of its weights and activations.
 
-Weights are read as codes with scales. Activations are rounded to fp8, with a scale for each token row, where weights
-are fp8 and the scheme rounds them. Other activations are not rounded, which is more exact than any scheme here asks
-for.
-"""
+Weights are read as codes with scales. If weights are fp8 and the scheme rounds activations, activations are rounded to
+fp8 with a scale for each token row. Other activations are not rounded, which is more precise than the scheme."""
 
 from __future__ import annotations
 
@@ -40,7 +38,7 @@ MADE_BY = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 
 @dataclass(frozen=True)
 class Scheme:
-    """How the weights of one group of modules are stored."""
+    """The way in which the weights of one group of modules are stored."""
 
     targets: tuple[str, ...]
     form: str
@@ -81,7 +79,7 @@ def read_scheme(reader: ConfigReader, default_format: str | None) -> Scheme:
 
 
 def _sizes(weights: ConfigReader, form: str) -> tuple[int, int]:
-    """The numbers of inputs (0: all) and outputs that share a scale."""
+    """Return the numbers of inputs (0: all) and outputs that share a scale."""
     strategy = weights.must_equal("strategy", "tensor", "channel", "group", "block", "tensor_group", default="tensor")
     given = weights.raw("group_size")
     if strategy in ("tensor", "channel"):

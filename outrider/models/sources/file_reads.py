@@ -1,8 +1,7 @@
 """Reads tensors from files that another process may change meanwhile, such as those of a trainer.
 
-The files are read and never mapped: a process that touches a mapped page behind the new end of a file is killed. A file
-that became shorter is refused by its name instead. No torch.
-"""
+Files are read and never mapped into memory, because a process that touches a mapped page behind a file's new end is
+killed. A file that became shorter is refused by its name instead. No torch."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ SIZES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint3
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor of a file, with the place of its bytes."""
+    """A tensor of a file, with the range of its bytes."""
 
     name: str
     dtype: str  # torch's name of it
@@ -46,7 +45,7 @@ class FileTensor:
         return self.start + self.num_bytes
 
     def get_shape(self) -> list[int]:
-        """The shape, under the name that safetensors has for it."""
+        """Return the shape. The method's name is that of safetensors."""
         return list(self.shape)
 
 
@@ -55,14 +54,14 @@ class FileReader:
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():  # a pipe would wait for its writer
-            raise WeightError(f"{path.name} is not a file")
+            raise WeightError(f"{path.name} is not a regular file: give one")
         self.name = path.name
         self._file = path.open("rb", buffering=0)
         weakref.finalize(self, self._file.close)
         self.num_bytes = path.stat().st_size
 
     def read(self, start: int, num_bytes: int, what: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """Read a part of the file into new memory. what: the name of the part in errors."""
+        """Read a part of the file into new memory. what: the name of the part in error messages."""
         data, done = np.empty(num_bytes, np.uint8), 0
         self._file.seek(start)
         while done < num_bytes:
@@ -88,7 +87,7 @@ def safetensors_header(file: FileReader) -> list[FileTensor]:
     length = file.read(0, LENGTH_BYTES, "its header")
     begin = LENGTH_BYTES + int.from_bytes(length.tobytes(), "little")
     if begin > min(file.num_bytes, MAX_HEADER_BYTES):
-        raise WeightError(f"{file.name} is not a whole safetensors file")
+        raise WeightError(f"{file.name} is not a complete safetensors file: fetch it again")
     tensors = _parsed(file.name, file.read(LENGTH_BYTES, begin - LENGTH_BYTES, "its header").tobytes(), begin)
     _check_order(file.name, tensors, begin)
     file.check_holds(tensors)

@@ -44,8 +44,8 @@ class FolderSource(ModelSource):
 
     @cached_property
     def _held_names(self) -> set[str] | None:
-        """The names of all tensors. None if the folder has no weights, as for a dummy model. Cached, because the lookup
-        of every matrix needs them."""
+        """Return the names of all tensors. None if the folder has no weights, as for a dummy model. Cached, because the
+        lookup of every matrix needs them."""
         try:
             return self.tensor_names()
         except FileNotFoundError:
@@ -72,8 +72,8 @@ def folder_source(path: Path, name: str | None = None) -> ModelSource:
 
 
 def _with_own_output(path: Path, config: dict[str, Any]) -> dict[str, Any]:
-    """Resolve a config whose text section is untied while the whole is tied, which is the default of some of
-    transformers' config classes: the head is tied only if the files hold no output."""
+    """Resolve a config whose text section is untied while the whole model is tied, which some of transformers' config
+    classes have by default. The head counts as tied only if the files contain no output matrix."""
     text, key = config.get("text_config"), "tie_word_embeddings"
     if config.get(key) is not True or not isinstance(text, dict) or text.get(key) is not False:
         return config
@@ -100,7 +100,8 @@ def read_config(folder: str | Path) -> dict[str, Any]:
 
 
 def _quantization_beside(path: Path) -> dict[str, Any]:
-    """The `quantization_config` that GPTQ and ModelOpt tools may write into a separate file; {} if there is none."""
+    """Return the `quantization_config` that GPTQ and ModelOpt tools may write into a separate file; {} if there is
+    none."""
     gptq, modelopt = path.with_name("quantize_config.json"), path.with_name("hf_quant_config.json")
     if gptq.is_file():
         return {KEY: {"quant_method": "gptq"} | _read_json(gptq)}
@@ -109,7 +110,8 @@ def _quantization_beside(path: Path) -> dict[str, Any]:
 
 
 def eos_token_ids(source: str | Path | Mapping[str, Any]) -> tuple[int, ...]:
-    """The tokens that end a text, from a folder (generation_config.json first, then config.json) or from a config."""
+    """Return the tokens that end a text, from a folder (generation_config.json first, then config.json) or from a
+    config."""
     if isinstance(source, Mapping):
         return _eos_of(source)
     generation, own, config = Path(source) / "generation_config.json", Path(source) / "config.json", read_config(source)
@@ -119,7 +121,8 @@ def eos_token_ids(source: str | Path | Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _eos_of(config: Mapping[str, Any], name: str = "config.json", vocab_size: int = INT32) -> tuple[int, ...]:
-    """The eos ids of a config. Ids outside the vocabulary are refused here, where the message can name the file."""
+    """Return the eos ids of a config. Ids outside the vocabulary are refused here, because here the message can name
+    the file."""
     value = config.get("eos_token_id")
     if value is None and isinstance(config.get("text_config"), Mapping):
         value = config["text_config"].get("eos_token_id")

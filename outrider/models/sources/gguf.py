@@ -128,8 +128,8 @@ def build_config(header: Header) -> dict[str, Any]:
 
 
 def _stored_dtype(header: Header) -> str:
-    """The dtype of most weights. Quantised weights count as bfloat16, because a GPU multiplies their codes in 16-bit
-    arithmetic and would have to dequantise them for float32."""
+    """Return the dtype of most weights. Quantised weights count as bfloat16, because a GPU multiplies their codes in
+    16-bit arithmetic and would have to dequantise them for float32."""
     sizes: dict[str, int] = {}
     for entry in header.tensors.values():
         dtype = {"F16": "float16", "F32": "float32"}.get(entry.kind.name, "bfloat16")
@@ -138,7 +138,7 @@ def _stored_dtype(header: Header) -> str:
 
 
 def _eos_token_ids(header: Header, vocab_size: int) -> tuple[int, ...]:
-    """The tokens that end a text: end of text, of turn and of message, because a chat model may end with any of
+    """Return the tokens that end a text: end of text, of turn and of message, because a chat model may end with any of
     them."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     found = {key: header.metadata[key] for key in keys if key in header.metadata}

@@ -13,7 +13,7 @@ SIGMOID = 2  # expert_gating_func
 
 
 def plain_config(meta: Metadata) -> dict[str, Any]:
-    """The config of a model with the same attention in all layers and a rope on whole heads."""
+    """Return the config of a model with the same attention in all layers and a rope on whole heads."""
     heads = meta.need_number("attention.head_count")
     head_dim = meta.get("attention.key_length", meta.need("embedding_length") // heads)
     meta.must_equal("rope.dimension_count", head_dim, f" where the head size is {head_dim}")
@@ -48,7 +48,8 @@ def _experts(meta: Metadata) -> dict[str, Any]:
 
 
 def text_config(meta: Metadata) -> dict[str, Any]:
-    """The config of the text of a model that sees images: positions of text are the same in all sections of a rope."""
+    """Return the config of a vision model's text part. All components of a text position are equal, so its rope is an
+    ordinary one."""
     meta.get("rope.dimension_sections"), meta.get("n_deepstack_layers")
     return plain_config(meta)
 
@@ -62,7 +63,8 @@ def seed_oss_config(meta: Metadata) -> dict[str, Any]:
 
 
 def lfm2_config(meta: Metadata) -> dict[str, Any]:
-    """The config of LFM2: layers without heads of keys have a short convolution."""
+    """Return the config of LFM2: layers whose number of key heads is 0 have a short convolution instead of
+    attention."""
     heads, kv_heads = meta.need_number("attention.head_count"), meta.by_layer("attention.head_count_kv")
     head_dim = meta.need("embedding_length") // heads
     for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
@@ -79,8 +81,8 @@ def lfm2_config(meta: Metadata) -> dict[str, Any]:
 
 
 def gemma3_config(meta: Metadata) -> dict[str, Any]:
-    """The config of Gemma 3: every sixth layer has full attention. The 27B model, which has 62 layers, derives the
-    scale of queries from another size."""
+    """Return the config of Gemma 3: every sixth layer has full attention. The 27B model, which has 62 layers, derives
+    the scale of queries from another size."""
     layers, heads = meta.need("block_count"), meta.need_number("attention.head_count")
     scalar = meta.need("embedding_length") // heads if layers == 62 else meta.need("attention.key_length")
     return plain_config(meta) | {
@@ -90,8 +92,8 @@ def gemma3_config(meta: Metadata) -> dict[str, Any]:
 
 
 def gemma4_config(meta: Metadata) -> dict[str, Any]:
-    """The config of Gemma 4: full layers have different heads, and those without values use their keys as values. The
-    rope of full layers rotates a part of each head."""
+    """Return the config of Gemma 4: full layers have different heads, and those without a value matrix use keys as
+    values. The rope of full layers rotates a part of each head."""
     count, sliding = meta.num_layers, meta.by_layer("attention.sliding_window_pattern")
     head_dim, full_dim = meta.need("attention.key_length_swa"), meta.need("attention.key_length")
     for key, size in (("attention.value_length", full_dim), ("attention.value_length_swa", head_dim),
@@ -122,7 +124,7 @@ def gemma4_config(meta: Metadata) -> dict[str, Any]:
 
 
 def _gemma4_widths(meta: Metadata, num_own: int) -> dict[str, Any]:
-    """The sizes of the MLPs, which may be twice as wide in layers without their own cache, and of the experts."""
+    """Return the sizes of the experts and of the MLPs, which may be twice as wide in layers without their own cache."""
     widths = meta.by_layer("feed_forward_length")
     is_wide = num_own < len(widths) and widths[-1] == 2 * widths[0]
     if any(width != widths[0] * (2 if is_wide and i >= num_own else 1) for i, width in enumerate(widths)):
@@ -137,7 +139,8 @@ def _gemma4_widths(meta: Metadata, num_own: int) -> dict[str, Any]:
 
 
 def deepseek_config(meta: Metadata) -> dict[str, Any]:
-    """The config of DeepSeek models. Older files have head sizes under keys that newer files use for cache sizes."""
+    """Return the config of DeepSeek models. Older files have head sizes under keys that newer files use for cache
+    sizes."""
     gating = meta.get("expert_gating_func", SIGMOID)
     if gating != SIGMOID or not meta.layers_with("exp_probs_b.bias"):
         raise meta.refusal("expert_gating_func", "only DeepSeek-V3's routing, by a sigmoid and a bias "
@@ -182,7 +185,7 @@ def deepseek_indexed_config(meta: Metadata) -> dict[str, Any]:
 
 
 def nemotron_h_config(meta: Metadata) -> dict[str, Any]:
-    """The config of Nemotron-H. The kind of each layer is found from the names of its tensors."""
+    """Return the config of Nemotron-H. The kind of each layer is found from the names of its tensors."""
     letters = {layer: letter for letter, tensor in (("M", "ssm_in"), ("*", "attn_q"), ("-", "ffn_up"),
                                                     ("E", "ffn_gate_inp"))
                for layer in meta.layers_with(f"{tensor}.weight")}
@@ -216,8 +219,8 @@ def nemotron_h_config(meta: Metadata) -> dict[str, Any]:
 
 
 def qwen_hybrid_config(meta: Metadata) -> dict[str, Any]:
-    """The config of Qwen3-Next and Qwen3.5: gated delta layers, and gated attention with a rope on a part of each
-    head."""
+    """Return the config of Qwen3-Next and Qwen3.5: gated delta layers, and gated attention with a rope on a part of
+    each head."""
     heads, delta = meta.need_number("attention.head_count"), DeltaHeads.read(meta)
     head_dim, turning = meta.need("attention.key_length"), meta.need("rope.dimension_count")
     count, interval = meta.num_layers, meta.get("full_attention_interval", 4)

@@ -1,7 +1,6 @@
-"""The table of GGUF architectures: what the metadata of each one means, and where its tensors go in the model.
+"""The table of GGUF architectures: the meaning of each one's metadata, and the place of its tensors in the model.
 
-`gguf_configs.py` reads the metadata, `gguf_places.py` places the tensors.
-"""
+`gguf_configs.py` reads the metadata, `gguf_places.py` places the tensors."""
 
 from __future__ import annotations
 
@@ -71,8 +70,8 @@ class Family:
     top: Mapping[str, str] = field(default_factory=dict)  # further tensors around the layers
 
     def places(self, name: str, num_layers: int) -> tuple[TensorPlace, ...] | None:
-        """Where a tensor of the file goes in the model. None if the family knows no such name, and () for a tensor that
-        is not read. Layers after the model's last one predict further tokens and are not read."""
+        """Return the place of a file's tensor in the model. None if the family has no such name, and () for a tensor
+        that is not read. Layers after the model's last one predict further tokens and are not read."""
         found = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
         if found is not None:
             held = () if int(found[1]) >= num_layers else self.layer.get(found[2])

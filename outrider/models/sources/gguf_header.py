@@ -1,9 +1,8 @@
-"""Read the header of a GGUF file: its metadata, and where each tensor lies.
+"""Read the header of a GGUF file: its metadata, and the place of each tensor in the file.
 
-The gguf library decodes tensors of kinds that need it. Its reader of headers is not used: it makes an array for every
-metadata string, which takes seconds for a vocabulary, and does not say what is wrong with a cut file. This file knows
-nothing of models.
-"""
+The gguf library decodes tensors of the kinds that need it. Its reader of headers is not used, because it makes an array
+for every metadata string, which takes seconds for a vocabulary, and gives no clear error for a truncated file. This
+file does not depend on the model."""
 
 from __future__ import annotations
 
@@ -59,7 +58,7 @@ class Header:
 
 
 class _NeedsMoreBytes(SourceError):
-    """The header goes on after the part of the file that was read."""
+    """Raised if the header goes on after the part of the file that was read."""
 
 
 class _Cursor:
@@ -135,13 +134,13 @@ class _Cursor:
 
 
 def named(key: str) -> str:
-    """A key for a message, shortened and escaped if a damaged file made it long or unprintable."""
+    """Return a key for a message, shortened and escaped if a damaged file made it long or unprintable."""
     return key if key.isprintable() and len(key) <= MAX_SHOWN else shown(key)
 
 
 def read_header(path: Path, *, maps_file: bool = True) -> Header:
-    """Read a GGUF file's header. maps_file: the header, and later each tensor, is mapped into memory. A file that may
-    change meanwhile must not be mapped: a process that touches a mapped page behind the new end of a file is killed."""
+    """Read a GGUF file's header. maps_file: the header, and later each tensor, is mapped into memory. Do not map a file
+    that may change: a process that touches a mapped page behind the file's new end is killed."""
     with open(path, "rb") as file:
         start = file.read(len(MAGIC))
         if start != MAGIC:
@@ -154,7 +153,7 @@ def read_header(path: Path, *, maps_file: bool = True) -> Header:
 
 
 def _parse_unmapped(path: Path, file: BinaryIO) -> Header:
-    """Parse a beginning of the file, and a longer one if the header does not fit into it."""
+    """Parse the beginning of the file, and a longer part of it if the header does not fit."""
     num_bytes, file_bytes = UNMAPPED_BYTES, path.stat().st_size
     while True:
         file.seek(0)

@@ -48,7 +48,7 @@ class Metadata:
         self._read = {self.prefix + key for key in HARMLESS}
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a key below the architecture's name. A value of another type or size is refused."""
+        """Return the value of a key below the architecture's name. A value of another type or size is refused."""
         name = self.prefix + key
         self._read.add(name)
         if name not in self.header.metadata:
@@ -68,7 +68,7 @@ class Metadata:
         return value
 
     def need_number(self, key: str) -> Any:
-        """A required value that is the same in all layers."""
+        """Return a required value that is the same in all layers."""
         value = self.need(key)
         if isinstance(value, list):
             raise SourceError(f"{self.header.path}: {self.prefix}{key} has a value for each layer, and Outrider "
@@ -76,7 +76,7 @@ class Metadata:
         return value
 
     def by_layer(self, key: str) -> list[Any]:
-        """The value of each layer. A single value in the file counts for all layers."""
+        """Return the value of each layer. A single value in the file counts for all layers."""
         value, count = self.need(key), self.need("block_count")
         if not isinstance(value, list):
             return [value] * count
@@ -86,7 +86,7 @@ class Metadata:
         return value[:count]
 
     def check_shown_sizes(self) -> None:
-        """Refuse sizes that contradict the tensors' shapes, by their keys."""
+        """Refuse sizes that contradict the tensors' shapes. The error names the key."""
         for key, tensor, axis in SHOWN_SIZES:
             for layer in range(self.num_layers):
                 entry = self.header.tensors.get(tensor) or self.header.tensors.get(f"blk.{layer}.{tensor}")
@@ -125,7 +125,7 @@ class Metadata:
 
     @property
     def num_layers(self) -> int:
-        """The number of the model's own layers. Layers after them predict further tokens and are not read."""
+        """Return the number of the model's own layers. Layers after them predict further tokens and are not read."""
         count: int = self.need("block_count") - self.get("nextn_predict_layers", 0)
         if count < 1:
             raise self.refusal("nextn_predict_layers", "it must be below the number of all layers, block_count = "
@@ -133,5 +133,5 @@ class Metadata:
         return count
 
     def layers_with(self, tensor: str) -> list[int]:
-        """The layers that have a tensor of this name, which follows "blk.0." in the full name."""
+        """Return the layers that have a tensor of this name, which follows "blk.0." in the full name."""
         return [layer for layer in range(self.num_layers) if f"blk.{layer}.{tensor}" in self.header.tensors]

@@ -1,9 +1,8 @@
 """The places of a GGUF file's tensors in the models: their Hugging Face names, and the changes that converters make.
 
-Converters add the 1 to norms that scale by 1 + weight, store decays and not their logarithms, and reorder the rows of
-some matrices. Rows are put back into order as they are, still quantised. A tensor whose numbers must be changed is
-dequantised first.
-"""
+Converters add 1 to the weights of norms that scale by 1 + weight, store decays instead of their logarithms, and reorder
+the rows of some matrices. The order of rows is restored without dequantising. A tensor whose numbers must be changed is
+dequantised first."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ RowOrder: TypeAlias = Callable[[Metadata, int], np.ndarray]  # of a tensor's row
 
 
 class HeadGrid(NamedTuple):
-    """The sizes of heads whose input features the file stores as [heads, groups, features of a head]. The model has
+    """The sizes of heads whose input features the file stores as [heads, groups, features of a head]. The model stores
     them as [groups, heads, features of a head]."""
 
     groups: int
@@ -46,8 +45,8 @@ Places: TypeAlias = Mapping[str, tuple[TensorPlace, ...]]
 
 
 def weights(names: Mapping[str, str], change: Change | None = None) -> dict[str, tuple[TensorPlace, ...]]:
-    """The places of weights whose rows have the same order in the file and the model. names: the model's name for each
-    name in the file, without ".weight"."""
+    """Return the places of weights whose rows have the same order in the file and the model. names: the model's name
+    for each name in the file, without ".weight"."""
     return {f"{ours}.weight": (TensorPlace(f"{theirs}.weight", change=change),) for ours, theirs in names.items()}
 
 
@@ -57,7 +56,7 @@ def attention(prefix: str = "self_attn") -> dict[str, tuple[TensorPlace, ...]]:
 
 
 def experts(prefix: str = "mlp.", router: str = "mlp.gate") -> dict[str, tuple[TensorPlace, ...]]:
-    """The places of the router and the experts. A file may have gate and up in one tensor."""
+    """Return the places of the router and the experts. A file may have gate and up in one tensor."""
     parts = {f"ffn_{part}_exps": f"{prefix}experts.{{expert}}.{part}_proj" for part in ("gate", "up", "down")}
     gate_up = (TensorPlace(f"{prefix}experts.{{expert}}.gate_proj.weight", _first_half),
                TensorPlace(f"{prefix}experts.{{expert}}.up_proj.weight", _second_half))
@@ -104,8 +103,8 @@ def _join_latents(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def halves_of_heads(key: str) -> RowOrder:
-    """The order of rows for Llama's rope: the file interleaves the two halves of each head. `key`: the metadata key
-    with the number of heads."""
+    """Return the order of rows for Llama's rope, because the file interleaves the two halves of each head. `key`: the
+    metadata key with the number of heads."""
 
     def rows(meta: Metadata, count: int) -> np.ndarray:
         heads = _largest(meta.get(key)) or _largest(meta.need("attention.head_count"))
@@ -115,13 +114,14 @@ def halves_of_heads(key: str) -> RowOrder:
 
 
 def reordered(prefix: str) -> dict[str, tuple[TensorPlace, ...]]:
-    """The places of queries and keys, in files of a converter that interleaves their rows for Llama's rope."""
+    """Return the places of queries and keys, in files of a converter that interleaves their rows for Llama's rope."""
     return {"attn_q.weight": (TensorPlace(f"{prefix}.q_proj.weight", halves_of_heads("attention.head_count")),),
             "attn_k.weight": (TensorPlace(f"{prefix}.k_proj.weight", halves_of_heads("attention.head_count_kv")),)}
 
 
 def _largest(value: int | list[int] | None) -> int:
-    """The number of heads: the largest one if each layer has its own, because layers without attention have 0."""
+    """Return the number of heads. If each layer has its own number, this is the largest, because layers without
+    attention have 0."""
     return max(value) if isinstance(value, list) else value or 0
 
 
@@ -152,8 +152,8 @@ class DeltaHeads(NamedTuple):
 
 
 def _tiled_value_rows(meta: Metadata, count: int) -> np.ndarray:
-    """The order of value rows. The file has the first value head of every key head, then the second of every one; the
-    model has the value heads of a key head together. Rows of queries and keys, if any, come first and stay."""
+    """Return the order of value rows. The file has the first value head of every key head, then the second of every
+    one; the model has the value heads of a key head together. Rows of queries and keys, if any, come first and stay."""
     heads = DeltaHeads.read(meta)
     num_values = heads.keys * heads.repeats
     before = 2 * heads.keys * heads.key_size if count > num_values * heads.value_size else 0
@@ -167,8 +167,8 @@ def _tiled_value_columns(meta: Metadata) -> HeadGrid | None:
 
 
 def _share_of_key_heads(start: int, stop: int) -> RowOrder:
-    """The row order that takes the parts from `start` to `stop` out of a tensor that stores (q, k, v, z) or (b, a) key
-    head by key head."""
+    """Return the row order that takes the parts from `start` to `stop` out of a tensor that stores (q, k, v, z) or (b,
+    a) key head by key head."""
 
     def rows(meta: Metadata, count: int) -> np.ndarray:
         heads = DeltaHeads.read(meta)
@@ -254,7 +254,7 @@ NEMOTRON_H = {
 
 
 def _gated_delta(value_rows: RowOrder | None) -> dict[str, tuple[TensorPlace, ...]]:
-    """The places of a gated delta layer's tensors. `value_rows`: the order of value heads in the file."""
+    """Return the places of a gated delta layer's tensors. `value_rows`: the order of value heads in the file."""
     columns = None if value_rows is None else _tiled_value_columns
     return {
         "attn_qkv.weight": (TensorPlace("linear_attn.in_proj_qkv.weight", value_rows),),

@@ -1,6 +1,5 @@
 """Convert the ropes of GGUF files to the keys of Hugging Face configs. Some files store a divisor for each frequency
-instead of the rope's parameters; the parameters are found from the divisors here.
-"""
+instead of the rope's parameters, which are then computed from the divisors."""
 
 from __future__ import annotations
 
@@ -22,7 +21,8 @@ YARN_KEYS = {"yarn_beta_fast": "beta_fast", "yarn_beta_slow": "beta_slow", "yarn
 
 
 def read_rope(meta: Metadata, head_dim: int) -> dict[str, Any]:
-    """The rope's config keys, for a model with one rope. `head_dim`: the number of a head's dimensions that rotate."""
+    """Return the rope's config keys, for a model with one rope. `head_dim`: the number of a head's dimensions that
+    rotate."""
     return {"rope_theta": meta.get("rope.freq_base", 10000.0), "rope_scaling": rope_scaling(meta, head_dim)}
 
 
@@ -55,8 +55,8 @@ def rope_scaling(meta: Metadata, head_dim: int) -> dict[str, Any] | None:
 
 
 def turning_share(header: Header, head_dim: int) -> float:
-    """The share of a head's dimensions that rotate. Files give the other dimensions divisors so large that they do not
-    rotate."""
+    """Return the share of a head's dimensions that rotate. Files give the other dimensions divisors so large that they
+    do not rotate."""
     if ROPE_FACTORS not in header.tensors:
         return 1.0
     stored = _factors(header)

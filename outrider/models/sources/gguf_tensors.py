@@ -1,4 +1,4 @@
-"""Single tensors of a GGUF file: the kinds that are read, and their bytes."""
+"""Single tensors of a GGUF file: the supported tensor kinds, and the bytes of a tensor."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def raw_bytes(header: Header, entry: TensorEntry) -> np.ndarray:
 
 
 def dequantised(raw: np.ndarray, kind: int) -> np.ndarray:
-    """The numbers of stored rows, computed by the gguf library."""
+    """Return the numbers of stored rows, computed by the gguf library."""
     from gguf.constants import GGMLQuantizationType  # with YAML and more, which most files do not need
     from gguf.quants import dequantize
 

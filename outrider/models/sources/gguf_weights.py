@@ -55,7 +55,7 @@ def read_tensors(header: Header, family: Family) -> Iterator[tuple[str, torch.Te
 
 
 def _read_rows(header: Header, entry: TensorEntry) -> torch.Tensor:
-    """A tensor's rows: [.., rows, numbers of a row], or bytes of a row if the file does not store floats."""
+    """Return a tensor's rows: [.., rows, numbers of a row], or bytes of a row if the file does not store floats."""
     data = torch.from_numpy(raw_bytes(header, entry))
     if entry.kind.name in FLOAT_KINDS:
         data = data.view(FLOATS[entry.kind.name])
@@ -65,8 +65,8 @@ def _read_rows(header: Header, entry: TensorEntry) -> torch.Tensor:
 def _stored(
     rows: torch.Tensor, entry: TensorEntry, place: TensorPlace, meta: Metadata
 ) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
-    """The weights that one tensor of the file gives for one place, as (name, weight): a single weight, or one for each
-    expert."""
+    """Return the weights that one tensor of the file gives for one place, as (name, weight): a single weight, or one
+    for each expert."""
     names, shape = [place.name], entry.shape
     if "{expert}" in place.name:
         names, shape = [place.name.replace("{expert}", str(expert)) for expert in range(shape[0])], shape[1:]
@@ -84,7 +84,7 @@ def _stored(
 def _placed(
     rows: torch.Tensor, shape: tuple[int, ...], entry: TensorEntry, place: TensorPlace, meta: Metadata
 ) -> torch.Tensor | StoredWeight:
-    """A tensor of the file, or one expert's part of it, with its rows and numbers as the model has them."""
+    """Return a tensor of the file, or one expert's part of it, with its rows and numbers in the model's order."""
     if place.rows is not None:
         rows = _reordered(rows, place.rows(meta, shape[0]))
     weight = _weight(entry.kind.name, rows, (rows.shape[0], *shape[1:]), place, meta)
@@ -100,8 +100,8 @@ def _reordered(rows: torch.Tensor, order: np.ndarray) -> torch.Tensor:
 def _weight(
     kind: str, rows: torch.Tensor, shape: tuple[int, ...], place: TensorPlace, meta: Metadata
 ) -> torch.Tensor | StoredWeight:
-    """The weight of a tensor, with rows in the model's order: a plain tensor if the file stores floats, otherwise a
-    quantised weight."""
+    """Return the weight of a tensor, with rows in the model's order: a plain tensor if the file stores floats,
+    otherwise a quantised weight."""
     grid = None if place.columns is None else place.columns(meta)
     if kind in FLOAT_KINDS:
         return rows if grid is None else grouped_heads(rows, *grid)

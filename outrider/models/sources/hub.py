@@ -1,7 +1,6 @@
-"""A model id of the hub: its files are fetched into huggingface_hub's own cache (HF_HOME) and stay there.
+"""Fetches the files of a model id of the Hugging Face hub into the cache of huggingface_hub (HF_HOME).
 
-HF_HUB_OFFLINE and the library's tokens and mirrors work as usual. Only what a model needs is fetched.
-"""
+HF_HUB_OFFLINE and the library's tokens and mirrors work as usual. Only what a model needs is fetched."""
 
 from __future__ import annotations
 
@@ -27,7 +26,8 @@ LOCAL = "Or give a local folder or .gguf file."
 
 def hub_folder(model: str, revision: str | None = None, weights: bool = True,
                download_dir: str | None = None) -> Path:
-    """The local folder of a hub id, fetched if needed. `download_dir`: used instead of the hub's cache folder."""
+    """Return the local folder of a hub id, fetched if needed. `download_dir`: used instead of the hub's cache
+    folder."""
     patterns = DESCRIPTIONS + WEIGHTS if weights else DESCRIPTIONS
     # Subfolders hold other forms of the same weights (original/, onnx/).
     try:

@@ -1,8 +1,7 @@
-"""ModelSource: a model's config, weights and tokenizer, whatever the form of its files.
+"""ModelSource: a model's config, weights and tokenizer, read from files of any supported format.
 
-A source knows nothing of layers or devices: it yields a config under Hugging Face's names, and tensors one at a time.
-Torch is imported only when weights are read, so the engine reads config and tokenizer without it.
-"""
+A source does not depend on layers or devices. It gives a config with Hugging Face's keys, and yields tensors one at a
+time. Torch is imported only when weights are read, so the engine reads config and tokenizer without it."""
 
 from __future__ import annotations
 
@@ -41,19 +40,20 @@ class ModelSource(ABC):
 
     @property
     def config_file(self) -> Path:
-        """The file that describes the model."""
+        """The path of the file that describes the model."""
         return self.path
 
     def reader(self) -> ConfigReader:
-        """A reader of the config; its errors name the config's file."""
+        """Return a reader of the config; its errors name the config's file."""
         return ConfigReader(self.config, str(self.config_file))
 
     def without_keys(self, keys: Collection[str]) -> Self:
-        """The source with some keys removed from its config."""
+        """Return the source with some keys removed from its config."""
         return replace(self, config=without_keys(self.config, keys)) if keys else self
 
     def with_values(self, values: Mapping[str, Any]) -> Self:
-        """The source with some config values replaced or added. A section (`text_config`) keeps its other values."""
+        """Return the source with some config values replaced or added. A section (`text_config`) keeps its other
+        values."""
         if "eos_token_id" in values:
             raise ValueError("hf_overrides: eos_token_id is not supported: use stop_token_ids and ignore_eos of "
                              "SamplingParams")
@@ -66,24 +66,24 @@ class ModelSource(ABC):
 
     @abstractmethod
     def tensor_names(self) -> set[str]:
-        """The names of all tensors in the files. No tensor is read."""
+        """Return the names of all tensors in the files. No tensor is read."""
 
     def stored_format(self, name: str) -> StoredFormat | None:
-        """How the files store the matrix of this name (without ".weight"), read from headers only. None if it is not
-        quantised."""
+        """Return how the files store the matrix of this name (without ".weight"), read from headers only. None if it is
+        not quantised."""
         return None
 
     @abstractmethod
     def read(self) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
-        """The tensors of the files, one at a time. A quantised matrix comes as a `StoredWeight` with its scales. Each
-        call reads the files again."""
+        """Yield the tensors of the files, one at a time. A quantised matrix comes as a `StoredWeight` with its scales.
+        Each call reads the files again."""
 
     def cache_scales(self) -> ScalePairs:
-        """The files' scales for an fp8 cache, by layer."""
+        """Return the files' scales for an fp8 cache, by layer."""
         return {}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensors of the files, one at a time, with quantised matrices dequantised."""
+        """Yield the tensors of the files, one at a time, with quantised matrices dequantised."""
         import torch
 
         for name, tensor in self.read():
@@ -92,4 +92,4 @@ class ModelSource(ABC):
 
     @abstractmethod
     def tokenizer(self) -> Path | dict[str, Any]:
-        """The tokenizer: a folder with its files, or a GGUF file's metadata."""
+        """Return the tokenizer's source: a folder with its files, or a GGUF file's metadata."""

@@ -38,8 +38,8 @@ class Mxfp4Experts(Quantization):
         return ScaledFormat("fp4", GROUP, torch.bfloat16) if is_stored else None
 
     def proof(self, name: str) -> str:
-        """The tensor that stores a matrix. A model may ask for the matrix of one expert ("experts.0.up_proj"); the
-        files have one tensor for all experts."""
+        """Return the name of the tensor that stores a matrix. A model may ask for the matrix of one expert
+        ("experts.0.up_proj"); the files have one tensor for all experts."""
         experts, _, projection = name.rpartition(".")
         joint = "gate_up_proj" if projection in ("gate_proj", "up_proj") else projection
         return re.sub(r"\.\d+$", "", experts) + f".{joint}{self.beside[0]}"

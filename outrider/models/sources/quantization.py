@@ -1,8 +1,8 @@
-"""Quantization: how a folder's `quantization_config` stores weights. `register_quantization` adds a method.
+"""Quantization: reads weights that are stored by the method in a folder's `quantization_config`.
+`register_quantization` adds a method.
 
 A method says which tensors of the files belong together, and in which format each matrix is stored. `outrider.formats`
-decides which formats stay quantised in memory; matrices in all others are dequantised while they are loaded.
-"""
+decides which formats stay quantised in memory; matrices in all others are dequantised while they are loaded."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class Quantization(ABC):
 
     @abstractmethod
     def stored_format(self, name: str) -> StoredFormat | None:
-        """How the matrix of this name is stored. None if it is not quantised."""
+        """Return how the matrix of this name is stored. None if it is not quantised."""
 
     @abstractmethod
     def join(self, name: str, tensors: Mapping[str, torch.Tensor]) -> StoredWeight:
         """Build the `StoredWeight` of a matrix from its tensors, which are given by suffix."""
 
     def proof(self, name: str) -> str:
-        """The name of a tensor that is in the files only if the matrix of this name is quantised."""
+        """Return the name of a tensor that is in the files only if the matrix of this name is quantised."""
         return name + self.beside[0]
 
     def is_beside(self, name: str, names: Collection[str]) -> bool:
-        """Whether the tensor is not read by itself: it is read together with a matrix, as scales are, or belongs to the
-        KV cache (`cache_scales.py`)."""
+        """Whether the tensor is not read by itself, because it is read together with a matrix, as scales are, or
+        belongs to the KV cache (`cache_scales.py`)."""
         return name.endswith(SUFFIXES) or any(name.endswith(end) and name.removesuffix(end) + self.suffix in names
                                               for end in self.beside)
 
@@ -74,9 +74,9 @@ class ModuleNames:
 
 
 def is_module(pattern: str, name: str) -> bool:
-    """Whether a pattern of a config matches the module of this name, or one around it. "re:" starts a regular
-    expression that matches from the name's start, "*" matches anything, and other patterns match whole components of
-    the name."""
+    """Whether a pattern of a config matches the name of this module or of a module that contains it. "re:" starts a
+    regular expression that matches from the name's start, "*" matches anything, and other patterns match whole
+    components of the name."""
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     if "*" in pattern:
@@ -98,7 +98,7 @@ _METHODS: dict[str, type[Quantization] | str] = {
 
 
 def methods() -> list[str]:
-    """The values of `quant_method` that can be read."""
+    """Return the values of `quant_method` that can be read."""
     return list(_METHODS)
 
 
@@ -108,7 +108,8 @@ def register_quantization(quant_method: str, quantization: type[Quantization]) -
 
 
 def read_quantization(settings: Mapping[str, Any]) -> Quantization:
-    """The method of a `quantization_config`. Raise ValueError with the reason if it is not supported."""
+    """Return the reader for a `quantization_config`. Raises ValueError with the reason if its method is not
+    supported."""
     method = settings.get("quant_method")
     if not isinstance(method, str) or method not in _METHODS:
         raise ValueError(f"{KEY}: quant_method={method!r} is not one of {', '.join(_METHODS)}; use files in one of "
@@ -122,11 +123,11 @@ def read_quantization(settings: Mapping[str, Any]) -> Quantization:
 
 
 def quantization_section(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The section of a model's config that says how weights are quantised. Empty if they are not."""
+    """Return the section of a model's config that says how weights are quantised. Empty if they are not."""
     return config.get(KEY) or (config.get("text_config") or {}).get(KEY) or {}
 
 
 def find_quantization(config: Mapping[str, Any]) -> Quantization:
-    """The method of a model's config. If the config has no section, the files may still contain fp8 matrices with block
-    scales, so that method is the default."""
+    """Return the reader for the quantised weights of a model's config. If the config has no section, the files may
+    still contain fp8 matrices with block scales, so that method is the default."""
     return read_quantization(quantization_section(config) or {"quant_method": "fp8", "weight_block_size": [128, 128]})

@@ -1,4 +1,4 @@
-"""The tensors of a folder's safetensors files, one at a time. About one tensor of the files is in memory at most."""
+"""Reads the tensors of a folder's safetensors files, one at a time. At most about one tensor is in memory."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def safetensors_tensors(
     """Yield (name, tensor) for all tensors in model.safetensors, or in the shards of model.safetensors.index.json. With
     a quantization, tensors that belong together are yielded as one stored weight.
 
-    The largest come first: a tensor is in memory twice while it is copied, so the largest one costs nothing extra while
-    most of the model is not yet filled. maps_files: files are mapped into memory; they must not change meanwhile.
-    """
+    The largest tensors come first. A tensor is in memory twice while it is copied, which for the largest ones costs
+    nothing extra as long as most of the model is empty. maps_files: files are mapped into memory; they must not change
+    meanwhile."""
     opens: Callable[[Path], Any] = _open if maps_files else cache(_open_unmapped)
     sizes = [(size, name, path) for path, names in _files(Path(folder)).items()
              for name, size in _sizes(opens(path), path, names)]
@@ -83,7 +83,7 @@ class MatrixTensors(dict[str, torch.Tensor]):
 
 
 def safetensors_names(folder: str | Path) -> set[str]:
-    """The names of all tensors of a folder, from the index or the files' headers."""
+    """Return the names of all tensors of a folder, from the index or the files' headers."""
     return {name for path, names in _files(Path(folder)).items()
             for name in (_open(path).keys() if names is None else names)}
 
@@ -97,7 +97,7 @@ def read_tensors(folder: Path, names: Collection[str]) -> Iterator[tuple[str, to
 
 
 def _files(folder: Path) -> dict[Path, set[str] | None]:
-    """Each file of the folder, with the names of the tensors that the index expects in it, or None if there is no
+    """Yield each file of the folder, with the names of the tensors that the index expects in it, or None if there is no
     index. `folder` may also be a file."""
     if folder.is_file():
         return {folder: None}
@@ -122,7 +122,7 @@ def _files(folder: Path) -> dict[Path, set[str] | None]:
 
 
 def _sizes(handle: Any, path: Path, names: set[str] | None) -> list[tuple[str, int]]:
-    """The names of tensors and their bytes, counted as float32, which is good enough to sort by."""
+    """Return the names of tensors with their sizes in bytes, counted as float32, which is good enough to sort by."""
     held = set(handle.keys())
     if names is not None and names != held:
         odd = ", ".join(sorted(names ^ held))

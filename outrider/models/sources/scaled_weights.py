@@ -1,4 +1,4 @@
-"""Convert the tensors of a quantised matrix to `kernels.scaled.Scaled`, the one form in which models keep codes with
+"""Converts the tensors of a quantised matrix to `kernels.scaled.Scaled`, the form in which all models keep codes with
 scales."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ BFLOAT16_FRACTION = 7  # bits below the exponent
 
 
 def fp8_weight(name: str, codes: torch.Tensor, scales: torch.Tensor, group: int = 0, block: int = 1) -> ScaledWeight:
-    """An fp8 matrix. codes: [outputs, inputs] in e4m3. scales: one for the whole matrix, one for each output, or
+    """Make an fp8 matrix. codes: [outputs, inputs] in e4m3. scales: one for the whole matrix, one for each output, or
     [outputs / block, inputs / group], where the last block of either axis may be short. For a joint tensor of all
     experts both have a leading axis of experts."""
     require(name, "weight", codes, torch.float8_e4m3fn, dims=(2, 3))
@@ -28,7 +28,7 @@ def fp8_weight(name: str, codes: torch.Tensor, scales: torch.Tensor, group: int 
 
 def spread_of_each(name: str, scales: torch.Tensor, shape: Sequence[int], group: int = 0,
                    block: int = 1) -> torch.Tensor:
-    """`spread` for a matrix, or for each expert's matrix if `shape` has an axis of experts."""
+    """Call `spread` for a matrix, or for each expert's matrix if `shape` has an axis of experts."""
     *experts, outputs, inputs = shape
     if not experts:
         return spread(name, scales, outputs, inputs, group, block)
@@ -41,8 +41,8 @@ def spread_of_each(name: str, scales: torch.Tensor, shape: Sequence[int], group:
 def spread(
     name: str, scales: torch.Tensor, outputs: int, inputs: int, group: int = 0, block: int = 1
 ) -> torch.Tensor:
-    """Repeat scales to [outputs, groups], in float32 unless they are e4m3. Scales that are powers of two may come as
-    bytes of exponents."""
+    """Repeat scales to [outputs, groups], in float32 unless they are e4m3. Scales that are powers of two may be given
+    as bytes of exponents."""
     scales = from_exponents(scales) if scales.dtype in EXPONENTS else scales
     if not scales.is_floating_point():
         raise WeightError(f"the scales of {name} have dtype {scales.dtype}, and a float type is needed: {AGAIN}")
@@ -59,7 +59,7 @@ def spread(
 
 
 def from_exponents(exponents: torch.Tensor) -> torch.Tensor:
-    """Powers of two from bytes (E8M0), in bfloat16, which represents them exactly."""
+    """Return powers of two from bytes (E8M0), in bfloat16, which represents them exactly."""
     bytes_ = exponents.view(torch.uint8)
     if bool((bytes_ == 255).any()):
         raise WeightError(f"a scale (of type E8M0) is NaN: {AGAIN}")
@@ -68,8 +68,8 @@ def from_exponents(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def int8_weight(name: str, codes: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None) -> ScaledWeight:
-    """An int8 matrix. codes: [outputs, inputs], with scales and zero points for each output or for the whole matrix. A
-    joint tensor of all experts is read as in `fp8_weight`."""
+    """Make an int8 matrix. codes: [outputs, inputs], with scales and zero points for each output or for the whole
+    matrix. A joint tensor of all experts is read as in `fp8_weight`."""
     require(name, "weight", codes, torch.int8, dims=(2, 3))
     offsets = None if zeros is None else spread_of_each(name, zeros.float(), codes.shape).half()
     return ScaledWeight(Scaled(INT8, codes.shape[-1], codes, spread_of_each(name, scales, codes.shape), offsets))
@@ -77,9 +77,9 @@ def int8_weight(name: str, codes: torch.Tensor, scales: torch.Tensor, zeros: tor
 
 def integer_groups(name: str, values: torch.Tensor, bits: int, group: int, scales: torch.Tensor,
                    zeros: torch.Tensor | None) -> Scaled:
-    """A matrix of integers in groups. values: [outputs, inputs], integers from 0 on, of 4 or 8 bits. zeros: [outputs,
-    groups]; None means the middle of the range. If the last group of 4-bit codes is short, the result has 8-bit codes
-    and will be dequantised, because formats store only whole groups of 4-bit codes."""
+    """Make a matrix of integers in groups. values: [outputs, inputs], integers from 0 on, of 4 or 8 bits. zeros:
+    [outputs, groups]; None means the middle of the range. If the last group of 4-bit codes is short, the result has
+    8-bit codes and will be dequantised, because formats store only whole groups of 4-bit codes."""
     outputs, inputs = values.shape
     middle, width = 1 << bits - 1, group or inputs
     require_groups(name, "zero points", zeros, outputs, -(-inputs // width))
@@ -116,7 +116,7 @@ def unpack(name: str, words: torch.Tensor, bits: int, axis: int) -> torch.Tensor
 
 def fp4_weight(name: str, packed: torch.Tensor, scales: torch.Tensor, group: int,
                factor: torch.Tensor | None = None) -> ScaledWeight:
-    """A 4-bit float matrix. packed: [.., outputs, inputs / 2] bytes, the even column in the low bits; scales: [..,
+    """Make a 4-bit float matrix. packed: [.., outputs, inputs / 2] bytes, the even column in the low bits; scales: [..,
     outputs, inputs / group]; factor: multiplies the whole matrix."""
     require(name, "packed weight", packed, torch.uint8, dims=(2, 3))
     *outputs, width = packed.shape

@@ -27,7 +27,7 @@ INSTEAD = "Or name another model: a folder with safetensors, a .gguf file or a h
 
 
 def cache_folder() -> Path:
-    """The cache folder: OUTRIDER_CACHE, or `outrider` in the user's cache folder."""
+    """Return the cache folder: OUTRIDER_CACHE, or `outrider` in the user's cache folder."""
     if own := os.environ.get("OUTRIDER_CACHE"):
         return Path(own).expanduser()
     xdg = os.environ.get("XDG_CACHE_HOME")
@@ -35,12 +35,12 @@ def cache_folder() -> Path:
 
 
 def smollm2_path() -> Path:
-    """The path of the GGUF file, whether it has been fetched or not."""
+    """Return the path of the GGUF file, whether it has been fetched or not."""
     return cache_folder() / "smollm2" / FILE
 
 
 def smollm2_file() -> Path:
-    """The GGUF file, fetched if it is missing or damaged."""
+    """Return the GGUF file, fetched if it is missing or damaged."""
     path = smollm2_path()
     if path.is_file():
         if _is_whole(path):

@@ -1,9 +1,9 @@
-"""Vision towers: what turns the patches of one image into embeddings of a language model.
+"""Vision towers: models that turn the patches of one image into embeddings for a language model.
 
 | file | what it is |
 |---|---|
 | `grid.py` | the size of an image in pixels and in tokens (`ImageGrid`); imports no torch |
-| `levels.py` | the numbers that stand for the 256 levels of a pixel; imports no torch |
+| `levels.py` | the input numbers for the 256 values of a pixel's colour; imports no torch |
 | `base.py` | the interface of towers (`VisionTower`) |
 | `registry.py` | the tower of each `model_type`; building and loading one |
 | `parts.py` | norms, attention and rope that towers share |
@@ -12,5 +12,4 @@
 | `qwen.py` | the towers of Qwen3-VL and of Qwen3.5 |
 | `mmproj.py` | GGUF files with the vision part of a model |
 
-A tower encodes one image at a time, so an image's features never depend on other images.
-"""
+A tower encodes one image at a time, so an image's features never depend on other images."""

@@ -1,4 +1,4 @@
-"""VisionTower: the interface of what turns an image's patches into embeddings."""
+"""VisionTower: the interface of models that turn an image's patches into embeddings."""
 
 from __future__ import annotations
 
@@ -41,23 +41,23 @@ class VisionTower(Module, ABC):
 
     @abstractmethod
     def encode(self, patches: torch.Tensor, grid: ImageGrid) -> ImageFeatures:
-        """The embeddings of one image. patches: [patches, bytes] uint8 on the tower's device, as the image was
-        prepared. The result depends on nothing else, so an image has the same bits whenever it is encoded."""
+        """Return the embeddings of one image. patches: [patches, bytes] uint8 on the tower's device, from the
+        preprocessing. The result depends on nothing else, so an image has the same bits whenever it is encoded."""
 
     def ignores(self, name: str) -> bool:
-        """Whether a checkpoint's tensor does not belong to the tower. The loader refuses every other tensor without a
-        place."""
+        """Whether a checkpoint's tensor does not belong to the tower. The loader refuses every other tensor that has no
+        slot."""
         return not name.startswith(self.prefixes) or name.startswith(self.unused or ("\0",)) or (
             name.endswith("rotary_emb.inv_freq"))
 
     def check_ignored(self, name: str, tensor: torch.Tensor) -> None:
-        """Do nothing: a tensor that is not the tower's says nothing about it."""
+        """Do nothing: tensors of other parts of the model need no check."""
 
     def slot_name(self, name: str) -> str:
         return name
 
     def arrivals(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
-        """The tower's tensors among those of a checkpoint, in the form that its slots take."""
+        """Yield the tower's tensors among those of a checkpoint, in the form that its slots take."""
         for name, tensor in tensors:
             if not self.ignores(name):
                 yield name, tensor
@@ -65,5 +65,5 @@ class VisionTower(Module, ABC):
 
     @property
     def weight_bytes(self) -> int:
-        """The memory that the tower's weights take, also of an outline on the meta device."""
+        """Return the memory that the tower's weights take, even if the tower is on the meta device and has none."""
         return sum(slot.nbytes for slot in self.weights().values())

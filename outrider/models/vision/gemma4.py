@@ -1,8 +1,7 @@
 """The vision tower of Gemma 4 E2B, E4B, 26B-A4B and 31B.
 
-Patches of 16 x 16 pixels see each other in all layers. At the end 3 x 3 patches are averaged to a token. In E2B and E4B
-the inputs and outputs of every product are clipped.
-"""
+All patches of 16 x 16 pixels attend to each other in every layer. At the end 3 x 3 patches are averaged to one token.
+In E2B and E4B the inputs and outputs of every linear layer are clipped."""
 
 from __future__ import annotations
 
@@ -58,7 +57,8 @@ class TowerSizes:
 
 
 class ClippedLinear(Module):
-    """A product whose input and output are limited to the ranges of their training, if the model is clipped."""
+    """A linear layer whose input and output are limited to the ranges of their training, if the checkpoint has such
+    limits."""
 
     def __init__(self, in_features: int, out_features: int, *, is_clipped: bool, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -167,8 +167,8 @@ class Gemma4Tower(VisionTower):
         ]
 
     def arrivals(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
-        """Bounds as single numbers, which some files store in a list of one. A bound that is infinite limits nothing
-        and becomes the largest number, because the loader refuses infinite ones."""
+        """Yield the tensors, with bounds as single numbers, which some files store in a list of one. An infinite bound
+        becomes the largest number, because the loader refuses infinite ones."""
         for name, tensor in super().arrivals(tensors):
             if name.endswith(BOUNDS) and isinstance(tensor, torch.Tensor):
                 largest = torch.finfo(self.dtype).max
@@ -178,7 +178,8 @@ class Gemma4Tower(VisionTower):
             del tensor  # before the next one is read
 
     def encode(self, patches: torch.Tensor, grid: ImageGrid) -> ImageFeatures:
-        """The embeddings of one image. patches: row by row; the order of a patch's bytes is (row, column, colour)."""
+        """Return the embeddings of one image. patches: row by row; the order of a patch's bytes is (row, column,
+        colour)."""
         rows, cols = grid.rows * self.pool, grid.cols * self.pool
         x = embed_patches(patches, self.levels, lambda part: product(self.input, part))
         x = x + (self.positions[0, :cols] + self.positions[1, :rows, None]).flatten(0, 1)
@@ -189,13 +190,15 @@ class Gemma4Tower(VisionTower):
         return ImageFeatures(product(self.projection, pooled))
 
     def _angles(self, rows: int, cols: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rotary angles of each patch for its column, and those for its row: [patches, head dim / 4] each."""
+        """Return the rotary angles of each patch for its column, and those for its row: [patches, head dim / 4]
+        each."""
         by_col, by_row = (torch.arange(count, device=self.device).to(self.frequencies.dtype)[:, None] * self.frequencies
                           for count in (cols, rows))
         return by_col.repeat(rows, 1), by_row[:, None].expand(-1, cols, -1).flatten(0, 1)
 
     def _pooled(self, x: torch.Tensor, grid: ImageGrid) -> torch.Tensor:
-        """The means of squares of patches, times the root of the hidden size. In float32, because float16 overflows."""
+        """Return the means of squares of patches, times the root of the hidden size. In float32, because float16
+        overflows."""
         squares = widened(x).view(grid.rows, self.pool, grid.cols, self.pool, -1)
         means = squares.mean(dim=(1, 3)).flatten(0, 1).to(x.dtype)
         return widened(means) * self.sizes.hidden_size**0.5

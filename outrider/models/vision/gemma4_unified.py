@@ -1,4 +1,5 @@
-"""Gemma 4 12B: an image without a tower. A tile of 48 x 48 pixels becomes a token by one product between norms."""
+"""The image part of Gemma 4 12B, which has no tower: one linear layer between norms turns a tile of 48 x 48 pixels into
+a token."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ class Gemma4TileEmbedder(VisionTower):
         )
 
     def slot_name(self, name: str) -> str:
-        """Some files have transformers' own names, which hold all parts in one module."""
+        """Return the slot for a tensor's name. Some files have transformers' names, in which one module contains all
+        parts."""
         own = "model.embed_vision."
         if name.startswith(f"{own}multimodal_embedder."):
             return own + name.removeprefix(f"{own}multimodal_embedder.")
@@ -56,8 +58,8 @@ class Gemma4TileEmbedder(VisionTower):
         return name
 
     def encode(self, patches: torch.Tensor, grid: ImageGrid) -> ImageFeatures:
-        """The embeddings of one image. patches: its tiles, row by row; the order of a tile's bytes is (row, column,
-        colour)."""
+        """Return the embeddings of one image. patches: its tiles, row by row; the order of a tile's bytes is (row,
+        column, colour)."""
         x = embed_patches(patches, self.levels, self._embed)
         cols, rows = self.positions[: grid.cols, 0], self.positions[: grid.rows, 1]
         x = x + (cols + rows[:, None]).flatten(0, 1)

@@ -15,6 +15,6 @@ class ImageGrid:
 
     @classmethod
     def from_pixels(cls, height: int, width: int, side: int) -> ImageGrid:
-        """The grid of an image of this size after resizing, if a token stands for `side` x `side` pixels."""
+        """Return the grid of an image of this size after resizing, if a token stands for `side` x `side` pixels."""
         rows, cols = height // side, width // side
         return cls(rows * cols, rows, cols, height, width)

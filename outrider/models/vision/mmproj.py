@@ -1,9 +1,8 @@
 """A GGUF file with the vision part of a model ("mmproj"), in the form of llama.cpp's converter.
 
 The file has its own metadata and names. `ProjectorFile` reads them as the `vision_config`, the image settings and the
-tensors that the same model has as a Hugging Face folder. Parts for sound are passed over. Torch is imported only when
-tensors are read.
-"""
+tensors that the same model has as a Hugging Face folder. Parts for sound are ignored. Torch is imported only when
+tensors are read."""
 
 from __future__ import annotations
 
@@ -45,21 +44,21 @@ class VisionKeys:
         return value
 
     def flags(self, key: str) -> list[int]:
-        """The indices at which a list of flags is set."""
+        """Return the indices at which a list of flags is set."""
         value = self.get(key, [])
         if not isinstance(value, list):
             raise SourceError(f"{self.header.path}: metadata clip.vision.{key} is {shown(value)}; {DAMAGED}")
         return [index for index, flag in enumerate(value) if flag]
 
     def axis(self, tensor: str, axis: int) -> int:
-        """A size of a tensor."""
+        """Return a size of a tensor."""
         entry = self.header.tensors.get(tensor)
         if entry is None or axis >= len(entry.shape):
             raise SourceError(f"{self.header.path}: tensor {shown(tensor)} is missing or has another shape; {DAMAGED}")
         return entry.shape[axis]
 
     def must_have_eps(self) -> None:
-        """Refuse another epsilon of norms than the one that all these families have."""
+        """Refuse an epsilon of norms other than the one that all these families have."""
         eps = self.get("attention.layer_norm_epsilon", EPS)
         if not isinstance(eps, float) or abs(eps - EPS) > EPS / 100:
             raise SourceError(f"{self.header.path}: metadata clip.vision.attention.layer_norm_epsilon is {shown(eps)}, "
@@ -67,7 +66,7 @@ class VisionKeys:
 
 
 class Projector(NamedTuple):
-    """A kind of projector file."""
+    """A kind of projector file, such as that of Qwen3-VL: how to read its metadata and tensors."""
 
     vision_config: Callable[[VisionKeys], dict[str, Any]]
     names: Callable[[VisionKeys], Rename]  # the model's name of a tensor of the file, or None if it has none
@@ -86,7 +85,7 @@ class ProjectorFile:
         return self.header.path
 
     def model_config(self, language: Mapping[str, Any]) -> dict[str, Any]:
-        """The config of the whole model. language: the language model's config, from its own file."""
+        """Return the config of the whole model. language: the language model's config, from its own file."""
         kind = self.projector.languages.get(str(language.get("model_type")))
         if kind is None:
             raise SourceError(f"{self.path} belongs to a model with one of {', '.join(self.projector.languages)}, and "
@@ -97,14 +96,14 @@ class ProjectorFile:
 
     @property
     def image_settings(self) -> dict[str, Any]:
-        """The settings of preprocessing in the file, under the keys of preprocessor_config.json."""
+        """Return the file's settings of preprocessing, under the keys of preprocessor_config.json."""
         keys = {"image_mean": "image_mean", "image_std": "image_std", "min_pixels": "image_min_pixels",
                 "max_pixels": "image_max_pixels"}
         found = {own: VisionKeys(self.header).get(key) for own, key in keys.items()}
         return {key: value for key, value in found.items() if value is not None}
 
     def read(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The vision tensors under their names in a Hugging Face folder, one at a time, as numbers."""
+        """Yield the vision tensors one at a time, dequantised, under their names in a Hugging Face folder."""
         rename, joined = self.projector.names(VisionKeys(self.header)), self.projector.joined
         for entry in self.header.tensors.values():
             if entry.name.startswith(SOUND) or entry.name in joined.values():
@@ -138,12 +137,12 @@ class ProjectorFile:
 
 
 def read_projector(path: Path, *, maps_file: bool = True) -> ProjectorFile:
-    """Read the header of a projector file. SourceError names what is not served."""
+    """Read the header of a projector file. Raises a SourceError that names an unsupported value."""
     header = read_header(path, maps_file=maps_file)
     meta = header.metadata
     if meta.get("general.architecture") != "clip":
         raise SourceError(f"{path} is not the vision part of a model: its architecture is "
-                          f"{shown(meta.get('general.architecture'))} instead of 'clip'")
+                          f"{shown(meta.get('general.architecture'))} instead of 'clip'. Give the mmproj file")
     kind = meta.get("clip.vision.projector_type", meta.get("clip.projector_type"))
     if not isinstance(kind, str) or kind not in PROJECTORS:
         raise SourceError(f"{path}: projector type {shown(kind)} is not supported; supported: "
@@ -152,8 +151,8 @@ def read_projector(path: Path, *, maps_file: bool = True) -> ProjectorFile:
 
 
 def renaming(fixed: Mapping[str, str], in_layer: Mapping[str, str], layers: str) -> Rename:
-    """Rename tensors by two tables of names without their last component. in_layer: of names below `v.blk.N`; layers:
-    what these are called, with {} for N."""
+    """Return a function that renames tensors by two tables of names without their last component. in_layer: names below
+    `v.blk.N`; layers: the name that replaces `v.blk.N`, with {} for N."""
 
     def rename(name: str) -> str | None:
         if name in fixed:
@@ -242,7 +241,8 @@ def qwen_names(keys: VisionKeys) -> Rename:
 
 
 def colours_last(weight: torch.Tensor) -> torch.Tensor:
-    """Reorder a product with patches [.., numbers of a patch] from (colour, row, column) to (row, column, colour)."""
+    """Reorder the weight of a layer over patches, [.., numbers of a patch], from (colour, row, column) to (row, column,
+    colour)."""
     pixels = weight.shape[-1] // 3
     return weight.unflatten(-1, (3, pixels)).transpose(-1, -2).flatten(-2)
 

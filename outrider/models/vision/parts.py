@@ -1,4 +1,4 @@
-"""Parts that towers share: products, norms, the first product of patches, and attention over one image."""
+"""Parts that towers share: linear layers, norms, the embedding of patches, and attention over one image."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBack
 
 
 def product(linear: Linear, x: torch.Tensor) -> torch.Tensor:
-    """The product of a tower's layer. It belongs to no step, so there is no context."""
+    """Apply a linear layer of a tower. It is not part of a step, so there is no step context."""
     return linear.format.product(x)
 
 
@@ -40,7 +40,7 @@ class BiasedNorm(Module):
 
 
 def unweighted_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """The RMS norm over the last axis, without a weight."""
+    """Return the RMS norm of x over the last axis, without a weight."""
     return F.rms_norm(widened(x), x.shape[-1:], None, eps).to(x.dtype)
 
 
@@ -57,7 +57,7 @@ def embed_patches(patches: torch.Tensor, levels: torch.Tensor,
 
 
 def attend_within_image(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-    """Attention of all patches of an image to all of them: [patches, heads, head dim] each, and so is the result."""
+    """Let all patches of an image attend to all of them. q, k, v and the result: [patches, heads, head dim]."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     num_heads, num_patches = q.shape[1:3]
     rows = num_patches if _is_fused(q) else max(1, MOST_SCORES // (num_heads * num_patches))
@@ -67,12 +67,13 @@ def attend_within_image(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale
 
 
 def _is_fused(q: torch.Tensor) -> bool:
-    """Whether a kernel serves that keeps no scores, whatever the size of the image."""
+    """Whether torch has an attention kernel for q that does not store the scores, whose size grows with the image's
+    square."""
     return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
 
 
 def read_theta(vision: ConfigReader, default: float) -> float:
-    """The base of a tower's rope, which turns pairs of numbers by the row and the column of a patch."""
+    """Read the base of a tower's rope, which rotates pairs of numbers by the row and the column of a patch."""
     rope = vision.section_or_empty("rope_parameters")
     rope.must_equal("rope_type", "axial", "default", default="axial")
     theta = rope.get("rope_theta", float, default)
@@ -82,8 +83,8 @@ def read_theta(vision: ConfigReader, default: float) -> float:
 
 
 def rope_frequencies(size: int, theta: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The frequencies [size / 2] of one axis, which `size` numbers of a head follow. float32, or float64 in a float64
-    tower."""
+    """Return the frequencies [size / 2] with which `size` numbers of a head rotate along one axis. float32, or float64
+    in a float64 tower."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     return (1.0 / theta ** (torch.arange(0, size, 2, dtype=wide) / size)).to(device)
 

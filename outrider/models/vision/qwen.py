@@ -1,9 +1,8 @@
 """The vision towers of Qwen3-VL and Qwen3.5.
 
-Patches of 16 x 16 pixels see each other in all blocks, and 2 x 2 of them are merged to a token. Both frames of a patch
-are the same picture. In Qwen3-VL some blocks also give features that the language model adds to its hidden states
-(deepstack).
-"""
+All patches of 16 x 16 pixels attend to each other in every block, and 2 x 2 patches are merged to one token. The towers
+expect two frames of a video; for a picture both frames are equal. In Qwen3-VL some blocks also give features that the
+language model adds to its hidden states (deepstack)."""
 
 from __future__ import annotations
 
@@ -65,7 +64,8 @@ class QwenTowerAttention(Module):
 
 
 class QwenTowerMLP(Module):
-    """A product, a GELU and a product: approximate in blocks, exact where patches are merged."""
+    """A tower's MLP: linear layer, GELU, linear layer. The GELU is approximate in blocks, and exact where patches are
+    merged."""
 
     def __init__(self, in_size: int, wide: int, out_size: int, *, approximate: str, dtype: torch.dtype,
                  device: torch.device) -> None:
@@ -116,7 +116,7 @@ class QwenPatchMerger(Module):
 
 
 class QwenTower(VisionTower):
-    """The tower of Qwen3.5, and of Qwen3-VL beside its deepstack."""
+    """The tower of Qwen3.5, and of Qwen3-VL without its deepstack."""
 
     prefixes = ("model.visual.",)
 
@@ -139,7 +139,7 @@ class QwenTower(VisionTower):
         self.levels = level_table(centered_levels(), dtype, device)
 
     def read_taps(self, vision: ConfigReader, depth: int) -> list[int]:
-        """The blocks after which patches are merged for the deepstack."""
+        """Read the blocks after which patches are also merged for the deepstack."""
         vision.must_equal("deepstack_visual_indexes", None, [])
         return []
 
@@ -155,7 +155,8 @@ class QwenTower(VisionTower):
         return [(f"model.visual.{name}", part) for name, part in named]
 
     def encode(self, patches: torch.Tensor, grid: ImageGrid) -> ImageFeatures:
-        """patches: one frame of each, in the order (colour, row, column); the patches of a token stand together."""
+        """Return the embeddings of one image. patches: one frame of each, in the order (colour, row, column); the
+        patches of a token are adjacent."""
         rows, cols = grid.rows * self.merge, grid.cols * self.merge
         x = embed_patches(patches, self.levels, self.patch)
         x = x + self._by_token(self._positions(rows, cols)).to(x.dtype)
@@ -168,19 +169,20 @@ class QwenTower(VisionTower):
         return ImageFeatures(self.merger(x), tuple(deepstack))
 
     def _by_token(self, x: torch.Tensor) -> torch.Tensor:
-        """Reorder x [rows, cols, size] of patches so that those of a token stand together: [patches, size]."""
+        """Reorder x [rows, cols, size] of patches so that the patches of a token are adjacent: [patches, size]."""
         rows, cols, size = x.shape
         split = x.view(rows // self.merge, self.merge, cols // self.merge, self.merge, size)
         return split.transpose(1, 2).reshape(rows * cols, size)
 
     def _positions(self, rows: int, cols: int) -> torch.Tensor:
-        """The learned grid, stretched so that its corners are the image's: [rows, cols, hidden], wide."""
+        """Return the learned grid of position embeddings, stretched so that its corners are the image's: [rows, cols,
+        hidden], at least in float32."""
         grid = widened(self.positions).view(self.side, self.side, -1)
         by_row = stretch(grid, rows)
         return stretch(by_row.transpose(0, 1), cols).transpose(0, 1).contiguous()
 
     def _angles(self, rows: int, cols: int) -> torch.Tensor:
-        """The angles of each patch, by its row and then by its column: [rows, cols, head dim / 2]."""
+        """Return the angles of each patch, by its row and then by its column: [rows, cols, head dim / 2]."""
         by_row, by_col = (torch.arange(count, device=self.device).to(self.frequencies.dtype)[:, None]
                           * self.frequencies for count in (rows, cols))
         return torch.cat((by_row[:, None].expand(-1, cols, -1), by_col[None].expand(rows, -1, -1)), dim=-1)
@@ -207,7 +209,7 @@ def stretch(x: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def read_widths(vision: ConfigReader) -> tuple[int, int]:
-    """The hidden size and the number of heads."""
+    """Read the hidden size and the number of heads."""
     vision.must_equal("hidden_act", "gelu_pytorch_tanh", default="gelu_pytorch_tanh")
     vision.must_equal("in_channels", 3, default=3)
     size, num_heads = vision.get("hidden_size", int, 1152, least=1), vision.get("num_heads", int, 16, least=1)
@@ -217,7 +219,7 @@ def read_widths(vision: ConfigReader) -> tuple[int, int]:
 
 
 def read_side(vision: ConfigReader) -> int:
-    """The rows and columns of the learned grid of positions."""
+    """Read the number of rows, which is also that of columns, of the learned grid of positions."""
     count = vision.get("num_position_embeddings", int, 2304, least=1)
     side = round(count**0.5)
     if side**2 != count:

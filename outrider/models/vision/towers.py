@@ -1,7 +1,6 @@
-"""The tower of each model type; building a tower, and loading it from a model's files.
+"""The tower of each model type, with the code that builds a tower and loads it from a model's files.
 
-A tower is built and loaded without its language model, so it can wait until the first image comes.
-"""
+A tower is built and loaded without its language model, so it can wait until the first image comes."""
 
 from __future__ import annotations
 
@@ -33,7 +32,7 @@ _PASSED_OVER = (
 
 
 def tower_types() -> tuple[str, ...]:
-    """Every `model_type` whose images are encoded."""
+    """Return every `model_type` whose images can be encoded."""
     return tuple(_TOWERS)
 
 
@@ -44,8 +43,8 @@ def register_tower(model_type: str, tower_class: type[VisionTower]) -> None:
 
 def build_tower(config: Mapping[str, Any], *, dtype: torch.dtype, device: torch.device | str,
                 source: str = "config.json") -> VisionTower:
-    """Build a tower without its weights; on the meta device, an outline that takes no memory. config: the whole
-    model's. ConfigError names the key that is not served."""
+    """Build a tower without its weights; on the meta device it takes no memory. config: the whole model's. Raises a
+    ConfigError that names an unsupported key."""
     reader = ConfigReader(config, source)
     kind = reader.get("model_type", str, "")
     if kind not in _TOWERS:
@@ -75,7 +74,7 @@ def load_tower(source: ModelSource, *, dtype: torch.dtype, device: torch.device 
 
 
 def fill_tower(tower: VisionTower, source: ModelSource, *, load_format: str = "auto", seed: int = 0) -> None:
-    """Give a tower its weights. An outline on the meta device is not filled."""
+    """Give a tower its weights. A tower on the meta device is not filled."""
     loadable: Any = tower  # the loader only uses methods of a model that a tower has too
     if tower.device.type == "meta":
         return

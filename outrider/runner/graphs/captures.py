@@ -156,7 +156,7 @@ class StepGraphs:
                 seconds = time.perf_counter() - start
                 log.debug("%s carried out in %.1f ms", order, seconds * 1e3)
                 return seconds
-        log.warning("no memory to capture steps of %s: they run without, or on wider ones", order.key)
+        log.warning("no memory to capture a graph for %s: such steps run on larger graphs or without one", order.key)
         return None
 
     def capture(self, key: GraphKey) -> CapturedStep:

@@ -56,7 +56,7 @@ StepChoice = Replay | Launch | RunEagerly
 
 
 class _Substitute(NamedTuple):
-    """How a step runs while its key has no graph."""
+    """The way in which a step runs while its key has no graph."""
 
     choice: StepChoice
     loss: float  # seconds
@@ -87,10 +87,10 @@ class CaptureChooser:
     def choose_for(self, key: GraphKey) -> StepChoice:
         """Choose how a batch of this key runs.
 
-        A step whose key has no graph runs on the cheapest wider graph; once a capture of the key is due, it follows
-        that step. A step with prompts is launched without a graph if that costs less time than padding it. A decode
-        step that no graph covers is captured now, since more steps of its size will follow. Nothing is captured if
-        memory is short or MOST_LATER captures have been made."""
+        A step whose key has no graph runs on the cheapest wider graph. If a capture of the key is due, the capture
+        follows that step. A step with prompts is launched without a graph if that costs less time than padding. A
+        decode step that no graph covers is captured now, because more steps of its size will follow. Nothing is
+        captured if memory is short or MOST_LATER captures have been made."""
         way = self._ways.get(key)
         if way is None:
             way = self._ways[key] = self._find_way(key)
@@ -127,7 +127,7 @@ class CaptureChooser:
         self._goes_ahead = False
 
     def learn(self, order: CaptureOrder, seconds: float | None) -> None:
-        """Note how many seconds an order took. None means that it failed; its key is then refused for good."""
+        """Note how many seconds an order took. None means that it failed; its key is then never captured again."""
         if seconds is None:
             self._refused.add(order.key)
         elif order.only_loads:
@@ -141,8 +141,8 @@ class CaptureChooser:
         self._num_at_start = len(self._captured)
         self._usual = list(self.keys.usual())
         num_full = sum(key.sampler is not SamplerForm.DRAW for key in self._captured)
-        log.info("captured %d steps, %d of them with all sampling parameters, the last in %.1f ms; %d more at most "
-                 "when they are met", self._num_at_start, num_full, self.losses.capture_seconds * 1e3, MOST_LATER)
+        log.info("captured %d steps, %d of them with all sampling parameters, the last in %.1f ms; at most %d more "
+                 "later, if needed", self._num_at_start, num_full, self.losses.capture_seconds * 1e3, MOST_LATER)
 
     @property
     def _is_full(self) -> bool:

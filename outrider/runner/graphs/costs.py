@@ -49,8 +49,8 @@ SAMPLE_BYTES = 1 << 30  # bytes of the pool that are read to learn how fast read
 @torch.inference_mode()
 def measure_costs(step: DeviceStep, limits: Limits, graphs: StepGraphs | None = None,
                   sizes: Sequence[int] | None = None) -> StepCosts:
-    """Measure what steps cost. graphs: the captured steps; None if steps are not captured. sizes: token counts to
-    measure in place of the usual ones."""
+    """Measure the seconds that steps take. graphs: the captured steps; None if steps are not captured. sizes: token
+    counts to measure in place of the usual ones."""
     max_requests = _most_measured(limits, graphs)
     most = min(max_requests * (1 + limits.max_drafts), limits.max_batched_tokens)
     if sizes is None:
@@ -233,6 +233,6 @@ def measure_times(step: DeviceStep, graphs: StepGraphs, largest: GraphKey, devic
         launches.append(time.perf_counter() - start)
         torch.cuda.synchronize()
     times = LossRates(min(launches), device_seconds / largest.tokens)
-    log.info("a step of %d tokens takes %.1f ms, launches %.1f ms; from %.0f tokens on launches cost no time",
+    log.info("a step of %d tokens takes %.1f ms, its launches %.1f ms; from %.0f tokens on they take no extra time",
              largest.tokens, device_seconds * 1e3, times.launch_seconds * 1e3, times.least_own_tokens)
     return times

@@ -74,7 +74,7 @@ def _unchanged(result: StepResult) -> StepResult:
 
 
 def _nothing() -> None:
-    """Do nothing. It takes the place of a step's check for ranks that fail, where no check is needed."""
+    """Do nothing. Replaces a step's check for failed ranks if no check is needed."""
 
 
 def _to_pinned(tensor: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ class CudaRunner:
         try:
             self._capture(self.graphs, order)
         except Exception:  # whatever it is, no request has waited for it
-            log.exception("a capture failed while no request waited; steps run on the graphs there are")
+            log.exception("capturing a graph failed while the engine was idle; steps run on the existing graphs")
             self.chooser.stop_ahead()
             return None
         return 0.0
@@ -269,7 +269,7 @@ class CudaRunner:
         try:
             self._capture(graphs, order)
         except Exception:
-            log.exception("a capture of %s failed; its steps run on wider graphs", order.key)
+            log.exception("capturing a graph for %s failed; such steps run on larger graphs", order.key)
             self.chooser.learn(order, None)
 
     def _run_eagerly(self, batch: ScheduledBatch, reason: Uncaptured) -> PendingStep:

@@ -32,8 +32,8 @@ from outrider.sample.logprobs import KERNEL_MAX_LOGPROBS
 
 
 class SamplerForm(enum.Enum):
-    """Which sampler a captured step has: a draw only, or all stages. A step with all stages also serves batches that
-    need fewer: the row state says which stages a row needs, so the row's token is the same with either sampler."""
+    """The sampler of a captured step: a draw only, or all stages. A step with all stages also serves batches that need
+    fewer: the row state says which stages a row needs, so the row's token is the same with either sampler."""
 
     DRAW = "a temperature"
     FULL = "all parameters"
@@ -180,9 +180,9 @@ class GraphKeys:
         return StepPlan(needs, StepExtras(), True, key.num_wanted, checkpoints, additions=additions)
 
     def decoding(self) -> Iterator[GraphKey]:
-        """Keys of the decode steps that are captured at start-up, largest first so that smaller ones use the memory of
-        larger ones. If steps with short contexts do less work, the keys are for short contexts; steps with longer
-        contexts are captured while the engine is idle, or when a batch needs them."""
+        """Return the keys of the decode steps that are captured at start-up, largest first so that smaller ones use the
+        memory of larger ones. If steps with short contexts do less work, the keys are for short contexts; steps with
+        longer contexts are captured while the engine is idle, or when a batch needs them."""
         most = self.limits.max_drafts
         for requests in reversed(self.sizes.at_start):
             for own in (False, True) if self.takes_checkpoints else (False,):
@@ -192,15 +192,15 @@ class GraphKeys:
                 yield from self._of_sizes([requests], [0, *checked], takes_checkpoints=own, longest=self._short)
 
     def fewer_drafts(self) -> Iterator[GraphKey]:
-        """Keys of decode steps with many requests and fewer drafts than the maximum. For one draft per request, the
-        graph with the most drafts would compute far more token rows and make a longer proposal."""
+        """Return the keys of decode steps with many requests and fewer drafts than the maximum. For one draft per
+        request, the graph with the most drafts would compute far more token rows and make a longer proposal."""
         sizes = [requests for requests in reversed(self.sizes.at_start) if requests > FEW and self._is_costly]
         yield from self._of_sizes(sizes, range(1, self.limits.max_drafts), takes_checkpoints=self.takes_checkpoints,
                                   longest=self._short)
 
     def _of_sizes(self, sizes: Iterable[int], num_drafts: Collection[int], **kind: Any) -> Iterator[GraphKey]:
-        """Keys of decode steps with these numbers of requests. Each request has `num_drafts` drafts to check, and the
-        step proposes the same number. If proposals are cheap, the step always proposes the most."""
+        """Return the keys of decode steps with these numbers of requests. Each request has `num_drafts` drafts to
+        check, and the step proposes the same number. If proposals are cheap, the step always proposes the most."""
         for requests, drafts in product(sizes, num_drafts):
             num_wanted = drafts if self._is_costly else self.limits.max_drafts
             yield GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, **kind)
@@ -211,16 +211,16 @@ class GraphKeys:
         return replace(key, longest=self._short)
 
     def behind_long_contexts(self) -> Iterator[GraphKey]:
-        """Keys of a few decode steps with long contexts, with and without drafts. Start-up runs them to compile their
-        kernels, because the steps that it captures are for short contexts and launch fewer kernels."""
+        """Return the keys of a few decode steps with long contexts, with and without drafts. Start-up runs them to
+        compile their kernels, because the steps that it captures are for short contexts and launch fewer kernels."""
         sizes = self.sizes.at_start
         for requests in {sizes[0], sizes[len(sizes) // 2], sizes[-1]} if self._short < EVERY_LENGTH else ():
             for drafts in {0, self.limits.max_drafts}:
                 yield GraphKey(requests, requests * (1 + drafts), drafts, drafts > 0)
 
     def beyond_start(self) -> Iterator[GraphKey]:
-        """Keys of the largest decode steps, if start-up does not capture them. Start-up runs them to compile their
-        kernels."""
+        """Return the keys of the largest decode steps, if start-up does not capture them. Start-up runs them to compile
+        their kernels."""
         requests, most = self.limits.max_requests, self.limits.max_drafts
         if requests > self.sizes.at_start[-1]:
             yield from self._of_sizes([requests], range(most + 1), longest=self._short)
@@ -228,24 +228,24 @@ class GraphKeys:
                 yield from self._of_sizes([requests], {0, most}, sampler=SamplerForm.FULL)
 
     def sharing(self) -> Iterator[GraphKey]:
-        """Keys of decode steps whose attention reads a page once for all requests that share it. They are captured when
-        a batch needs them."""
+        """Return the keys of decode steps whose attention reads a page once for all requests that share it. They are
+        captured when a batch needs them."""
         for requests in self.sizes.shared if self._takes_shared else ():
             for drafts in range(min(SHARED_DRAFTS, self.limits.max_drafts) + 1):
                 num_wanted = drafts if self._is_costly else self.limits.max_drafts
                 yield GraphKey(requests, requests * (1 + drafts), num_wanted, drafts > 0, shares_pages=True)
 
     def prompts_by_size(self) -> Iterator[GraphKey]:
-        """Keys of steps with prompts, one for every captured number of tokens, largest first. Start-up runs them,
-        because libraries choose their kernels by that number."""
+        """Return the keys of steps with prompts, one for every captured number of tokens, largest first. Start-up runs
+        them, because libraries choose their kernels by that number."""
         largest = self.largest_with_prompts()
         if largest is not None:
             for tokens in reversed(self.sizes.prompt_tokens):
                 yield replace(largest, tokens=tokens)
 
     def with_parameters(self) -> Iterator[GraphKey]:
-        """Keys of the decode steps with all sampling parameters that start-up captures. Each also serves smaller sizes,
-        until a batch gets a graph of its own size."""
+        """Return the keys of the decode steps with all sampling parameters that start-up captures. Each also serves
+        smaller sizes, until a batch gets a graph of its own size."""
         if self._takes_parameters:
             yield from self._of_sizes(reversed(self.sizes.full_at_start), dict.fromkeys((self.limits.max_drafts, 0)),
                                       takes_checkpoints=self.takes_checkpoints, sampler=SamplerForm.FULL)
@@ -262,8 +262,8 @@ class GraphKeys:
                 yield replace(largest, deltas=reach)
 
     def prompts(self) -> Iterator[GraphKey]:
-        """Keys of a few steps with prompts of each kind. Start-up runs them to compile their kernels; there are too
-        many sizes to run all."""
+        """Return the keys of a few steps with prompts of each kind. Start-up runs them to compile their kernels; there
+        are too many sizes to run all."""
         most, sizes = self.limits.max_drafts, self.sizes.prompt_requests
         for requests, num_wanted, has_drafts in product({sizes[0], sizes[-1]}, {0, most}, {False, most > 0}):
             if self._takes_prompts:
@@ -300,7 +300,7 @@ class GraphKeys:
                 yield key
 
     def at_start(self) -> Iterator[GraphKey]:
-        """Keys captured at start-up. Those with prompts come last: their kernels take longest to compile."""
+        """Return the keys captured at start-up. Those with prompts come last: their kernels take longest to compile."""
         return chain(self.decoding_at_start(), self.prompts_at_start())
 
     def decoding_at_start(self) -> Iterator[GraphKey]:

@@ -3,9 +3,8 @@ with the time that a capture takes.
 
 A graph has one size, and a step of 7,400 tokens on a graph of 8,192 computes 800 token rows of padding. If the device
 takes longer for a step than the host takes to launch its kernels, the launches cost no time, and the step need not be
-padded. For other steps it is unknown how often a size will come up again. So a graph is captured once its steps have
-lost as much time as the capture takes: this never costs more than twice what the best choice would have cost.
-"""
+padded. For other steps it is unknown how often a size will occur again. So a graph is captured once its steps have lost
+as much time as the capture takes. This never costs more than twice the time of the best choice."""
 
 from __future__ import annotations
 

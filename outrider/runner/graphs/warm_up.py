@@ -90,9 +90,9 @@ def measure_step_memory(make_step: Callable[[], DeviceStep], limits: Limits, dev
 
 @torch.inference_mode()
 def compile_steps(step: DeviceStep, limits: Limits, graphs: captures.StepGraphs | None) -> int:
-    """Begin to compile everything that steps of any kind launch: first what takes longest, then what captures wait for,
-    in the order of the captures. Returns the bytes that `run_largest` found: a step whose launches are only collected
-    allocates the same memory, so its kernels need not be ready."""
+    """Begin to compile everything that steps of any kind launch: first the kernels that take longest, then those that
+    captures wait for, in the order of the captures. Returns the bytes that `run_largest` found: a step whose launches
+    are only collected allocates the same memory, so its kernels need not be ready."""
     with step.model.one_layer_each(), compiling.precompiling(step.state.device):
         prompt = min(LONG_QUERY, limits.max_batched_tokens, limits.max_len)
         run_dead(step, [prompt], num_wanted=limits.max_drafts, bound=limits.max_len)

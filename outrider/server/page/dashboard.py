@@ -1,5 +1,5 @@
 """The page at `/`. It is built from the files of this folder and loads nothing from elsewhere. It contains no data: its
-script reads them from /metrics."""
+script reads /metrics."""
 
 from __future__ import annotations
 

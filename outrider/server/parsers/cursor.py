@@ -98,7 +98,7 @@ class Cursor:
 
     def needs(self, token: str) -> Waiting[None]:
         if not (yield from self.takes(token)):
-            raise ValueError(f"no {token}")
+            raise ValueError(f"the text lacks {token}")
 
     def until(self, *markers: str) -> Waiting[tuple[str, str | None]]:
         """Take the text before the first marker, and the marker. If the text ends first, the marker is None."""
@@ -114,7 +114,7 @@ class Cursor:
         """Take the text before the first marker, and the marker. If the text ends first, the call is malformed."""
         text, marker = yield from self.until(*markers)
         if marker is None:
-            raise ValueError(f"no {markers[0]}")
+            raise ValueError(f"the text lacks {markers[0]}")
         return text
 
 

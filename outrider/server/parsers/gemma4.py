@@ -34,7 +34,7 @@ def calls(quote: str, end: str) -> ReadCalls:
         name = yield from cursor.while_matches(_NAME)
         yield from cursor.skip_space()
         if not name or (yield from cursor.char()) != "{":
-            raise ValueError("no call")
+            raise ValueError("the text is not a tool call")
         yield CallBegin(name)
         yield from _value(cursor, quote, 0)
         yield CallEnd()
@@ -45,7 +45,7 @@ def calls(quote: str, end: str) -> ReadCalls:
 
 def _value(cursor: Cursor, quote: str, depth: int) -> CallReader:
     if depth > MAX_DEPTH:
-        raise ValueError("too deep")
+        raise ValueError("the arguments are nested too deep")
     yield from cursor.skip_space()
     if (yield from cursor.takes(quote)):
         yield from stream_text(cursor, quote)
@@ -82,7 +82,7 @@ def _items(cursor: Cursor, quote: str, begin: str, end: str, depth: int) -> Call
 
 def _word_value(word: str) -> str:
     if not word:
-        raise ValueError("no value")
+        raise ValueError("the text is not a value")
     try:
         return json_text(read_json(word))
     except ValueError:
@@ -99,7 +99,7 @@ def stream_text(cursor: Cursor, end: str) -> CallReader:
         if marker is not None:
             break
         if cursor.is_last:
-            raise ValueError("text without an end")
+            raise ValueError("a string has no end")
         yield None
     yield CallArguments('"')
 

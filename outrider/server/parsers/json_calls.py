@@ -67,16 +67,16 @@ def read_value(cursor: Cursor) -> Waiting[Any]:
     while not value.is_done:
         if cursor.is_at_end:
             if cursor.is_last:
-                raise ValueError("a value without an end")
+                raise ValueError("a JSON value has no end")
             yield None
         pieces.append(value.take(cursor))
     return read_json("".join(pieces))
 
 
 def read_arguments(cursor: Cursor) -> CallReader:
-    """Read an object of arguments, to the end of its call."""
+    """Read an object of arguments, and the end of its call."""
     if (yield from cursor.char()) != "{":
-        raise ValueError("arguments are an object")
+        raise ValueError("the arguments of a call must be a JSON object")
     value, pieces = JsonValue(), []
     while not value.is_done:
         piece = value.take(cursor)
@@ -84,7 +84,7 @@ def read_arguments(cursor: Cursor) -> CallReader:
             pieces.append(piece)
             yield CallArguments(piece)
         elif cursor.is_last:
-            raise ValueError("arguments without an end")
+            raise ValueError("the arguments of a call have no end")
         else:
             yield None
     json_text(read_json("".join(pieces)))
@@ -101,7 +101,7 @@ def read_call(cursor: Cursor, needs_arguments: bool) -> CallReader:
         if (yield from cursor.takes("}")):
             break
         if (yield from cursor.char()) != '"':
-            raise ValueError("no key")
+            raise ValueError("a key of a JSON object is missing")
         key = yield from read_value(cursor)
         yield from cursor.skip_space()
         yield from cursor.needs(":")
@@ -116,7 +116,7 @@ def read_call(cursor: Cursor, needs_arguments: bool) -> CallReader:
         value = yield from read_value(cursor)
         if key in NAMES:
             if not isinstance(value, str) or not value:
-                raise ValueError("a call names its function")
+                raise ValueError("a call must have the name of its function")
             name = value
         elif key in ARGUMENTS:
             arguments = read_json(value) if isinstance(value, str) else value
@@ -180,7 +180,7 @@ def read_mistral(cursor: Cursor, schemas: Schemas) -> CallReader:
 
 def _named_call(name: str, cursor: Cursor, call_id: str | None = None) -> CallReader:
     if not name or (yield from cursor.char()) != "{":
-        raise ValueError("no call")
+        raise ValueError("the text is not a tool call")
     yield CallBegin(name, call_id)
     yield from read_arguments(cursor)
 
@@ -198,7 +198,7 @@ def sections(call_begin: str, call_end: str, end: str,
             if (yield from cursor.until(call_end, end))[1] != call_end:
                 break
         if not num_calls:
-            raise ValueError("no call")
+            raise ValueError("the text is not a tool call")
 
     return read
 
@@ -242,7 +242,7 @@ def read_apertus(cursor: Cursor, schemas: Schemas) -> CallReader:
     while True:
         yield from cursor.skip_space()
         if (yield from cursor.char()) != '"':
-            raise ValueError("no name")
+            raise ValueError("the name of the function is missing")
         name = yield from read_value(cursor)
         yield from cursor.skip_space()
         yield from cursor.needs(":")

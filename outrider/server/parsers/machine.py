@@ -53,9 +53,9 @@ def whole_call(name: object, arguments: object, call_id: str | None = None) -> C
     """Make the events of a call whose name and arguments are already parsed. Raise ValueError if there is no name, or
     if a value is not JSON (a set, bytes, NaN)."""
     if not isinstance(name, str) or not name:
-        raise ValueError("a call names its function")
+        raise ValueError("a call must have the name of its function")
     if not isinstance(arguments, dict):
-        raise ValueError("arguments are an object")
+        raise ValueError("the arguments of a call must be a JSON object")
     text = json_text(arguments)
     yield CallBegin(name, call_id)
     yield CallArguments(text)
@@ -68,7 +68,7 @@ def json_text(value: Any) -> str:
         text.encode()
         return text
     except TypeError as error:
-        raise ValueError("no JSON") from error
+        raise ValueError("the text is not JSON") from error
     except UnicodeEncodeError:  # half of a character that is written as two escapes
         return json.dumps(value, allow_nan=False)
 
@@ -108,7 +108,7 @@ def settled(events: Iterable[Event]) -> list[Event]:
 
 
 class StrayEnd(Enum):
-    """What to do with an end marker of reasoning that occurs while no reasoning is open."""
+    """The treatment of an end marker of reasoning that occurs while no reasoning is open."""
 
     TEXT = "a part of the content, as any other text"
     DROPPED_AT_START = "dropped before all content, and part of it later"
@@ -220,7 +220,7 @@ class OutputParser:
         self._is_start = False
 
     def _enter(self, region: Region | None) -> None:
-        """Begin the region whose begin marker was just read. None: the reasoning has just ended."""
+        """Begin the region whose begin marker was just read; None means that the reasoning has just ended."""
         match region:
             case CallRegion():
                 self._open = None

@@ -51,7 +51,7 @@ def _read_call(cursor: Cursor) -> CallReader:
     name = yield from cursor.while_matches(_NAME)
     yield from cursor.needs("(")
     if not name or name[0].isdigit():
-        raise ValueError("no call")
+        raise ValueError("the text is not a tool call")
     before = "{"
     yield from cursor.skip_space()
     is_closed = yield from cursor.takes(")")
@@ -61,7 +61,7 @@ def _read_call(cursor: Cursor) -> CallReader:
         yield from cursor.skip_space()
         yield from cursor.needs("=")
         if not key:
-            raise ValueError("an argument without a name")
+            raise ValueError("an argument has no name")
         text, end = yield from _expression(cursor)
         yield CallArguments(f"{before}{json_text(key)}: {json_text(_value(text))}")
         before = ", "
@@ -79,7 +79,7 @@ def _expression(cursor: Cursor) -> Waiting[tuple[str, str]]:
         pieces.append((yield from cursor.while_matches(_PLAIN)))
         char = yield from cursor.char()
         if not char:
-            raise ValueError("an expression without an end")
+            raise ValueError("an expression has no end")
         cursor.match(_ANY)
         if depth == 0 and char in ",)":
             return "".join(pieces), char
@@ -95,7 +95,7 @@ def _string(cursor: Cursor, quote: str) -> Waiting[str]:
     while True:
         text, marker = yield from cursor.until(quote, "\\")
         if marker is None:
-            raise ValueError("a string without an end")
+            raise ValueError("a string has no end")
         pieces += [text, marker]
         if marker == quote:
             return "".join(pieces)
@@ -107,7 +107,7 @@ def _value(text: str) -> Any:
     try:
         return _literal(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, MemoryError, TypeError) as error:
-        raise ValueError("no value") from error
+        raise ValueError("the text is not a value") from error
 
 
 def _literal(node: ast.expr) -> Any:

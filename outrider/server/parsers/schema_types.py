@@ -16,13 +16,13 @@ _MAX_NESTED = 8
 
 
 def parameters(schema: Any) -> dict[str, Any]:
-    """The schemas of a function's parameters. Empty if the client's schema has another form."""
+    """Return the schemas of a function's parameters. Empty if the client's schema has another form."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     return properties if isinstance(properties, dict) else {}
 
 
 def schema_types(schema: Any, depth: int = 0) -> set[str]:
-    """The names of the types that a schema allows. A schema without types allows strings."""
+    """Return the names of the types that a schema allows. A schema without types allows strings."""
     if not isinstance(schema, dict) or depth > _MAX_NESTED:
         return {"string"}
     given = schema.get("type")
@@ -67,7 +67,7 @@ def _read(text: str) -> Any:
     try:
         return ast.literal_eval(text.strip())
     except (SyntaxError, MemoryError, TypeError) as error:
-        raise ValueError("no value") from error
+        raise ValueError("the text is not a value") from error
 
 
 def _fits(value: Any, types: set[str]) -> bool:

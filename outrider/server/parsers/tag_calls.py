@@ -48,14 +48,14 @@ class Tags:
             yield from self.read_one(cursor, schemas)
             num_calls += 1
         if not num_calls:
-            raise ValueError("no call")
+            raise ValueError("the text is not a tool call")
 
     def read_one(self, cursor: Cursor, schemas: Schemas) -> CallReader:
         """Read the rest of one call after its first marker."""
         yield from cursor.skip_space()
         name = yield from cursor.while_matches(_NAME)
         if not name:
-            raise ValueError("a call names its function")
+            raise ValueError("a call must have the name of its function")
         yield from cursor.needs(self.name_end)
         yield CallBegin(name)
         before = "{"
@@ -99,7 +99,7 @@ class Tags:
     def _end_value(self, cursor: Cursor, marker: str | None) -> None:
         """Read to the end of a value. A model may forget the closing tag."""
         if marker is None:
-            raise ValueError("a value without an end")
+            raise ValueError("a value has no end")
         if marker != self.value_end:
             cursor.step_back(marker)
 

@@ -29,7 +29,7 @@ def add_dataset_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-prompts", type=int, default=1000)
     parser.add_argument("--dataset-name", default="random", help="random, or custom: the lines of --dataset-path")
-    parser.add_argument("--dataset-path", default=None, help='a file with a JSON object a line, as {"prompt": "Hello"}')
+    parser.add_argument("--dataset-path", default=None, help='JSON objects, one a line, such as {"prompt": "Hello"}')
     for name in ("random", "custom"):
         parser.add_argument(f"--{name}-output-len", type=int, default=128)
     parser.add_argument("--random-input-len", type=int, default=1024)
@@ -50,5 +50,5 @@ def get_samples(args: argparse.Namespace, tokenizer: Any) -> list[SampleRequest]
             length = args.custom_output_len
         case _:
             raise ValueError(f"dataset_name={args.dataset_name!r} is not supported: use random, or custom with "
-                             'dataset_path, a file with a JSON object a line, as {"prompt": "Hello"}')
+                             'dataset_path, a file with a JSON object a line, such as {"prompt": "Hello"}')
     return [SampleRequest(text, len(tokenizer.encode(text, add_special_tokens=False)), length) for text in texts]

@@ -1,4 +1,4 @@
-"""From the RGB pixels of a decoded image to the patches that a vision tower takes, with numpy and Pillow.
+"""Preprocessing of images: makes the patches that a vision tower takes from RGB pixels, with numpy and Pillow.
 
 | file | what it is |
 |---|---|
@@ -7,6 +7,5 @@
 | `gemma4.py` | Gemma 4, with and without a tower |
 | `qwen.py` | Qwen3-VL and Qwen3.5 |
 
-From RGB on, results equal those of the PIL image processors of transformers, bit for bit. Pillow is an optional package
-(`outrider[images]` or `outrider[server]`), imported when the first image is resized.
-"""
+For equal RGB pixels the patches equal those of the PIL image processors of transformers, bit for bit. Pillow is an
+optional package (`outrider[images]` or `outrider[server]`), imported when the first image is resized."""

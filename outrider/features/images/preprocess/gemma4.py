@@ -16,11 +16,11 @@ LOW, USUAL, HIGH = 70, 280, 1120
 
 
 class Gemma4Images(ImageProcessor):
-    """Gemma 4 with a tower, which takes patches of 16 x 16 pixels, 3 x 3 of them for each token.
+    """Preprocessing for Gemma 4 models with a vision tower. A patch has 16 x 16 pixels, and a token stands for 3 x 3
+    patches.
 
-    An image gets at most 70 tokens with detail "low", 1,120 with "high", and with "auto" as many as `max_soft_tokens`
-    of the processor config says, 280 by default. Small images are enlarged until they fill the budget.
-    """
+    An image gets at most 70 tokens with detail "low" and 1,120 with "high". With "auto" the limit is `max_soft_tokens`
+    of the processor config, 280 by default. Small images are enlarged until they fill the budget."""
 
     options = ("max_soft_tokens",)
 
@@ -40,7 +40,7 @@ class Gemma4Images(ImageProcessor):
         self._end = model.get("eoi_token_id", int, 258882)
 
     def _positions(self, vision: ConfigReader) -> int:
-        """The most tokens in a row or a column that the model has positions for."""
+        """Return the most tokens in a row or a column for which the model has position embeddings."""
         return vision.get("position_embedding_size", int, 10240, least=1) // self._pool
 
     def size_of(self, height: int, width: int, *, detail: str | None = None) -> ImageGrid:
@@ -70,7 +70,8 @@ class Gemma4Images(ImageProcessor):
 
 
 class Gemma4UnifiedImages(Gemma4Images):
-    """Gemma 4 without a tower: every token is a tile of 48 x 48 pixels. Details as in `Gemma4Images`."""
+    """Preprocessing for Gemma 4 models without a tower: every token is a tile of 48 x 48 pixels. Details as in
+    `Gemma4Images`."""
 
     def _positions(self, vision: ConfigReader) -> int:
         return vision.get("mm_posemb_size", int, 1120, least=1)

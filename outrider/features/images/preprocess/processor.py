@@ -46,8 +46,9 @@ class ImageProcessor(ABC):
 
     @staticmethod
     def from_config(model_config: dict[str, Any], processor_config: dict[str, Any] | None) -> ImageProcessor:
-        """The processor of a model. processor_config: the content of preprocessor_config.json or processor_config.json;
-        None for the family's defaults. ValueError names the key that is not served."""
+        """Make the processor of a model. processor_config: the content of preprocessor_config.json or
+        processor_config.json; None for the family's defaults. Raises a ValueError that names the key if a setting is
+        not supported."""
         model = ConfigReader(model_config)
         kind = model.get("model_type", str, "")
         if kind not in _FAMILIES:
@@ -60,18 +61,19 @@ class ImageProcessor(ABC):
 
     @abstractmethod
     def size_of(self, height: int, width: int, *, detail: str | None = None) -> ImageGrid:
-        """The grid of an image with this height and width in pixels. ValueError if the model takes no such image.
+        """Return the token grid of an image with this height and width in pixels. Raises ValueError if the image does
+        not suit the model.
 
         detail: "low", "auto", "high", or None, which is "auto". The docstring of the family's class says what each one
         means."""
 
     @abstractmethod
     def most_tokens(self) -> int:
-        """The most tokens that an image makes, at any size and detail."""
+        """Return the most tokens that an image can have, at any size and detail."""
 
     @abstractmethod
     def placeholder_ids(self, grid: ImageGrid) -> list[int]:
-        """The token ids that take the place of one `placeholder` in a prompt."""
+        """Return the token ids that replace one `placeholder` in a prompt."""
 
     def prepare(self, rgb: Pixels, *, detail: str | None = None) -> PreparedImage:
         """Resize an image and cut it into patches. rgb: [height, width, 3] uint8. detail: see `size_of`."""
@@ -90,7 +92,7 @@ class ImageProcessor(ABC):
 
     @abstractmethod
     def _settings(self, detail: str | None) -> Mapping[str, int]:
-        """Every setting on which patches depend, for an image of this detail."""
+        """Return all settings that decide the patches of an image at this detail; they are part of its digest."""
 
     @abstractmethod
     def _patches(self, rgb: Pixels) -> Pixels:
@@ -98,7 +100,7 @@ class ImageProcessor(ABC):
 
 
 def resize(rgb: Pixels, grid: ImageGrid) -> Pixels:
-    """The image in the grid's size, by Pillow's bicubic filter, which averages where it makes an image smaller."""
+    """Resize an image to its grid with Pillow's bicubic filter, which averages pixels when it shrinks an image."""
     if rgb.shape[:2] == (grid.height, grid.width):
         return rgb
     try:
@@ -115,7 +117,7 @@ def check_size(height: int, width: int) -> None:
 
 
 def check_detail(detail: str | None) -> str:
-    """The detail, with None as "auto"."""
+    """Check a detail and return it; None becomes "auto"."""
     if detail is not None and detail not in DETAILS:
         raise ValueError(f"detail must be one of {', '.join(DETAILS)}, got {detail!r}")
     return detail or "auto"

@@ -17,12 +17,11 @@ LARGEST_RATIO = 200  # of the longer side to the shorter one
 
 
 class Qwen3VLImages(ImageProcessor):
-    """Images of Qwen3-VL. The tower takes patches of 16 x 16 pixels, 2 x 2 of them for each token.
+    """Preprocessing for Qwen3-VL. A patch has 16 x 16 pixels, and a token stands for 2 x 2 patches.
 
     With detail "auto" an image keeps its size if its area lies within the limits of the processor config, by default
     65,536 to 16,777,216 pixels (64 to 16,384 tokens). "low" lowers the upper limit to 256 tokens. "high" raises the
-    lower limit to 1,024 tokens, which the model wants to tell where things are: smaller images are enlarged.
-    """
+    lower limit to 1,024 tokens, which the model needs to locate objects: smaller images are enlarged."""
 
     default_placeholder = 151655
     options = ("min_pixels", "max_pixels", "size")
@@ -56,7 +55,7 @@ class Qwen3VLImages(ImageProcessor):
         return math.floor(max(most, enlarged, single_row))
 
     def placeholder_ids(self, grid: ImageGrid) -> list[int]:
-        """The pads of one image. The chat template has written the ids before and after them."""
+        """Return the pad tokens of one image. The chat template writes the tokens that begin and end an image."""
         return [self.placeholder] * grid.num_tokens
 
     def _areas(self, detail: str | None) -> tuple[int, int]:
@@ -76,8 +75,7 @@ class Qwen3VLImages(ImageProcessor):
         return {"patch": self._patch, "merge": self._merge, "least": least, "most": most}
 
     def _patches(self, rgb: Pixels) -> Pixels:
-        """[patches, 3 * patch * patch], each in the order (colour, row, column). The patches of a token stand together,
-        tokens and the patches inside them row by row."""
+        """Return the smallest and the largest allowed area of an image in pixels."""
         patch, merge = self._patch, self._merge
         rows, cols = rgb.shape[0] // (patch * merge), rgb.shape[1] // (patch * merge)
         split = rgb.reshape(rows, merge, patch, cols, merge, patch, 3)
@@ -85,13 +83,14 @@ class Qwen3VLImages(ImageProcessor):
 
 
 class Qwen3_5Images(Qwen3VLImages):
-    """Images of Qwen3.5, dense and with experts, and of later models of that type."""
+    """Preprocessing for Qwen3.5, dense and with experts, and later models of that type."""
 
     default_placeholder = 248056
 
 
 def read_areas(settings: ConfigReader) -> tuple[int, int]:
-    """The smallest and largest area of an image in pixels: `size`, or the older keys, which win."""
+    """Read the smallest and largest area of an image in pixels: from the older keys if present, otherwise from
+    `size`."""
     size = settings.section_or_empty("size")
     unknown = sorted(size.values.keys() - {"shortest_edge", "longest_edge"})
     if unknown:

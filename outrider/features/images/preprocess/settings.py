@@ -13,7 +13,7 @@ BICUBIC = 3  # Pillow's number of the filter
 
 
 def image_settings(processor_config: Mapping[str, Any] | None) -> ConfigReader:
-    """A reader of the image settings. Without a file every setting has the family's default."""
+    """Return a reader of the image settings. Without a file every setting has the family's default."""
     values = processor_config or {}
     if isinstance(values.get("image_processor"), Mapping):
         return ConfigReader(values, "processor_config.json").section("image_processor")
@@ -21,7 +21,7 @@ def image_settings(processor_config: Mapping[str, Any] | None) -> ConfigReader:
 
 
 def check_steps(settings: ConfigReader) -> None:
-    """Refuse settings that ask for other steps than an RGB image, a bicubic resize and a division by 255."""
+    """Refuse settings that ask for preprocessing other than conversion to RGB, bicubic resize and division by 255."""
     for key in ("do_resize", "do_rescale", "do_convert_rgb"):
         settings.must_equal(key, True, default=True)
     for key in ("do_center_crop", "do_pad"):
@@ -31,7 +31,7 @@ def check_steps(settings: ConfigReader) -> None:
 
 
 def check_normalization(settings: ConfigReader, mean: float, deviation: float) -> None:
-    """Refuse another normalisation than the one that the family's towers apply to the pixels."""
+    """Refuse a normalisation of pixels other than the one that the family's vision towers expect."""
     settings.must_equal("image_mean", mean, [mean] * 3, default=mean)
     settings.must_equal("image_std", deviation, [deviation] * 3, default=deviation)
 

@@ -33,7 +33,7 @@ FEW = 256  # objects that are deleted while the lock is held once
 
 @dataclass(slots=True)
 class DomainSummary:
-    """One domain of a folder: a model with settings that decide the bytes of its pages."""
+    """One domain of a cache folder: the objects of one model and the settings that decide the bytes of its pages."""
 
     domain: bytes
     about: dict[str, Any]
@@ -53,7 +53,7 @@ class CheckResult:
 
 @contextmanager
 def open_folder(path: str | Path) -> Iterator[tuple[CacheFolder, SharedLog]]:
-    """A folder that is there, with the list of its objects. Raises CacheFolderError if it is no disk cache."""
+    """Open an existing cache folder with its list of objects. Raises CacheFolderError if it is not a disk cache."""
     if not os.path.isdir(path):
         raise CacheFolderError(f"there is no folder {path}: give the folder of --disk-cache-dir")
     folder = CacheFolder(path, create=False)
@@ -68,7 +68,7 @@ def open_folder(path: str | Path) -> Iterator[tuple[CacheFolder, SharedLog]]:
 
 
 def summaries(folder: CacheFolder, log: SharedLog) -> list[DomainSummary]:
-    """Every domain of a folder, the most recently used one first."""
+    """Summarise every domain of a folder, the most recently used one first."""
     found = {domain[:TAG_BYTES]: DomainSummary(domain, folder.about(domain)) for domain in folder.domains()}
     for name, entry in log.index.stored.items():
         summary = found.get(name[:TAG_BYTES])
@@ -83,7 +83,8 @@ def summaries(folder: CacheFolder, log: SharedLog) -> list[DomainSummary]:
 
 
 def find_domain(found: list[DomainSummary], text: str | None) -> DomainSummary:
-    """The domain whose digest begins with a text, or whose model has that name. Without a text: the only one."""
+    """Find the domain whose digest begins with a text, or whose model has that name. Without a text, return the only
+    domain."""
     chosen = [summary for summary in found if text is None or summary.domain.hex().startswith(text)
               or summary.about.get("model") == text]
     if len(chosen) == 1:
@@ -91,7 +92,7 @@ def find_domain(found: list[DomainSummary], text: str | None) -> DomainSummary:
     there = ", ".join(f"{summary.domain.hex()[:12]} ({summary.about.get('model', 'unknown')})" for summary in found)
     if not chosen:
         what = "holds no model" if text is None else f"holds no model {text!r}"
-        raise CacheFolderError(f"the cache folder {what}; there is: {there or 'nothing'}")
+        raise CacheFolderError(f"the cache folder {what}; it holds: {there or 'nothing'}")
     raise CacheFolderError(f"say which model with --model, by the first digits of its digest: {there}")
 
 
@@ -113,7 +114,8 @@ def check_objects(folder: CacheFolder, log: SharedLog, *, remove: bool) -> Check
 
 
 def clear(folder: CacheFolder, log: SharedLog, domain: bytes | None = None) -> int:
-    """Delete the objects of one domain, or of all. Engines that use the folder go on, and store new ones. How many."""
+    """Delete the objects of one domain, or of all, and return how many. Engines that use the folder go on, and store
+    new ones."""
     names = [name for name in log.index.stored if domain is None or name.startswith(domain[:TAG_BYTES])]
     _remove(folder, log, names)
     with log.transaction(LOCK_SECONDS):
@@ -124,7 +126,7 @@ def clear(folder: CacheFolder, log: SharedLog, domain: bytes | None = None) -> i
 
 
 def export_domain(folder: CacheFolder, log: SharedLog, domain: bytes, output: Path) -> int:
-    """Write the whole objects of a domain into a new tar file that only the user can read. How many."""
+    """Write the intact objects of a domain to a new tar file that only the user can read. Returns how many."""
     count = 0
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(file, "wb") as stream, tarfile.open(fileobj=stream, mode="w") as archive:
@@ -140,8 +142,8 @@ def export_domain(folder: CacheFolder, log: SharedLog, domain: bytes, output: Pa
 
 
 def import_archive(path: Path, archive: Path, size_bytes: int) -> tuple[int, int]:
-    """Store the objects of an exported domain in a folder, which is made if it is not there. Names in the archive are
-    not used, only headers. How many were stored, and how many were damaged."""
+    """Store the objects of an exported domain in a folder, which is made if it is missing. Only headers are trusted,
+    not the names in the archive. Returns how many objects were stored, and how many were damaged."""
     num_damaged = 0
     stores: dict[bytes, DiskStore] = {}
     try:
@@ -160,7 +162,7 @@ def import_archive(path: Path, archive: Path, size_bytes: int) -> tuple[int, int
                     stores[header.domain] = DiskStore(path, header.domain, size_bytes, about=about)
                 _store_surely(stores[header.domain], header, data[HEADER_BYTES:])
     except tarfile.TarError as error:
-        raise ValueError(f"{archive} is not a whole export of a cache: {error}") from None
+        raise ValueError(f"{archive} is not a complete export of a cache ({error}): export it again") from None
     finally:
         for store in stores.values():
             store.close(60.0)
@@ -176,7 +178,7 @@ def _store_surely(store: DiskStore, header: ObjectHeader, payload: bytes) -> Non
 
 
 def _header(data: bytes) -> ObjectHeader | None:
-    """The header of an object that is whole."""
+    """Return the header of an object's file, or None if the object is damaged."""
     try:
         header = ObjectHeader.from_bytes(data[:HEADER_BYTES])
     except DamagedObject:

@@ -2,15 +2,14 @@
 
     FOLDER/outrider-cache.json    marks the folder as a disk cache
            index.log              the list of all objects (shared_log.py)
-           lock                   held for a moment by who changes the list
+           lock                   held briefly while a process changes the list
            writers/ID             locked by a process as long as it runs
            tmp/ID-N               a file that is being written
            DOMAIN/about.json      which model and settings the domain is for
            DOMAIN/ab/KEY          one object (object_file.py); ab: the first two digits of the key
 
-Every object is written to `tmp` and renamed, so a file with the name of a key is whole as far as the process knows;
-what the disk makes of it is the checksum's to find.
-"""
+Every object is written to `tmp` and then renamed, so a file with the name of a key was written completely. Checksums
+detect later damage by the disk."""
 
 from __future__ import annotations
 
@@ -34,11 +33,11 @@ KEY_BYTES = 32
 
 
 class CacheFolderError(ValueError):
-    """The folder cannot be used as a disk cache. The message says what to do."""
+    """Raised if the folder cannot be used as a disk cache. The message says what to do."""
 
 
 class FolderBusy(OSError):
-    """Another process has held the folder's lock for too long."""
+    """Raised if another process has held the folder's lock for too long."""
 
 
 class CacheFolder:
@@ -57,7 +56,7 @@ class CacheFolder:
                 _make_private(os.path.join(self.path, name))
             self._lock_file = _open_private(os.path.join(self.path, "lock"))
         except OSError as error:
-            raise CacheFolderError(f"{self.path} cannot be a disk cache: {error.strerror}") from None
+            raise CacheFolderError(f"{self.path} cannot be a disk cache: {error.strerror}. Give another") from None
         self.log_path = os.path.join(self.path, "index.log")
         self._domains: dict[bytes, bytes] = {}  # by tag
 
@@ -110,18 +109,18 @@ class CacheFolder:
         return sorted(found)
 
     def path_of_name(self, name: bytes) -> str | None:
-        """The path of an object by its name in the index. None if its domain has no sub-folder any more."""
+        """Return an object's path from its name in the index, or None if its domain has no sub-folder any more."""
         domain = self.domain_of(name)
         return self.object_path(domain, name[TAG_BYTES:]) if domain else None
 
     def domain_of(self, name: bytes) -> bytes:
-        """The domain of a name in the index; empty if it has no sub-folder any more."""
+        """Return the domain of a name in the index; empty if it has no sub-folder any more."""
         if name[:TAG_BYTES] not in self._domains:
             self.domains()
         return self._domains.get(name[:TAG_BYTES], b"")
 
     def object_keys(self, domain: bytes) -> Iterator[tuple[bytes, str]]:
-        """Key and path of every object of a domain. Walks the folder: slow."""
+        """Yield key and path of every object of a domain. Slow, because it lists the folder."""
         with os.scandir(os.path.join(self.path, domain.hex())) as parts:
             folders = [part.path for part in parts if part.is_dir(follow_symlinks=False)]
         for folder in folders:
@@ -131,7 +130,7 @@ class CacheFolder:
                         yield bytes.fromhex(file.name), file.path
 
     def publish(self, temporary: str, path: str) -> None:
-        """Rename a whole file to the name of its key."""
+        """Rename a completely written temporary file to its final name."""
         try:
             os.rename(temporary, path)
         except FileNotFoundError:
@@ -166,12 +165,13 @@ class CacheFolder:
 
     @contextmanager
     def locked(self, timeout: float) -> Iterator[None]:
-        """Hold the folder's lock. Raises FolderBusy if that takes too long, as when its holder was stopped."""
+        """Hold the folder's lock. Raises FolderBusy if waiting takes too long, for example because its holder was
+        stopped."""
         deadline = time.monotonic() + timeout
         pause = 0.0005
         while not _try_lock(self._lock_file):
             if time.monotonic() > deadline:
-                raise FolderBusy(f"another process has held {self.path}/lock for {timeout:g} seconds")
+                raise FolderBusy(f"another process has held {self.path}/lock for {timeout:g} seconds: end it")
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
         try:
@@ -180,7 +180,8 @@ class CacheFolder:
             fcntl.flock(self._lock_file, fcntl.LOCK_UN)
 
     def add_writer(self) -> tuple[int, int]:
-        """A new writer's number, and the open file whose lock says that it is alive. Call with the lock held."""
+        """Return a number for a new writer, and an open file whose lock shows that the writer is alive. Call with the
+        lock held."""
         number = secrets.randbits(63) | 1
         file = _open_private(self._writer_path(number), os.O_EXCL)
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -212,7 +213,7 @@ class CacheFolder:
         return f"{self.path}/tmp/{writer:016x}-{number}"
 
     def remove_leftovers(self, alive: set[int]) -> int:
-        """Delete half-written files whose writer is not alive. How many."""
+        """Delete half-written files of dead writers, and return how many there were."""
         names = [name for name in os.listdir(f"{self.path}/tmp")
                  if not any(name.startswith(f"{writer:016x}-") for writer in alive)]
         for name in names:
@@ -247,13 +248,12 @@ def _make_private(path: str) -> None:
 
 
 def _require_own(path: str) -> None:
-    """Refuse what another user could have put there: prompts would be written where that user reads them, or pages
-    read that the user made."""
+    """Refuse a link, or a folder of another user, who could read prompts there or put false pages into it."""
     found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode):
         raise CacheFolderError(f"{path} is a link: a disk cache is a folder of its own")
     if not stat.S_ISDIR(found.st_mode):
-        raise CacheFolderError(f"{path} is not a folder")
+        raise CacheFolderError(f"{path} is not a folder: give a folder")
     if found.st_uid != os.geteuid():
         raise CacheFolderError(f"{path} belongs to user {found.st_uid}, and this process runs as user {os.geteuid()}: "
                                "give a folder that this user owns")
@@ -262,4 +262,4 @@ def _require_own(path: str) -> None:
 def _refuse_links(path: str) -> None:
     real = os.path.realpath(path)
     if real != path:
-        raise CacheFolderError(f"{path} is reached by a link, which could lead elsewhere tomorrow: give {real}")
+        raise CacheFolderError(f"{path} is reached by a link, which can be changed: give {real}")

@@ -1,5 +1,5 @@
-"""Index: what a folder holds, as the records of its log say. Every process that reads the same records has the same
-index and so evicts in the same order."""
+"""Index: the objects of a folder according to its log. Every process that reads the same records has the same index and
+so evicts in the same order."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Entry:
 
 
 class Index:
-    """Names are a domain's tag and a key. `stored` is read by other threads than the one that applies records, so its
-    entries are replaced and removed, each at once."""
+    """The index of a folder's objects. A name is a domain's tag and a key. Several threads read `stored` while one
+    applies records, so each entry is replaced or removed in a single operation."""
 
     def __init__(self) -> None:
         self.dropped: deque[bytes] | None = None  # takes the names of stored objects that a record drops
@@ -53,7 +53,7 @@ class Index:
                 self._remove(name)
 
     def victims(self, num_bytes: int, now: float) -> list[bytes] | None:
-        """The objects to evict, so that as many bytes are freed. None if there are not enough."""
+        """Return the objects to evict to free `num_bytes`, or None if there are not enough."""
         self.order.end_pins(now)
         found = []
         for name in self.order.next_victims() if num_bytes > 0 else ():
@@ -64,7 +64,7 @@ class Index:
         return found if num_bytes <= 0 else None
 
     def records(self) -> Iterator[Record]:
-        """The shortest log that makes this index."""
+        """Return the shortest log from which this index can be made again."""
         yield Record(Op.HEAD, LOG_MAGIC)
         for name, entry in self.reserved.items():
             yield named_record(Op.RESERVE, name, length=entry.length, writer=entry.writer, time=entry.time)

@@ -24,7 +24,7 @@ DISK_BLOCK = 4096  # file systems give space in such units
 
 
 class DamagedObject(Exception):
-    """A file that does not hold the object that it should. `reason` is a word for counters."""
+    """Raised if a file does not hold the expected object. `reason` is one word, the name of a counter."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -32,7 +32,7 @@ class DamagedObject(Exception):
 
 
 class OtherLength(Exception):
-    """The object is whole, but has another length than the caller asked for."""
+    """Raised if an object is intact, but has another length than the caller asked for."""
 
 
 @dataclass(slots=True, frozen=True)
@@ -50,7 +50,7 @@ class ObjectHeader:
 
     @classmethod
     def from_bytes(cls, data: bytes | bytearray) -> ObjectHeader:
-        """Raise DamagedObject unless the bytes are a whole header of this version."""
+        """Parse a header. Raises DamagedObject unless the bytes are a complete header of this version."""
         if len(data) < HEADER_BYTES:
             raise DamagedObject("truncated")
         packed = bytes(data[:_FORM.size])
@@ -63,12 +63,12 @@ class ObjectHeader:
 
 
 def bytes_on_disk(length: int) -> int:
-    """The bytes that an object takes on the disk. length: of its payload."""
+    """Return the bytes that an object takes on the disk. length: the bytes of its payload."""
     return -(-(HEADER_BYTES + length) // DISK_BLOCK) * DISK_BLOCK
 
 
 def write_object(path: str, header: ObjectHeader, payload: bytes | memoryview) -> None:
-    """Write a new file that only the user can read. Raises OSError, and leaves no file then."""
+    """Write a new file that only the user can read. If it raises OSError, no file is left."""
     file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
         left = [memoryview(header.pack()), memoryview(payload)]
@@ -106,7 +106,7 @@ def read_object(path: str, domain: bytes, key: bytes, into: memoryview) -> None:
 
 
 def find_damage(path: str, domain: bytes, key: bytes) -> str | None:
-    """Why a file cannot be read as an object, in a word; None if it is whole."""
+    """Return one word that says why a file cannot be read as an object; None if it is intact."""
     try:
         read_object(path, domain, key, memoryview(bytearray(read_header(path).length)))
     except DamagedObject as error:
@@ -119,7 +119,7 @@ def find_damage(path: str, domain: bytes, key: bytes) -> str | None:
 
 
 def read_header(path: str) -> ObjectHeader:
-    """The header of a file. Raises DamagedObject, also if the file has another size than the header says."""
+    """Read the header of a file. Raises DamagedObject, also if the file's size differs from the size in the header."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         header = ObjectHeader.from_bytes(os.read(file, HEADER_BYTES))
@@ -131,7 +131,7 @@ def read_header(path: str) -> ObjectHeader:
 
 
 def _read_all(file: int, head: bytearray, into: memoryview) -> int:
-    """Read the file's beginning into two buffers; how many bytes came. One call of the system in most cases."""
+    """Read the beginning of a file into two buffers, usually with one system call. Returns the number of bytes read."""
     count = os.readv(file, [head, into])
     whole = len(head) + len(into)
     while HEADER_BYTES <= count < whole:  # a signal came, or more than 2 GiB were asked for

@@ -1,5 +1,5 @@
-"""StoreQueue: what waits for the writer's thread. Its bytes are bounded, so a slow disk declines stores and nothing
-waits for it."""
+"""StoreQueue: objects and orders that wait for the writer's thread. The bytes are bounded: if the disk is slow, stores
+are declined, and no caller waits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class QueuedObject:
 
 @dataclass(slots=True)
 class Orders:
-    """Other tasks of the writer, by key."""
+    """Tasks of the writer other than stores, by key: objects to touch, pin, drop or check."""
 
     touched: dict[bytes, None] = field(default_factory=dict)  # in the order of their last use
     pinned: dict[bytes, float] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class StoreQueue:
     # Callers
 
     def put(self, key: bytes, payload: memoryview, is_boundary: bool) -> str | None:
-        """Queue a copy of an object. Why it was declined, or None."""
+        """Queue a copy of an object. Returns the reason if the store is declined, else None."""
         count = len(payload)
         with self._changed:
             if self.is_closed:
@@ -93,7 +93,8 @@ class StoreQueue:
             self.hidden.add(key)
 
     def flush(self, timeout: float) -> bool:
-        """Wait until everything queued so far is written and the end of the log was read. False: not in time."""
+        """Wait until all that is queued now has been written and the log has been read to its end. Returns False after
+        the timeout."""
         with self._changed:
             self._wants_turn = not self.is_closed
             self._changed.notify_all()
@@ -108,7 +109,7 @@ class StoreQueue:
     # The writer's thread
 
     def take(self, limit_bytes: int, timeout: float) -> tuple[list[QueuedObject], Orders]:
-        """The next objects, at most so many bytes or one object, and all orders."""
+        """Take the next objects (at most `limit_bytes`, or one larger object) and all orders."""
         with self._changed:
             self._is_working = False
             self._changed.notify_all()
@@ -126,7 +127,7 @@ class StoreQueue:
         return self.pending.get(item.key) is item
 
     def finish(self, item: QueuedObject) -> None:
-        """The object is on the disk, or will not be."""
+        """Remove an object that has been written, or that will not be written."""
         with self._changed:
             self.num_bytes -= len(item.payload)
             if self.pending.get(item.key) is item:
@@ -136,7 +137,7 @@ class StoreQueue:
         return not self._items
 
     def give_up(self) -> int:
-        """Forget everything that is queued. How many objects that were."""
+        """Drop all queued objects, and return how many there were."""
         with self._changed:
             count = len(self._items)
             for item in self._items:
@@ -146,7 +147,7 @@ class StoreQueue:
             return count
 
     def reveal(self, keys: Iterable[bytes]) -> None:
-        """The orders about these keys were followed: what is stored of them is good."""
+        """Allow loads of these keys again, because the orders about them have been carried out."""
         with self._changed:
             self.hidden.difference_update(keys)
 

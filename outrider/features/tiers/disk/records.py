@@ -1,4 +1,4 @@
-"""Records of the shared log: 72 bytes each, with a checksum, so that a torn or damaged one is seen."""
+"""Records of the shared log: 72 bytes each, with a checksum to detect torn and damaged ones."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def pack_records(records: Iterable[Record]) -> bytes:
 
 
 def read_records(data: bytes) -> list[Record]:
-    """The whole records at the beginning of some bytes: up to the first one that is torn or damaged."""
+    """Return the intact records at the beginning of `data`, up to the first torn or damaged one."""
     found = []
     unchecked = bytearray(data)
     view = memoryview(unchecked)

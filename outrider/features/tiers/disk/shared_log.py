@@ -1,10 +1,9 @@
 """SharedLog: the list of a folder's objects, as a log that every process appends to and whose end every process reads.
 
-It is changed only while the folder's lock is held. A process appends with one write, so what a killed process leaves
-is at most a torn end. A process that holds the lock and finds a torn, damaged or missing log makes it anew from the
-folder, and keeps the order that its whole records tell. A read without the lock may be old or end early; that costs
-hits alone.
-"""
+The log is changed only while the folder's lock is held. A process appends with one write, so a killed process leaves at
+most a torn end. A process that holds the lock and finds the log torn, damaged or missing makes it again from the
+folder, in the order of use that intact records give. A process that reads without the lock may miss recent records,
+which only costs hits."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class SharedLog:
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes that all files of the cache folder take of the disk. Directories are not counted."""
+        """Return the bytes of all files of the cache folder on the disk, without directories."""
         return self.index.num_bytes + self.num_bytes + SMALL_FILES
 
     def close(self) -> None:
@@ -66,8 +65,8 @@ class SharedLog:
 
     @contextmanager
     def transaction(self, timeout: float) -> Iterator[None]:
-        """Hold the lock with an index that is up to date. Raises FolderBusy, or OSError if a damaged log cannot be
-        made anew."""
+        """Hold the lock with an index that is up to date. Raises FolderBusy, or OSError if a damaged log cannot be made
+        again."""
         with self._folder.locked(timeout):
             if not self.refresh():
                 self._rebuild()
@@ -76,7 +75,7 @@ class SharedLog:
             yield
 
     def append(self, records: Sequence[Record]) -> None:
-        """Add records to the log and apply them. Call in a transaction. Raises OSError, and adds none then."""
+        """Add records to the log and apply them. Call in a transaction. If it raises OSError, no record is added."""
         data = pack_records(records)
         try:
             if os.write(self._file, data) < len(data):
@@ -91,7 +90,7 @@ class SharedLog:
             self.index.apply(record)
 
     def compact(self) -> None:
-        """Write the log anew if most of its records are obsolete. Call in a transaction."""
+        """Rewrite the log if most of its records are obsolete. Call in a transaction."""
         num_records = self.num_bytes // RECORD_BYTES
         if num_records > SHORT_LOG and num_records > 4 * (len(self.index.stored) + len(self.index.reserved)):
             self._replace(self.index)
@@ -149,8 +148,8 @@ class SharedLog:
         return self.num_bytes == size > 0
 
     def _rebuild(self) -> None:
-        """Make the log anew from the folder. Sizes come from the files; order comes from the records that are whole,
-        or from the files' times."""
+        """Make the log again from the folder. Sizes come from the files. The order of use comes from intact records, or
+        from the files' times."""
         prior, found = self.index, []
         for domain in self._folder.domains():
             for key, path in self._folder.object_keys(domain):

@@ -27,7 +27,7 @@ class DiskStats:
 
 
 class StatsKeeper:
-    """Counts from several threads, and says each kind of trouble once, not once a page."""
+    """Counts events from several threads, and logs each kind of trouble once instead of for every page."""
 
     def __init__(self, folder: str) -> None:
         self._stats = DiskStats()
@@ -72,4 +72,4 @@ class StatsKeeper:
             if what in self._said:
                 return
             self._said.add(what)
-        log.warning("disk cache %s: %s: %s; this is counted and not said again", self._folder, what, trouble)
+        log.warning("disk cache %s: %s: %s; further cases are counted but not logged", self._folder, what, trouble)

@@ -26,13 +26,13 @@ FEW_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # they say nothing of th
 
 
 class DiskStore:
-    """The objects of one domain: a digest of all that bytes depend on and keys do not hold, such as the weights and
-    the cache's dtypes. The size is that of the whole folder, all domains together; the least recently used objects of
-    any of them are evicted.
+    """Stores the objects of one domain. A domain is a digest of everything that a page's bytes depend on beside its
+    key, such as the weights and the cache's dtypes. The size limit holds for all domains of the folder together; the
+    least recently used objects of any domain are evicted.
 
-    folder: is made if it is not there; must belong to this user. about: what the domain is for, for people; kept as
-    JSON. queue_bytes: of stores that wait for the disk; more are declined. min_free_bytes: the cache shrinks rather
-    than leave less free on the disk."""
+    folder: made if it is missing; must belong to this user. about: a description of the domain for people, stored as
+    JSON. queue_bytes: the most bytes of stores that wait for the disk; further stores are declined. min_free_bytes: the
+    cache shrinks if less is free on the disk."""
 
     def __init__(self, folder: str | Path, domain: bytes, size_bytes: int, *, about: Mapping[str, Any] | None = None,
                  queue_bytes: int = 256 << 20, min_free_bytes: int = 1 << 30, name: str = "disk") -> None:
@@ -104,13 +104,14 @@ class DiskStore:
         self._queue.touch(key)
 
     def take_evicted(self) -> list[bytes]:
-        """The keys that are gone since the last call: evicted by any process, or taken by `store` and never written."""
+        """Return the keys that are gone since the last call: evicted by any process, or accepted by `store` but never
+        written."""
         names = [self._gone.popleft() for _ in range(len(self._gone))]
         keys = [name[TAG_BYTES:] for name in names if name.startswith(self._tag)]
         return [key for key in keys if not self.contains(key)]
 
     def pin(self, keys: Iterable[bytes], until: float) -> None:
-        """Evict these objects last, until a time of the wall clock, as `time.time` tells it. In all processes."""
+        """Evict these objects last, in all processes, until a wall-clock time (`time.time`)."""
         self._queue.pin(list(keys), until)
 
     def drop(self, keys: Iterable[bytes]) -> None:
@@ -118,12 +119,13 @@ class DiskStore:
         self._queue.drop(list(keys))
 
     def keys(self) -> list[bytes]:
-        """The keys that are on the disk now, those of other processes included."""
+        """Return the keys of all objects on the disk, also of those that other processes stored."""
         self.flush()
         return [own[TAG_BYTES:] for own in list(self._log.index.stored) if own.startswith(self._tag)]
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait until what was stored is on the disk, and what others stored is known. False: not in time."""
+        """Wait until all stores are on the disk and those of other processes are known. Returns False after the
+        timeout."""
         return self._queue.flush(timeout)
 
     def close(self, timeout: float = 10.0) -> None:

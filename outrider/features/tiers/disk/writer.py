@@ -1,9 +1,8 @@
 """DiskWriter: the thread that writes queued objects and evicts others, a batch at a time.
 
-A batch takes two short transactions of the shared log. The first makes room and reserves it; then the files are
-written without the lock; the second says that they are there. So the bytes that the log counts are never fewer than
-the bytes that lie on the disk, whoever is killed when.
-"""
+A batch takes two short transactions of the shared log. The first makes room and reserves it. Then the files are written
+without the lock. The second records them in the log. So the log never counts fewer bytes than the disk holds, even if a
+process is killed at any point."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ class DiskWriter:
         self._thread = threading.Thread(target=self._run, name="outrider-disk-cache", daemon=True)
 
     def start(self) -> None:
-        """Take part in the folder and start the thread. What fails here is tried again by the thread."""
+        """Register with the folder and start the thread, which tries again if registering fails."""
         try:
             with self._log.transaction(5 * LOCK_SECONDS):
                 self._clean()
@@ -56,14 +55,14 @@ class DiskWriter:
         self._thread.start()
 
     def close(self, timeout: float) -> None:
-        """Write what is queued, for at most so many seconds, and end."""
+        """Write the queued objects for at most `timeout` seconds, then end the thread."""
         if self._queue.is_closed:
             return
         self._deadline = time.monotonic() + timeout
         self._queue.close()
         self._thread.join(timeout + 1.0)
         if self._thread.is_alive():  # it waits for a disk that does not answer; it ends with the process
-            self._stats.error("the disk did not answer while the cache was closed", f"waited {timeout:g} seconds")
+            self._stats.error("the disk did not respond while the cache was closed", f"waited {timeout:g} seconds")
             return
         if self._number:
             self._folder.remove_writer(self._number, self._life)
@@ -82,7 +81,8 @@ class DiskWriter:
             self._stats.decline("closed", f"{left} objects were not written in time", left)
 
     def _look_for_strays(self) -> None:
-        """Find what a machine that lost power left: the folder is listed once, while the cache is in use."""
+        """Find files and index entries that a power failure left without each other. The folder is listed once, in
+        use."""
         try:
             strays = self._log.strays()
             if strays:
@@ -151,7 +151,7 @@ class DiskWriter:
         return not self._number or time.monotonic() > self._cleaned + CLEAN_SECONDS
 
     def _clean(self) -> None:
-        """Join the folder's writers, and remove what killed ones left: half-written files and reservations."""
+        """Register as a writer of the folder, and remove the half-written files and reservations of killed writers."""
         self._cleaned = time.monotonic()
         if not self._number:
             self._folder.add_domain(self._domain, self._about)
@@ -161,7 +161,7 @@ class DiskWriter:
         self._remove([name for name, entry in self._log.index.reserved.items() if entry.writer not in alive])
 
     def _finish_reservations(self) -> None:
-        """Give back the room of objects that were not written."""
+        """Release the reserved room of objects that were not written."""
         reserved = self._log.index.reserved
         self._remove([name for name in self._unfinished if name in reserved and reserved[name].writer == self._number])
         self._unfinished.clear()
@@ -184,7 +184,7 @@ class DiskWriter:
             self._queue.put_back(Orders(pinned=early), is_soon=True)
 
     def _reserve(self, batch: list[QueuedObject]) -> list[QueuedObject]:
-        """The objects to write now. Room for them is made and reserved."""
+        """Make and reserve room for a batch, and return the objects to write now."""
         index = self._log.index
         new = {self._tag + item.key: item for item in batch if self._queue.is_wanted(item)}
         new = {name: item for name, item in new.items() if name not in index.stored and name not in index.reserved}
@@ -207,7 +207,8 @@ class DiskWriter:
         return list(new.values())
 
     def _remove(self, names: list[bytes]) -> None:
-        """Delete files, then say so: a reader that is told later finds no file and computes the page."""
+        """Delete files, then record that in the log. A reader that does not know of it yet finds no file, which is a
+        miss."""
         for name in names:
             self._folder.remove(name)
         if names:

@@ -223,8 +223,8 @@ class CountedTiles:
 
 @dataclass(frozen=True)
 class QueryTiles:
-    """Which request each query tile belongs to, and which of the request's queries it has: device tensors, built once
-    per step."""
+    """The tiles of queries of a step: for each, its request, and its index among the request's tiles. Device tensors,
+    built once per step."""
 
     order: ListedTiles | CountedTiles
     counter: torch.Tensor  # [1] int32: 0 whenever no kernel runs; programs take tiles by it

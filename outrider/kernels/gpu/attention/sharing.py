@@ -1,4 +1,4 @@
-"""Which requests of a batch share pages, found on the device in the page tables themselves.
+"""Finds out, on the device and from the page tables alone, which requests of a batch share pages.
 
 Requests with a common beginning hold the same pages in the first columns of their page tables. Decode attention reads
 these pages once for several requests (`packs.py`). What is shared follows from the tables of the step alone: two
@@ -22,8 +22,7 @@ prefix hit on pages that other requests hold (`CacheManager.shares_pages`). The 
 
 A common beginning counts from 256 tokens on (`LEAST_SHARED`). Nothing is shared in steps of at most 8 requests or with
 more than one draft for a request (`SHARED_DRAFTS`), in layers with a window, for drafters that do not see all keys,
-where no two requests fit into a tile, and in exact mode.
-"""
+where no two requests fit into a tile, and in exact mode."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def decode_config(
 
 @dataclass(frozen=True)
 class LaunchPlan:
-    """How one launch is divided into programs. It depends only on values that the host knows."""
+    """The division of one launch into programs. It depends only on values that the host knows."""
 
     config: DecodeConfig
     block_m: int  # rows of a tile: queries times the query heads of one key/value head
@@ -173,7 +173,7 @@ def split_geometry(length, live, window, first_key, split_size, coarse_size, num
 
 @dataclass(frozen=True)
 class PackPlan:
-    """How many requests form a pack, and how packs are split."""
+    """The number of requests in a pack, and the splits of packs."""
 
     size: int  # most requests of a pack
     num_splits: int  # of a pack, at most
@@ -232,7 +232,7 @@ class SplitList:
 
     @property
     def num_slots(self) -> int:
-        """How many split results are stored for each request."""
+        """The number of split results that are stored for each request."""
         return self.plan.num_splits + (self.packs.plan.num_splits if self.packs is not None else 0)
 
 

@@ -1,8 +1,7 @@
 """Stores the drafts of each drafter in the batch rows, in one launch per drafter. Invalid counts and token ids are
-rejected here, so a step can verify whatever the rows then hold.
+rejected here, so the rows contain only drafts that a step can verify.
 
-`kernels.step.store_drafts` is the specification, integer for integer.
-"""
+`kernels.step.store_drafts` is the specification, integer for integer."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Acceptance of drafts at chosen rates, for benchmarks: one launch replaces sampled tokens so that drafts are accepted
 or rejected at these rates.
 
-`spec.synthetic.accept_at_rates` is the specification, integer for integer. Knows nothing of models or row state.
-"""
+`spec.synthetic.accept_at_rates` is the specification, integer for integer. This file does not depend on models or row
+state."""
 
 from __future__ import annotations
 

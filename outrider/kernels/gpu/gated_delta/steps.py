@@ -166,8 +166,8 @@ def _delta_kernel(
 
 
 class ChunkConfig(NamedTuple):
-    """How long runs are computed in chunks. It is the same for all batches, because the bits of the results depend on
-    it."""
+    """The sizes with which long runs are computed in chunks. They are equal for all batches, because the bits of the
+    results depend on them."""
 
     chunk: int = 16  # tokens, a power of two from 16 on; more tokens need more registers and fewer steps
     stages: int = 3  # of the loop over chunks: two chunks are on their way to shared memory while one is computed

@@ -206,7 +206,7 @@ def _few_rows_kernel(
 
 @dataclass(frozen=True)
 class FewRowsPlan:
-    """How a product is divided among programs."""
+    """The division of a product among programs."""
 
     rows: int  # token rows of a tile: 16, 32 or 64
     outputs: int  # weight rows of a tile: 64 or 128

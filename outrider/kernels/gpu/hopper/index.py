@@ -54,9 +54,9 @@ def _load_rows(contexts, num_tokens, top_k):
 
 @gluon.jit
 def _next_request(request, low, high, waits):
-    """Return what to serve next in a tile of token rows of several requests: (the request of the first waiting token
-    row, the first position that its token rows see, the end of what they see, this program's first tile of keys, which
-    token rows still wait after it)."""
+    """Return the next request to serve in a tile whose token rows belong to several requests: (the request of the first
+    waiting token row, the first position that its token rows see, the end of what they see, this program's first tile
+    of keys, which token rows still wait after it)."""
     row = gl.arange(0, ROWS, layout=request.type.layout)
     leader = gl.min(gl.where(waits > 0, row, ROWS), axis=0)
     owner = gl.max(gl.where(row == leader, request, -1), axis=0)

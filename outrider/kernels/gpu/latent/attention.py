@@ -73,8 +73,8 @@ def latent_config(num_tokens: int, num_heads: int, width: int, itemsize: int, *,
 def _next_request(
     served, row, request, low, high, max_count, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr, CHOSEN: tl.constexpr
 ):
-    """Return what to serve next: (first row, request, rows, whether they choose). This is the request of the first
-    token row not yet served, with all its token rows of the tile. A token row with chosen positions of its own is
+    """Return the token rows to serve next: (first row, request, rows, whether they choose). This is the request of the
+    first token row not yet served, with all its token rows of the tile. A token row with chosen positions of its own is
     served alone."""
     leader = tl.min(tl.where(served > 0, BLOCK_M, row), axis=0)
     owner = tl.sum(tl.where(row == leader, request, 0), axis=0)
@@ -234,8 +234,8 @@ def latent_attention(
     latent_dim: int, sinks: torch.Tensor | None = None, *, config: LatentConfig | None = None,
     num_splits: int | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.latent.latent_attention`. Reads `positions` only for token rows that have to choose; a context with
-    no more positions than can be chosen is attended to as a whole."""
+    """Attend to chosen positions; see `kernels.latent.latent_attention` for the arguments. Reads `positions` only for
+    token rows that have to choose; a context with no more positions than can be chosen is attended to as a whole."""
     require_tensor("latent_attention", "positions", positions, (q.shape[0], None), q.device,
                    (torch.int32, torch.int64))
     return _attention("latent_attention", q, cache, contexts, positions, positions.shape[1], scale, latent_dim, sinks,
@@ -247,7 +247,7 @@ def dense_latent_attention(
     sinks: torch.Tensor | None = None, *, config: LatentConfig | None = None, num_splits: int | None = None,
     pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.latent.dense_latent_attention`."""
+    """Attend to all visible positions; see `kernels.latent.dense_latent_attention` for the arguments."""
     return _attention("dense_latent_attention", q, cache, contexts, None, num_positions, scale, latent_dim, sinks,
                       config, num_splits, pdl)
 

@@ -54,7 +54,8 @@ def enter_latents(
     queries: torch.Tensor, rope: RopeRows, q: torch.Tensor, to_latent: torch.Tensor, index_q: torch.Tensor | None,
     index_in_pairs: bool, *, pdl: bool | None = None,
 ) -> None:
-    """See `kernels.latent_inputs.enter_latents`. Takes calls that `takes_few` accepts."""
+    """Project the queries of few token rows into the latent space and rotate them; see
+    `kernels.latent_inputs.enter_latents` for the arguments. Accepts the calls for which `takes_few` is true."""
     name, pdl = "enter_latents", uses_pdl(queries.device) if pdl is None else pdl
     num_heads, latent, nope = to_latent.shape
     num_tokens = queries.shape[0]

@@ -80,7 +80,7 @@ def exact_latent_attention(
     q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor, scale: float,
     latent_dim: int, sinks: torch.Tensor | None = None, *, split: int = SPLIT_POSITIONS, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.latent.latent_attention`."""
+    """Attend to chosen positions in exact mode; see `kernels.latent.latent_attention` for the arguments."""
     require_tensor("exact_latent_attention", "positions", positions, (q.shape[0], None), q.device,
                    (torch.int32, torch.int64))
     return _attention("exact_latent_attention", q, cache, contexts, positions, positions.shape[1], scale, latent_dim,
@@ -91,7 +91,7 @@ def exact_dense_latent_attention(
     q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, num_positions: int, scale: float, latent_dim: int,
     sinks: torch.Tensor | None = None, *, split: int = SPLIT_POSITIONS, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.latent.dense_latent_attention`."""
+    """Attend to all visible positions in exact mode; see `kernels.latent.dense_latent_attention` for the arguments."""
     nothing_listed = contexts.request_of[:, None]  # never read, as no context is longer than num_positions
     return _attention("exact_dense_latent_attention", q, cache, contexts, nothing_listed, num_positions, scale,
                       latent_dim, sinks, split, pdl)
@@ -101,7 +101,7 @@ def _attention(
     name: str, q: torch.Tensor, cache: torch.Tensor, contexts: TokenContexts, positions: torch.Tensor, max_count: int,
     scale: float, latent_dim: int, sinks: torch.Tensor | None, split: int, pdl: bool | None,
 ) -> torch.Tensor:
-    """Attend for some token rows at a time: as many as there is room for the results of their splits."""
+    """Attend for some token rows at a time, as many as fit into the memory for the results of their splits."""
     pdl = uses_pdl(q.device) if pdl is None else pdl
     num_tokens, num_heads, width = check_latents(name, q, cache, contexts, latent_dim, sinks)
     config = exact_latent_config(width, q.element_size(), split)
@@ -126,7 +126,7 @@ def _attention(
 def exact_choose_positions(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor, contexts: TokenContexts,
                            chosen: torch.Tensor, scales: torch.Tensor | None = None,
                            counters: torch.Tensor | None = None, *, pdl: bool | None = None) -> None:
-    """See `kernels.latent.choose_positions`. Each score is one chain of additions, and heads are added in a fixed
-    order."""
+    """Choose positions in exact mode; see `kernels.latent.choose_positions` for the arguments. Each score is one chain
+    of additions, and heads are added in a fixed order."""
     choose_positions(q, weights, keys, contexts, chosen, scales, counters, config=exact_score_config(q.element_size()),
                      pdl=pdl)

@@ -108,7 +108,8 @@ def exact_product_config(num_tokens: int, n: int, k: int, itemsize: int) -> Prod
 
 def head_products(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, *, config: ProductConfig | None = None,
                   pdl: bool | None = None) -> None:
-    """See `kernels.latent.head_products`."""
+    """Multiply each head of the token rows with its own matrix; see `kernels.latent_inputs.head_products` for the
+    arguments."""
     name, device = "head_products", x.device
     pdl = uses_pdl(device) if pdl is None else pdl
     require_tensor(name, "x", x, (None, None, None), device, FLOATS)

@@ -1,8 +1,6 @@
 """Norms, ropes and cache writes of latent attention: one kernel after the compressing product, one for the queries.
 
-This file knows slots, not requests or owners of pages; a slot of -1 writes nothing. Numbers are rounded where the torch
-reference rounds them.
-"""
+Writes go to slots; a slot of -1 writes nothing. Numbers are rounded where the torch reference rounds them."""
 
 from __future__ import annotations
 
@@ -35,7 +33,7 @@ _INTS = ["positions", "slots", "request_of", "lengths", "starts"]
 
 @triton.jit
 def _angles(positions, table, token, max_len, half, in_half, ROT: tl.constexpr):
-    """Load (cos, sin) of a token row's position. Positions of padding rows may be anything; they are clamped to the
+    """Load (cos, sin) of a token row's position. Positions of padding rows are arbitrary; they are clamped to the
     table."""
     position = tl.minimum(tl.maximum(tl.load(positions + token), 0), max_len - 1)
     cos = tl.load(table + position * ROT + half, mask=in_half, other=0.0)
@@ -173,7 +171,8 @@ def write_latents(
     compressed: torch.Tensor, q_norm: torch.Tensor | None, latent_norm: torch.Tensor, eps: float, rope: RopeRows,
     slots: torch.Tensor, cache: torch.Tensor, index: IndexInputs | None, *, pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.latent_inputs.write_latents`."""
+    """Norm and rotate compressed vectors and write them to the cache; see `kernels.latent_inputs.write_latents` for the
+    arguments."""
     name, device, dtype = "write_latents", compressed.device, compressed.dtype
     pdl = uses_pdl(device) if pdl is None else pdl
     require_tensor(name, "compressed", compressed, (None, None), device, FLOATS)
@@ -275,7 +274,7 @@ def rotate_queries(
     queries: torch.Tensor, rope: RopeRows, q: torch.Tensor, nope_dim: int, index_q: torch.Tensor | None,
     index_in_pairs: bool, *, pdl: bool | None = None,
 ) -> None:
-    """See `kernels.latent_inputs.rotate_queries`."""
+    """Rotate the queries; see `kernels.latent_inputs.rotate_queries` for the arguments."""
     pdl = uses_pdl(queries.device) if pdl is None else pdl
     num_parts, args, options = rotation_launch("rotate_queries", queries, rope, q, nope_dim, index_q, index_in_pairs)
     if len(queries):
@@ -286,7 +285,7 @@ def rotation_launch(
     name: str, queries: torch.Tensor, rope: RopeRows, q: torch.Tensor, nope_dim: int, index_q: torch.Tensor | None,
     index_in_pairs: bool,
 ) -> tuple[int, tuple[Any, ...], dict[str, Any]]:
-    """Return what a launch needs that calls `rotate_part`: (parts of a token row, arguments, compile-time
+    """Return the arguments of a launch that calls `rotate_part`: (parts of a token row, arguments, compile-time
     arguments)."""
     device, dtype = queries.device, queries.dtype
     require_tensor(name, "queries", queries, (None, None), device, FLOATS)
@@ -331,7 +330,7 @@ def visible_ranges(
     positions: torch.Tensor, slots: torch.Tensor, request_of: torch.Tensor, lengths: torch.Tensor,
     starts: torch.Tensor | None, *, pdl: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `kernels.latent.visible_ranges`."""
+    """Compute the positions that each token row sees; see `kernels.latent.visible_ranges` for the arguments."""
     name, device, int64 = "visible_ranges", positions.device, (torch.int64,)
     pdl = uses_pdl(device) if pdl is None else pdl
     for argument, tensor in (("positions", positions), ("slots", slots), ("request_of", request_of)):

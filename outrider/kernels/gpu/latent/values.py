@@ -54,7 +54,8 @@ def latent_values(
     scale: float, to_values: torch.Tensor, sinks: torch.Tensor | None = None, *, config: LatentConfig | None = None,
     num_splits: int | None = None, columns: int = COLUMNS, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.latent.latent_values`. Takes calls that `takes_few` accepts."""
+    """Attend, and multiply each head's result with its value matrix; see `kernels.latent.latent_values` for the
+    arguments. Accepts the calls for which `takes_few` is true."""
     name, pdl = "latent_values", uses_pdl(q.device) if pdl is None else pdl
     num_tokens, num_heads, _ = q.shape
     value_dim, latent_dim = to_values.shape[1:]

@@ -13,7 +13,7 @@ from triton.runtime import driver
 
 @dataclass(frozen=True)
 class _AskedDriver:
-    """Stands in for Triton's driver during compilation, with recorded answers to what the compiler asks about the
+    """Replaces Triton's driver during compilation, with recorded answers to the compiler's questions about the
     device."""
 
     driver: Any

@@ -1,12 +1,11 @@
-"""Compiles kernels before they are needed, many at once. This file knows neither the kernels nor their callers.
+"""Compiles many kernels at once before they are needed.
 
 Triton's front end holds the GIL, so threads alone keep fewer than two cores busy. Therefore forks compile into Triton's
 cache on disk (a fresh process would import for seconds), and this process loads the kernels from there. Forks begin
 while launches are still being collected, and continue afterwards: a launch waits only for its own kernel. Kernels that
 are not needed at first are compiled last (`postponing`), and start-up does not wait for them. Forking is safe here
 because compiling asks no device: forks see a driver with recorded answers. Kernels that forks do not compile are
-compiled by threads of this process.
-"""
+compiled by threads of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How the host launches our kernels: `@kernel` in place of `@triton.jit`, then `name[grid](...)` as with Triton.
+"""Launches kernels from the host. A kernel is declared with `@kernel` in place of `@triton.jit`, and launched by
+`name[grid](...)` as with Triton.
 
 Every launch goes through this file, so that a thread's launches can be collected instead of carried out
 (`precompile.py`), and so that a launch costs the host little. Functions that only other kernels call keep
@@ -6,8 +7,7 @@ Every launch goes through this file, so that a thread's launches can be collecte
 
 For each launch Triton searches for the compiled kernel by everything that the compiler looks at in the arguments. This
 file remembers the kernel that Triton found, under a key that distinguishes at least as much. The next launch with the
-same key calls the kernel directly. A first launch, and a launch without a key, goes through Triton.
-"""
+same key calls the kernel directly. A first launch, and a launch without a key, goes through Triton."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ class TritonKernel:
 
 @dataclass(frozen=True)
 class _Found:
-    """A compiled kernel on its device, with what is needed to launch it."""
+    """A compiled kernel on its device, with the data needed to launch it."""
 
     run: Callable[..., Any]
     function: Any

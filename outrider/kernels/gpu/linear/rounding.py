@@ -1,9 +1,8 @@
 """Rounding of token rows to fp8 for products, either by a kernel of its own or by the kernel that makes the rows.
 
-A kernel that makes token rows can round them too, if it is told that a product will need that. It attaches the codes to
-the tensor that it returns (`keep_rounded`), where the product finds them, which saves a launch. A tensor with codes
-attached must not be changed in place.
-"""
+A kernel that makes token rows can round them too, if its caller asks for this because a product will need it. It
+attaches the codes to the tensor that it returns (`keep_rounded`), where the product finds them, which saves a launch. A
+tensor with codes attached must not be changed in place."""
 
 from __future__ import annotations
 
@@ -62,7 +61,8 @@ def rounding_warps(k: int) -> int:
 
 
 def round_rows(x: torch.Tensor, group: int, *, by_group: bool = False, pdl: bool | None = None) -> Rounded:
-    """`kernels.scaled.round_to_fp8` of x [tokens, k]."""
+    """Round x [tokens, k] to fp8; see `kernels.scaled.round_to_fp8`. by_group: store the scales of each group side by
+    side."""
     require_tensor("round_rows", "x", x, (None, None), x.device, FLOATS)
     num_rows, k = x.shape
     made = empty_rounded(num_rows, k, group, x.device, by_group)

@@ -254,7 +254,7 @@ def scaled_linear(
     out_dtype: torch.dtype | None = None, is_exact: bool = False, tile: ScaledTile | None = None,
     chain: int | None = None, pdl: bool | None = None,
 ) -> torch.Tensor:
-    """See `kernels.scaled.scaled_linear`."""
+    """Multiply token rows with a weight of codes and scales; see `kernels.scaled.scaled_linear` for the arguments."""
     name, (num_rows, k), n, device = "scaled_linear", x.shape, weight.shape[0], x.device
     require_tensor(name, "x", x, (None, weight.shape[1]), device, FLOATS)
     require_tensor(name, "weight", weight.codes, (None, None), device, (weight.codes.dtype,))
@@ -382,7 +382,8 @@ def takes_gate(x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None, round
 def scaled_gated(
     x: torch.Tensor, weight: Scaled, bias: torch.Tensor | None, rounding: int, activation: str
 ) -> torch.Tensor:
-    """See `kernels.scaled.scaled_gated`. For few token rows."""
+    """Return act(gate) * up of a product with a weight of codes and scales, for few token rows; see
+    `kernels.scaled.scaled_gated` for the arguments."""
     values, x_scales = rounded_rows(x, rounding, rounding < x.shape[1]) if rounding else (x, x)
     out = torch.empty(x.shape[0], weight.shape[0] // 2, dtype=x.dtype, device=x.device)
     if is_collecting() and coded_tiles.has_kernel(weight, x.device, x.dtype):

@@ -234,7 +234,7 @@ def expand(weight: Scaled, dtype: torch.dtype, index: torch.Tensor | None = None
 
 
 def scaled_rows(weight: Scaled, index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """See `kernels.scaled.scaled_rows`."""
+    """Dequantise some outputs of a weight; see `kernels.scaled.scaled_rows` for the arguments."""
     return expand(weight, dtype, index)
 
 

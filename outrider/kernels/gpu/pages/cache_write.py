@@ -1,10 +1,9 @@
 """Writes keys and values to their tokens' slots, for layers whose projections need no norm and no rotation, or got them
-elsewhere. A slot of -1 writes nothing. This file knows slots, not requests or owners of pages.
+elsewhere. A slot of -1 writes nothing.
 
 Non-finite numbers are contained, head by head. Such values become 0, because attention multiplies the values of tokens
 that a query must not see by a weight of 0, and 0 x NaN is NaN. The head's key becomes NaN, so that every token that may
-see it fails. `contain_non_finite` in `kernels/reference.py` does this for all heads of a token at once.
-"""
+see it fails. `contain_non_finite` in `kernels/reference.py` does this for all heads of a token at once."""
 
 from __future__ import annotations
 

@@ -2,9 +2,8 @@
 
 Each token row is [q heads | k heads | v heads]; [q | k] if values are the keys before their norm; [q] if the layer
 reads another layer's cache; or without q if queries are made elsewhere. Queries are rotated into a new tensor. Keys are
-rotated and written, with the values, to the token's slot; a slot of -1 writes nothing. This file knows slots, not
-requests or owners of pages. Non-finite numbers are contained as in `cache_write`.
-"""
+rotated and written, with the values, to the token's slot; a slot of -1 writes nothing. Non-finite numbers are contained
+as in `cache_write`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The inputs of the recurrences, for all tokens of a step at once: causal convolution with silu, and gates, in float32.
 
 A program computes some channels of one token row, or of a request's pending drafts. It only reads rows' tails and
-windows; the kernel that updates these must run later. This file does not know the recurrences.
-"""
+windows; the kernel that updates these must run later. This file does not depend on the recurrences."""
 
 from __future__ import annotations
 
@@ -32,9 +31,9 @@ _MAX_LANES = 64  # programs for pending drafts in all; requests beyond that walk
 
 
 class GateParams(NamedTuple):
-    """How raw gates become the gates of a recurrence. mamba2: dt is softplus(dt + dt_bias) within limits. delta: g is
-    decay * softplus(a + dt_bias), and beta is max_beta * sigmoid(b). kda: like delta, with a and dt_bias for each key
-    channel; with a lower bound, g is the bound times sigmoid(-decay * (a + dt_bias))."""
+    """The parameters that turn raw gates into the gates of a recurrence. mamba2: dt is softplus(dt + dt_bias) within
+    limits. delta: g is decay * softplus(a + dt_bias), and beta is max_beta * sigmoid(b). kda: like delta, with a and
+    dt_bias for each key channel; with a lower bound, g is the bound times sigmoid(-decay * (a + dt_bias))."""
 
     kind: GateKind
     dt_bias: torch.Tensor  # [heads] float32; [heads * k dim] of kda
@@ -288,7 +287,7 @@ def _inputs_kernel(
 
 def inputs_tile(tokens: int) -> tuple[int, int, int]:
     """Returns (token rows of a program, channels, warps). Programs are small while there are too few of them to fill
-    the GPU. With prompts several rows share the weights and what is known of their request."""
+    the GPU. With prompts several rows share the weights and the data of their request."""
     if tokens <= 64:
         return 1, 256, 2
     return (1, 1024, 4) if tokens < PROMPT_TOKENS else (8, 128, 2)

@@ -30,7 +30,7 @@ from outrider.kernels.gpu.recurrent.step_tensors import load_counts, save_rows
 
 
 class LongRuns(NamedTuple):
-    """Which runs are computed in chunks side by side, and how."""
+    """The choice of runs that are computed in chunks side by side, and the sizes of the chunks."""
 
     chunk: int = 128  # tokens
     more_than: int = 128  # known tokens of a request, without drafts before or behind them
@@ -146,8 +146,8 @@ def _add_kernel(
     N_TILE: tl.constexpr, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, PAD: tl.constexpr, WINDOW: tl.constexpr,
     CONV_DIM: tl.constexpr, OWN: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Compute what a chunk adds to the states of OWN heads, and the factors by which it scales the previous state. B,
-    which these heads share, is read once."""
+    """Compute each chunk's addition to the states of OWN heads, and the factors by which it scales the previous state.
+    B, which these heads share, is read once."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     first_head, number = tl.program_id(0) * OWN, tl.program_id(1)
@@ -179,8 +179,8 @@ def _pass_kernel(
     HEADS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr,
     PAD: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Replace what each chunk adds by the state before it, and store the state after the last chunk in the row. SIZE:
-    elements of one head's state."""
+    """Replace the addition of each chunk by the state before it, and store the state after the last chunk in the row.
+    SIZE: elements of one head's state."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     head, request = tl.program_id(1), tl.program_id(2)
@@ -282,7 +282,7 @@ def scan_long_runs(
     num_groups: int, window: int, y_precision: str, pdl: bool,
 ) -> None:
     """Advance the rows with long runs, and write their token rows of `out`; `mamba2_steps` has checked the arguments.
-    saves: what `save_args` returned."""
+    saves: the result of `save_args`."""
     requests, (heads, dim, n), device = counts.shape[1], states.shape[1:], states.device
     pointers, layer_word, num_pages, page_words = saves
     max_chunks = runs.max_chunks(tokens)

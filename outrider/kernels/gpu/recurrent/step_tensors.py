@@ -1,13 +1,13 @@
-"""What the recurrent kernels share: a step's tensors, where a token's earlier inputs are, and what a row stores.
+"""Data that the recurrent kernels share: a step's tensors, the places of a token's earlier inputs, and the content of a
+row.
 
     token j, counted from the request's first one of this step
     j < -pending          the row's tail: inputs before all pending drafts
     -pending <= j < 0     the row's window: accepted drafts, folded in this step
     0 <= j                token rows of this step: known tokens, then drafts
 
-This file does not know the recurrences, nor the owners of rows and pages. Requests without known tokens are dead: their
-rows do not change. Rows that ended are folded by themselves (FOLD_ONLY); then only checkpoints are written.
-"""
+Requests without known tokens are dead: their rows do not change. Rows that ended are folded by themselves (FOLD_ONLY);
+then only checkpoints are written."""
 
 from __future__ import annotations
 

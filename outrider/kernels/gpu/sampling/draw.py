@@ -1,9 +1,8 @@
 """Draws tokens from logits over the whole vocabulary: greedily, or by Gumbel-max with counter-based noise.
 
 A logit row's token depends only on its logits and its sampling key. Ties go to the lowest id. A NaN is chosen before
-everything else, so that the caller sees it. This file knows nothing of penalties, which change the logits beforehand,
-nor of top-k and top-p (`filtered_draw.py`).
-"""
+everything else, so that the caller sees it. Penalties change the logits before this; top-k and top-p are in
+`filtered_draw.py`."""
 
 from __future__ import annotations
 
@@ -69,7 +68,7 @@ class Spans(NamedTuple):
 
 
 class DraftLevels(NamedTuple):
-    """Where to write the confidence levels of drafts: a tensor [logit rows] int64, and the index of these drafts in
+    """The place for the confidence levels of drafts: a tensor [logit rows] int64, and the index of these drafts in
     their chains."""
 
     packed: torch.Tensor
@@ -109,7 +108,7 @@ def greatest_of_spans(span_greatest, num_spans, SPANS: tl.constexpr):
 
 @triton.jit
 def shift_of(span_greatest, num_spans, SPANS: tl.constexpr):
-    """Return what is subtracted from every logit of a row: the greatest logit, if it is finite."""
+    """Return the number that is subtracted from every logit of a row: the greatest logit, if it is finite."""
     greatest = greatest_of_spans(span_greatest, num_spans, SPANS)
     return tl.where(tl.abs(greatest) < float("inf"), greatest, 0.0)
 

@@ -290,8 +290,8 @@ def token_logprobs(
 
 
 def report_tokens(logits: torch.Tensor, tokens: torch.Tensor, num: int) -> ReportedLogprobs:
-    """Return the log-probabilities of given tokens, from the same kernels as for sampled tokens. See
-    sample/logprobs.py."""
+    """Return the log-probabilities of given tokens, from the same kernels as for sampled tokens; see `_report_tokens`
+    in sample/logprobs.py for the arguments."""
     device, spans = logits.device, plan_spans(logits)
     row = torch.zeros(len(logits), dtype=torch.int64, device=device)
     asked = torch.full((1,), num, dtype=torch.int64, device=device)

@@ -45,7 +45,7 @@ RING_BYTES, LARGE_RING_BYTES = 100 << 10, 204 << 10  # two programs share a mult
 
 @dataclass(frozen=True)
 class CodedPlan:
-    """How a product is divided among programs."""
+    """The division of a product among programs."""
 
     rows: int  # token rows of a tile: 16, 32 or 64
     warp_groups: int  # of 64 outputs each

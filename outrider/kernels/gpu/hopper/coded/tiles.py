@@ -68,7 +68,7 @@ SHAPES = (TileShape(128, 2, 1, 1.0), TileShape(64, 2, 1, 0.7), TileShape(128, 2,
 
 @dataclass(frozen=True)
 class TilePlan:
-    """How a product is divided among programs."""
+    """The division of a product among programs."""
 
     shape: TileShape
     splits: int  # programs that share the inner dimension of a tile
