@@ -12,7 +12,7 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outrider.cache.events import DIGEST_BYTES
@@ -40,12 +40,14 @@ class MediaStats(ResultPart):
     num_failed: int = 0  # pages whose load failed
     num_loads: int = 0  # by requests
     num_waits: int = 0  # requests that waited for the load of another request
+    num_late: int = 0  # loads of which pages were given up, because they took too long
 
     def figures(self) -> tuple[Figure, ...]:
         by_place = [figure for name in self.num_held for figure in self._figures_of(name)]
         return (*by_place,
                 Figure("cache_load_failures", "Pages whose load from beyond the device failed.", self.num_failed),
                 Figure("cache_loads", "Requests that waited for pages from beyond the device.", self.num_loads),
+                Figure("cache_late_loads", "Loads that were given up because they took too long.", self.num_late),
                 Figure("cache_shared_loads", "Requests that waited for another one's pages.", self.num_waits))
 
     def _figures_of(self, name: str) -> list[Figure]:
@@ -72,6 +74,7 @@ class PageMedia:
         self._own = os.urandom(16)  # weights that came by an update are known to this engine alone
         self._tags: dict[tuple[int, int], bytes] = {}
         self._until = time.monotonic() + PATIENCE
+        self._rests: dict[str, float] = {}  # places that are left alone, and until when
 
     @property
     def is_opening(self) -> bool:
@@ -121,10 +124,18 @@ class PageMedia:
     # Places
 
     def has(self, key: bytes) -> bool:
-        return any(key in own for own in self._keys.values())
+        """Whether a place holds the page that may be asked now."""
+        return any(key in own and name not in self._rests for name, own in self._keys.items())
 
     def is_everywhere(self, key: bytes) -> bool:
-        return all(key in own for own in self._keys.values())
+        """Whether no place that may be asked now lacks the page."""
+        return all(key in own or name in self._rests for name, own in self._keys.items())
+
+    def leave_alone(self, rests: Mapping[str, float]) -> None:
+        """Do not ask these places for as many seconds: they hung or failed."""
+        now = time.monotonic()
+        self._rests.update({name: now + seconds for name, seconds in rests.items()})
+        self._rests = {name: until for name, until in self._rests.items() if until > now}
 
     def add(self, key: bytes, places: Sequence[str]) -> None:
         """Note which places took a page that was ordered to be stored."""
@@ -132,7 +143,7 @@ class PageMedia:
             if name in places:
                 own.add(key)
                 self.stats.num_stored[name] += 1
-            else:
+            elif name not in self._rests:
                 own.discard(key)
                 self.stats.num_declined[name] += 1
         self._count()

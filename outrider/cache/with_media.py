@@ -30,6 +30,7 @@ from outrider.core.input_part import NO_INPUTS, InputParts
 from outrider.core.page_moves import LoadedPages, PageLoad, PageMoves
 
 MOST_LOADS = 3  # of one request: what was loaded may be evicted again before the request starts
+LOAD_PATIENCE = 10.0  # seconds that a load may take, beside those that computing the tokens would take
 _load_ids = count(1)  # unique in a process: a worker may still carry out a load of an earlier scheduler
 
 
@@ -125,6 +126,7 @@ class CacheWithMedia(CacheManager):
         """Whether the request should wait for pages from another place. If so, they are on their way."""
         if not self.media.is_open or self._num_loads.get(request_id, 0) >= MOST_LOADS:
             return False
+        self.media.leave_alone({})  # rests may have ended since the last report
         reach = self._wide.reach(request_id, token_ids, inputs)
         if reach <= hit:
             return False
@@ -179,7 +181,7 @@ class CacheWithMedia(CacheManager):
         self._num_loads[request_id] = self._num_loads.get(request_id, 0) + 1
         self.media.stats.num_loads += 1
         keys = [wanted.key for wanted in arrival.wanted]
-        self._unsent.append(PageLoad(load, tuple(zip(arrival.pages, keys, strict=True))))
+        self._unsent.append(PageLoad(load, tuple(zip(arrival.pages, keys, strict=True)), LOAD_PATIENCE))
 
     def admit(self, request_id: int, row: int, start: Start) -> int:
         self._num_loads.pop(request_id, None)
@@ -220,6 +222,7 @@ class CacheWithMedia(CacheManager):
         for name, keys in report.evicted:
             self.media.evict(name, keys)
             self._tell_removed(name, keys)
+        self.media.leave_alone(report.rests)
         for loaded in report.loaded:
             self._arrive(loaded)
 
@@ -250,6 +253,8 @@ class CacheWithMedia(CacheManager):
         for wanted, page, place in zip(arrival.wanted, arrival.pages, loaded.places, strict=True):
             if place is None:
                 failed.append(page)
+                if loaded.is_late:
+                    continue  # it may still lie there
                 for name in self.media.remove(wanted.key):
                     self._tell_removed(name, [wanted.key])
                 self.media.stats.num_failed += 1
@@ -263,6 +268,9 @@ class CacheWithMedia(CacheManager):
             self.states.publish(arrival.digest, self._marked.next_id(), state)
         else:
             failed += state  # without its other pages a state is nothing
+        if loaded.is_late:
+            self.media.stats.num_late += 1
+            self._num_loads.update(dict.fromkeys(arrival.requests, MOST_LOADS))  # they have waited for long enough
         self._release(arrival, failed)
 
     def _release(self, arrival: Arrival, unwritten: Sequence[int]) -> None:

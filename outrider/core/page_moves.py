@@ -26,6 +26,7 @@ class PageLoad(NamedTuple):
 
     id: int
     pages: tuple[tuple[int, bytes], ...]
+    patience: float  # seconds after which pages that have not come are given up
 
 
 @dataclass(slots=True)
@@ -39,10 +40,18 @@ class PageMoves:
 
 
 class LoadedPages(NamedTuple):
-    """The end of a load: for each page the place that its bytes came from, or None if none had them."""
+    """The end of a load: for each page the place that its bytes came from, or None if they did not come."""
 
     id: int
     places: tuple[str | None, ...]
+    is_late: bool = False  # a place was not asked for all pages, because it or the load took too long
+
+
+class ReadTime(NamedTuple):
+    """The time in which a place has read one page."""
+
+    place: str
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,3 +68,5 @@ class MovesReport:
     stored: list[tuple[bytes, tuple[str, ...]]] = field(default_factory=list)  # keys, and the places that took them
     loaded: list[LoadedPages] = field(default_factory=list)
     evicted: list[tuple[str, list[bytes]]] = field(default_factory=list)  # keys that places have no more, where told
+    read_times: list[ReadTime] = field(default_factory=list)
+    rests: Mapping[str, float] = field(default_factory=dict)  # places that are left alone, and for how many seconds

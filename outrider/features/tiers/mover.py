@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.core import ScheduledBatch, StepPart, StepResult
@@ -16,6 +16,7 @@ from outrider.features.tiers.medium import ListsKeys, PageMedium, TellsEvictions
 from outrider.mixers.pool import DevicePool
 
 log = logging.getLogger("outrider")
+CLOSE_SECONDS = 10.0
 POLL_SECONDS = 0.005  # that a batch without requests waits for pages, so that an idle engine does not spin
 
 
@@ -49,12 +50,21 @@ class OpenPlaces:
         return OpenedPlaces(self._domain, self._keys)
 
     def close(self) -> None:
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)  # a file system may not answer
         for medium in self._media:
             try:
                 medium.close()
             except Exception:
                 log.exception("%s: not everything was written", medium.name)
+
+
+@dataclass(slots=True)
+class Filling:
+    """The pages of a load that have come so far."""
+
+    places: list[str | None]  # that each page came from
+    num_left: int
+    is_late: bool = False  # some pages were given up
 
 
 class PageMover(StepPart):
@@ -65,7 +75,8 @@ class PageMover(StepPart):
         self._places: OpenPlaces | None = None  # made by the first batch: a step that only measures memory has none
         self._media: Sequence[PageMedium] = ()
         self._loader: Loader | None = None
-        self._loading: dict[int, list[str | None]] = {}  # by load: the place of each page; "" until it is filled
+        self._loading: dict[int, Filling] = {}  # by load
+        self._rests: Mapping[str, float] = {}
         self._reports: dict[int, MovesReport] = {}  # by step
         self._stored: list[tuple[bytes, tuple[str, ...]]] = []
 
@@ -85,13 +96,15 @@ class PageMover(StepPart):
             self._copies.join()
         self._copies.store([(store.page, partial(self._store, store)) for store in moves.stores])
         for load in moves.loads:
-            self._loading[load.id] = [""] * len(load.pages)
+            self._loading[load.id] = Filling([None] * len(load.pages), len(load.pages))
         loader.begin(moves.loads)
         self._copies.fill(loader.take(wait))
+        report.rests = self._rests = loader.rests()
         for filled in self._copies.settle():
             self._fill(filled, report)
             loader.give_back(filled)
         report.stored, self._stored = self._stored, []
+        report.read_times = loader.take_read_times()
         report.evicted = [(medium.name, medium.take_evicted()) for medium in self._media
                           if isinstance(medium, TellsEvictions)]
 
@@ -127,11 +140,13 @@ class PageMover(StepPart):
             self._loader.cancel(loads)
 
     def _store(self, store: PageStore, payload: memoryview) -> None:
-        """Offer a page's bytes to every medium, and note for the report which of them took the page."""
+        """Offer a page's bytes to every medium that answers, and note for the report which of them took the page."""
         took = tuple(medium.name for medium in self._media if self._gives(medium, store, payload))
         self._stored.append((store.key, took))
 
     def _gives(self, medium: PageMedium, store: PageStore, payload: memoryview) -> bool:
+        if medium.name in self._rests:
+            return False
         try:
             return medium.store(store.key, payload, boundary=store.is_boundary)
         except Exception:  # whatever a place fails of, the page is not there
@@ -140,10 +155,12 @@ class PageMover(StepPart):
 
     def _fill(self, filled: StagedPage, report: MovesReport) -> None:
         """Note a filled page. A load is reported with its last one."""
-        places = self._loading.get(filled.load)
-        if places is None:
+        filling = self._loading.get(filled.load)
+        if filling is None:
             return  # cancelled
-        places[filled.position] = filled.place
-        if "" not in places:
-            report.loaded.append(LoadedPages(filled.load, tuple(places)))
+        filling.places[filled.position] = filled.place
+        filling.is_late |= not filled.is_asked
+        filling.num_left -= 1
+        if not filling.num_left:
+            report.loaded.append(LoadedPages(filled.load, tuple(filling.places), filling.is_late))
             del self._loading[filled.load]
