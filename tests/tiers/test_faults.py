@@ -359,7 +359,9 @@ def test_host_memory_that_is_too_small_evicts(tmp_path: Path) -> None:
 
 
 class LateCopies(HostCopies):
-    """Copies whose bytes come when later steps settle them, as those of a GPU do."""
+    """Copies whose bytes come when later steps settle them, as those of a GPU do, in buffers of their own."""
+
+    keeps_buffers = True
 
     def __init__(self, pool: DevicePool) -> None:
         super().__init__(pool)

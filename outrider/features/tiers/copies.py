@@ -25,6 +25,8 @@ class PageCopies(ABC):
     """Copies pages between the device and the host. All methods but `make_buffer` are called by the thread that
     queues steps, before it queues the work of a step."""
 
+    keeps_buffers = False  # whether the bytes that stores get stay as they are, so that a thread may copy them later
+
     @abstractmethod
     def make_buffer(self, num_bytes: int) -> memoryview:
         """Make a buffer for `fill`. Any thread may call this."""
@@ -88,6 +90,8 @@ class StreamCopies(PageCopies):
     Pages are read before this step's work overwrites any of them: the step's stream waits for the stream of stores, on
     the device. Filled pages belong to no request until the copy's event has come, so no step waits for loads. Buffers
     live until their event has come. The class has not run on a GPU yet."""
+
+    keeps_buffers = True
 
     def __init__(self, pool: DevicePool) -> None:
         self._pool = pool

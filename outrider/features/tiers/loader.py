@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from outrider.core.page_moves import PageLoad, ReadTime
-from outrider.features.tiers.medium import PageMedium
+from outrider.features.tiers.medium import Lease, LendsBytes, PageMedium
 from outrider.features.tiers.place_health import PlaceHealth
 
 log = logging.getLogger("outrider")
 CLOSE_SECONDS = 10.0
 HANG_SECONDS = 5.0  # in which a place must have read a page
 MOST_STAGED = 256 << 20  # bytes of pages that were read and not copied yet
+NO_BYTES = memoryview(b"")
 
 
 class StagedPage(NamedTuple):
@@ -33,6 +34,15 @@ class StagedPage(NamedTuple):
     data: memoryview
     place: str | None  # None: it did not come, and `data` is undefined
     is_asked: bool = True  # False: not all places were asked in time, so the page may still lie in one
+    lease: Lease | None = None  # of `data`, if the place has lent it
+
+
+class Answer(NamedTuple):
+    """What a place says when it is asked for a page."""
+
+    is_found: bool = False
+    data: memoryview = NO_BYTES  # a buffer of the loader, or what the place has lent
+    lease: Lease | None = None
 
 
 class OpenLoad:
@@ -86,6 +96,9 @@ class Loader:
             cancelled = set(loads)
             for load in self._open:
                 load.is_over |= load.order.id in cancelled
+            for staged in self._staged:
+                if staged.load in cancelled:
+                    self.give_back(staged)
             self._staged = [staged for staged in self._staged if staged.load not in cancelled]
             self._changed.notify_all()
 
@@ -113,8 +126,10 @@ class Loader:
             return {name: seconds for name, own in self._health.items() if (seconds := own.rest(now)) > 0}
 
     def give_back(self, staged: StagedPage) -> None:
-        """Use a page's buffer again, which was copied."""
-        if len(staged.data):
+        """Use a page's buffer again, which was copied, or return it to the place that has lent it."""
+        if staged.lease is not None:
+            staged.lease.end()
+        elif len(staged.data):
             self._free.append(staged.data)
 
     def close(self) -> None:
@@ -150,10 +165,7 @@ class Loader:
 
     def _run(self, reader: Reader) -> None:
         while (load := self._next(reader)) is not None:
-            page, key = load.order.pages[load.num_staged]
-            data = self._free.pop() if self._free else self._make_buffer(self._page_bytes)
-            place, is_asked = self._read(reader, key, data)
-            self._stage(reader, load, StagedPage(load.order.id, load.num_staged, page, data, place, is_asked))
+            self._stage(reader, load, self._read(reader, load))
 
     def _next(self, reader: Reader) -> OpenLoad | None:
         """Wait until another page may be read, and return its load."""
@@ -171,32 +183,48 @@ class Loader:
             if reader.is_given_up:
                 return  # the page was given up, or another thread has read it
             if load.is_over:
-                self._free.append(staged.data)
+                self.give_back(staged)
                 return
             load.num_staged += 1
             self._staged.append(staged)
             self._changed.notify_all()
 
-    def _read(self, reader: Reader, key: bytes, into: memoryview) -> tuple[str | None, bool]:
-        """Read from the first place that has the key. Returns its name, and whether all places before it were asked."""
-        is_asked = True
+    def _read(self, reader: Reader, load: OpenLoad) -> StagedPage:
+        """Read the next page of a load from the first place that has its key."""
+        page, key = load.order.pages[load.num_staged]
+        missing = StagedPage(load.order.id, load.num_staged, page, NO_BYTES, None)
         for medium in self._media:
             if not self._begin_asking(reader, medium.name):
-                is_asked = False
+                missing = missing._replace(is_asked=False)
                 continue
-            began, is_found, error = time.monotonic(), False, None
+            began, answer, error = time.monotonic(), Answer(), None
             try:
-                is_found = medium.contains(key) and medium.load(key, into)
-                if is_found:
-                    medium.touch(key)
+                answer = self._ask(medium, key)
             except Exception as raised:  # whatever a place fails of, it is a miss
                 log.exception("%s: a page could not be read", medium.name)
                 error = raised
-            if not self._end_asking(reader, medium.name, began, is_found, error):
-                return None, False
-            if is_found:
-                return medium.name, is_asked
-        return None, is_asked
+            read = missing._replace(place=medium.name, data=answer.data, lease=answer.lease)
+            if not self._end_asking(reader, medium.name, began, answer.is_found, error):
+                if answer.lease is not None:
+                    answer.lease.end()
+                return missing
+            if answer.is_found:
+                return read
+            self.give_back(read)
+        return missing
+
+    def _ask(self, medium: PageMedium, key: bytes) -> Answer:
+        if not medium.contains(key):
+            return Answer()
+        if isinstance(medium, LendsBytes):
+            lease = medium.lend(key, self._page_bytes)
+            answer = Answer() if lease is None else Answer(True, lease.data, lease)
+        else:
+            data = self._free.pop() if self._free else self._make_buffer(self._page_bytes)
+            answer = Answer(medium.load(key, data), data)
+        if answer.is_found:
+            medium.touch(key)
+        return answer
 
     def _begin_asking(self, reader: Reader, name: str) -> bool:
         now = time.monotonic()
@@ -221,6 +249,3 @@ class Loader:
                 health.succeed()
                 self._read_times.append(ReadTime(name, now - began))
             return True
-
-
-NO_BYTES = memoryview(b"")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class PageMedium(Protocol):
@@ -22,13 +22,14 @@ class PageMedium(Protocol):
         ...
 
     def store(self, key: bytes, payload: memoryview, *, boundary: bool = False) -> bool:
-        """Store a copy of the payload, perhaps later. False: declined, because the medium is full or too slow.
+        """Store a copy of the payload, perhaps later: never blocks on I/O, because a step waits for it. False:
+        declined, because the medium is full or too slow.
         `boundary`: the end of a prompt or a turn, kept longest."""
         ...
 
     def load(self, key: bytes, into: memoryview) -> bool:
         """Fill `into`. True only if all bytes came and their checksum is right. Every error is a miss: it returns
-        False, is counted, and leaves `into` undefined."""
+        False, is counted, and leaves `into` undefined. A medium that takes seconds for it is left alone for a while."""
         ...
 
     def touch(self, key: bytes) -> None:
@@ -55,4 +56,20 @@ class TellsEvictions(Protocol):
 
     def take_evicted(self) -> list[bytes]:
         """The keys that were evicted since the last call."""
+        ...
+
+
+class Lease(NamedTuple):
+    """The bytes of an object where a medium keeps them. They do not change until `end` is called, once."""
+
+    data: memoryview
+    end: Callable[[], None]
+
+
+@runtime_checkable
+class LendsBytes(Protocol):
+    """A PageMedium in the host's memory, whose bytes are read where they lie instead of being copied by `load`."""
+
+    def lend(self, key: bytes, num_bytes: int) -> Lease | None:
+        """The bytes of an object of this length. None: it is not there."""
         ...

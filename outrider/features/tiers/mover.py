@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,6 +15,7 @@ from outrider.core.page_moves import LoadedPages, MovesReport, OpenedPlaces, Pag
 from outrider.features.tiers.copies import HostCopies, PageCopies, StreamCopies
 from outrider.features.tiers.loader import Loader, StagedPage
 from outrider.features.tiers.medium import ListsKeys, PageMedium, TellsEvictions
+from outrider.features.tiers.store_thread import StoreThread
 from outrider.mixers.pool import DevicePool
 
 log = logging.getLogger("outrider")
@@ -78,7 +81,8 @@ class PageMover(StepPart):
         self._loading: dict[int, Filling] = {}  # by load
         self._rests: Mapping[str, float] = {}
         self._reports: dict[int, MovesReport] = {}  # by step
-        self._stored: list[tuple[bytes, tuple[str, ...]]] = []
+        self._stored: deque[tuple[bytes, tuple[str, ...]]] = deque()
+        self._store_thread = StoreThread(self._store)
 
     def begin(self, batch: ScheduledBatch) -> None:
         moves = batch.cache.pages.moves
@@ -94,7 +98,7 @@ class PageMover(StepPart):
         if moves.cancelled:
             self._forget(moves.cancelled)
             self._copies.join()
-        self._copies.store([(store.page, partial(self._store, store)) for store in moves.stores])
+        self._copies.store([(store.page, partial(self._keep, store)) for store in moves.stores])
         for load in moves.loads:
             self._loading[load.id] = Filling([None] * len(load.pages), len(load.pages))
         loader.begin(moves.loads)
@@ -103,10 +107,12 @@ class PageMover(StepPart):
         for filled in self._copies.settle():
             self._fill(filled, report)
             loader.give_back(filled)
-        report.stored, self._stored = self._stored, []
+        report.stored = [self._stored.popleft() for _ in range(len(self._stored))]
         report.read_times = loader.take_read_times()
         report.evicted = [(medium.name, medium.take_evicted()) for medium in self._media
                           if isinstance(medium, TellsEvictions)]
+        if wait and not (report.stored or self._loading):
+            time.sleep(wait)  # for copies to the host
 
     def amend_result(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
         report = self._reports.pop(batch.step, None)
@@ -120,6 +126,7 @@ class PageMover(StepPart):
         if self._loader is not None:
             self._loader.close()
         self._copies.settle(waits=True)
+        self._store_thread.close()
         if self._places is not None:
             self._places.close()
 
@@ -138,6 +145,13 @@ class PageMover(StepPart):
             self._loading.pop(load, None)
         if self._loader is not None:
             self._loader.cancel(loads)
+
+    def _keep(self, store: PageStore, payload: memoryview) -> None:
+        """Store a page whose bytes have come to the host."""
+        if not self._copies.keeps_buffers:
+            self._store(store, payload)
+        elif not self._store_thread.put(store, payload):
+            self._stored.append((store.key, ()))
 
     def _store(self, store: PageStore, payload: memoryview) -> None:
         """Offer a page's bytes to every medium that answers, and note for the report which of them took the page."""
