@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from outrider.features.tiers.loader import Loader, OpenLoad, Reader, StagedPage
+from outrider.features.tiers.loader import BegunLoad, Loader, Reader, StagedPage
 
 NAME = "late load written"
 TESTS = ["tests/tiers/test_hanging.py"]
 
 
 def apply() -> None:
-    def stage(self: Loader, reader: Reader, load: OpenLoad, staged: StagedPage) -> None:
+    def stage(self: Loader, reader: Reader, load: BegunLoad, staged: StagedPage) -> None:
         with self._changed:
             load.num_staged += 1
             self._staged.append(staged)

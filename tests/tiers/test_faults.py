@@ -208,10 +208,10 @@ def test_a_hit_has_pages_of_the_device_and_of_a_place(place: Gated, tmp_path: Pa
         with kind.open(tmp_path, num_pages=num_pages) as rig:
             cache = cache_of(rig)
 
-            def count_mixed(request_id: int, arrival: Arrival, load: Any = cache._load) -> None:
+            def count_mixed(request_id: int, arrival: Arrival, patience: float, load: Any = cache._load) -> None:
                 nonlocal mixed
                 mixed += bool(arrival.present)
-                load(request_id, arrival)
+                load(request_id, arrival, patience)
 
             cache._load = count_mixed  # type: ignore[method-assign]
             outputs = rig.run_one_by_one([long, other, long, other])

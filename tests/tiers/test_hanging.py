@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from outrider.cache import with_media
+from outrider.cache import load_choice, with_media
 from outrider.core.page_moves import PageLoad
 from outrider.features.tiers import loader as loader_module
 from outrider.features.tiers import place_health
@@ -45,7 +45,7 @@ def test_a_place_that_hangs_holds_no_request(name: str, place: Gated, tmp_path: 
         begin(rig, asks[0])
         outputs = finish(rig)
         assert_equal(answers_of([outputs["waiting"]]), expected[:1])
-        assert stats_of(rig).num_late == 1 and not stats_of(rig).num_failed
+        assert stats_of(rig).num_unloaded == {"too late": 1} and not stats_of(rig).num_failed
         for name_, ask in zip("abc", asks, strict=True):
             rig.outputs.add(name_, ask.prompt, ask.params)
         for _ in range(4):
@@ -85,7 +85,7 @@ def test_a_slow_load_is_given_up(place: Gated, tmp_path: Path, monkeypatch: pyte
         place.pause = 0.08
         outputs = rig.run([ask])
         assert_equal(answers_of(outputs), expected)
-        assert stats_of(rig).num_late == 1
+        assert stats_of(rig).num_unloaded == {"too late": 1}
 
 
 @dataclass
@@ -201,3 +201,25 @@ def test_a_place_that_fails_is_left_alone(place: Gated, tmp_path: Path) -> None:
         assert_equal(answers_of(rig.run_one_by_one(asks)), expected)
         assert place.num_loads == place_health.MOST_FAILURES
         assert stats_of(rig).num_loads == 1
+
+
+def test_a_place_that_is_slower_than_computing_is_not_waited_for(place: Gated, tmp_path: Path,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_choice, "LEAST_TOKENS", 64)
+    monkeypatch.setattr(load_choice, "LEAST_PAGES", 4)
+    monkeypatch.setattr(with_media, "LOAD_PATIENCE", 20.0)
+    kind = KINDS["full"]
+    (ask,) = asks_of(kind, (70,))
+    expected = cold(kind, tmp_path, [ask])
+    with kind.open(tmp_path) as rig:
+        rig.run_one_by_one([Ask(prompt_of(seed, 70), greedy(2)) for seed in range(3)])
+        rig.run([ask])
+        place.pause = 0.09  # less than a hang, and more than any prompt takes
+        for _ in range(3):
+            rig.engine.rest()
+            outputs = rig.run([ask])
+            assert_equal(answers_of(outputs), expected)
+        assert cached_of(outputs) == [0]
+        assert stats_of(rig).num_loads == 1 and stats_of(rig).num_unloaded == {"slower than computing": 2}
+        figures = [figure for figure in stats_of(rig).figures() if figure.name == "cache_unloaded"]
+        assert [(figure.value, figure.label) for figure in figures] == [(2, 'reason="slower than computing"')]

@@ -149,6 +149,12 @@ class HostStore:
         self._stats.num_objects = len(self._placed)
         return self._stats
 
+    def reasons(self) -> dict[str, int]:
+        """How many objects were not stored or not found, by reason."""
+        stats = self.stats()
+        return {f"{what}: {reason}": count for what, reasons in (("store", stats.declined), ("load", stats.missed))
+                for reason, count in list(reasons.items())}
+
     # The arena
 
     def _grow(self, make_memory: Callable[[int], memoryview]) -> None:

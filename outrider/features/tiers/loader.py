@@ -37,7 +37,7 @@ class StagedPage(NamedTuple):
     lease: Lease | None = None  # of `data`, if the place has lent it
 
 
-class Answer(NamedTuple):
+class PlaceAnswer(NamedTuple):
     """What a place says when it is asked for a page."""
 
     is_found: bool = False
@@ -45,7 +45,7 @@ class Answer(NamedTuple):
     lease: Lease | None = None
 
 
-class OpenLoad:
+class BegunLoad:
     """A load of which pages are still to be read."""
 
     def __init__(self, order: PageLoad, now: float) -> None:
@@ -74,7 +74,7 @@ class Loader:
         self._health = {medium.name: PlaceHealth() for medium in media}
         self._most_staged = max(1, MOST_STAGED // page_bytes)
         self._changed = threading.Condition()
-        self._open: deque[OpenLoad] = deque()
+        self._open: deque[BegunLoad] = deque()
         self._staged: list[StagedPage] = []
         self._free: list[memoryview] = []  # buffers to use again
         self._read_times: list[ReadTime] = []  # since they were taken
@@ -85,7 +85,7 @@ class Loader:
     def begin(self, loads: Sequence[PageLoad]) -> None:
         now = time.monotonic()
         with self._changed:
-            self._open += [OpenLoad(load, now) for load in loads]
+            self._open += [BegunLoad(load, now) for load in loads]
             if loads and self._reader is None:
                 self._start_reader()
             self._changed.notify_all()
@@ -167,7 +167,7 @@ class Loader:
         while (load := self._next(reader)) is not None:
             self._stage(reader, load, self._read(reader, load))
 
-    def _next(self, reader: Reader) -> OpenLoad | None:
+    def _next(self, reader: Reader) -> BegunLoad | None:
         """Wait until another page may be read, and return its load."""
         with self._changed:
             while not (self._is_closed or reader.is_given_up):
@@ -178,7 +178,7 @@ class Loader:
                 self._changed.wait()
             return None
 
-    def _stage(self, reader: Reader, load: OpenLoad, staged: StagedPage) -> None:
+    def _stage(self, reader: Reader, load: BegunLoad, staged: StagedPage) -> None:
         with self._changed:
             if reader.is_given_up:
                 return  # the page was given up, or another thread has read it
@@ -189,7 +189,7 @@ class Loader:
             self._staged.append(staged)
             self._changed.notify_all()
 
-    def _read(self, reader: Reader, load: OpenLoad) -> StagedPage:
+    def _read(self, reader: Reader, load: BegunLoad) -> StagedPage:
         """Read the next page of a load from the first place that has its key."""
         page, key = load.order.pages[load.num_staged]
         missing = StagedPage(load.order.id, load.num_staged, page, NO_BYTES, None)
@@ -197,7 +197,7 @@ class Loader:
             if not self._begin_asking(reader, medium.name):
                 missing = missing._replace(is_asked=False)
                 continue
-            began, answer, error = time.monotonic(), Answer(), None
+            began, answer, error = time.monotonic(), PlaceAnswer(), None
             try:
                 answer = self._ask(medium, key)
             except Exception as raised:  # whatever a place fails of, it is a miss
@@ -213,15 +213,15 @@ class Loader:
             self.give_back(read)
         return missing
 
-    def _ask(self, medium: PageMedium, key: bytes) -> Answer:
+    def _ask(self, medium: PageMedium, key: bytes) -> PlaceAnswer:
         if not medium.contains(key):
-            return Answer()
+            return PlaceAnswer()
         if isinstance(medium, LendsBytes):
             lease = medium.lend(key, self._page_bytes)
-            answer = Answer() if lease is None else Answer(True, lease.data, lease)
+            answer = PlaceAnswer() if lease is None else PlaceAnswer(True, lease.data, lease)
         else:
             data = self._free.pop() if self._free else self._make_buffer(self._page_bytes)
-            answer = Answer(medium.load(key, data), data)
+            answer = PlaceAnswer(medium.load(key, data), data)
         if answer.is_found:
             medium.touch(key)
         return answer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol, runtime_checkable
 
 
@@ -56,6 +56,42 @@ class TellsEvictions(Protocol):
 
     def take_evicted(self) -> list[bytes]:
         """The keys that were evicted since the last call."""
+        ...
+
+
+@runtime_checkable
+class TellsFinds(Protocol):
+    """A PageMedium to which other processes write too."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are such processes now, as far as is known."""
+        ...
+
+    def take_found(self) -> list[bytes]:
+        """The keys that others have stored since the last call."""
+        ...
+
+
+@runtime_checkable
+class CountsReasons(Protocol):
+    """A PageMedium that tells why it did not take or give an object."""
+
+    def reasons(self) -> dict[str, int]:
+        """How many objects, by reason, since the start."""
+        ...
+
+
+@runtime_checkable
+class PinsObjects(Protocol):
+    """A PageMedium that keeps the pages of sessions first. Neither method blocks on I/O."""
+
+    def pin(self, keys: Iterable[bytes], until: float) -> None:
+        """Evict these objects last, until a time of the wall clock."""
+        ...
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Delete these objects, soon."""
         ...
 
 

@@ -14,7 +14,7 @@ from outrider.core import ScheduledBatch, StepPart, StepResult
 from outrider.core.page_moves import LoadedPages, MovesReport, OpenedPlaces, PageStore
 from outrider.features.tiers.copies import HostCopies, PageCopies, StreamCopies
 from outrider.features.tiers.loader import Loader, StagedPage
-from outrider.features.tiers.medium import ListsKeys, PageMedium, TellsEvictions
+from outrider.features.tiers.medium import CountsReasons, ListsKeys, PageMedium, PinsObjects, TellsEvictions, TellsFinds
 from outrider.features.tiers.store_thread import StoreThread
 from outrider.mixers.pool import DevicePool
 
@@ -80,6 +80,7 @@ class PageMover(StepPart):
         self._loader: Loader | None = None
         self._loading: dict[int, Filling] = {}  # by load
         self._rests: Mapping[str, float] = {}
+        self._reasons: dict[str, Mapping[str, int]] = {}
         self._reports: dict[int, MovesReport] = {}  # by step
         self._stored: deque[tuple[bytes, tuple[str, ...]]] = deque()
         self._store_thread = StoreThread(self._store)
@@ -99,6 +100,12 @@ class PageMover(StepPart):
             self._forget(moves.cancelled)
             self._copies.join()
         self._copies.store([(store.page, partial(self._keep, store)) for store in moves.stores])
+        for medium in self._media:
+            if isinstance(medium, PinsObjects):
+                for pin in moves.pins:
+                    medium.pin(pin.keys, pin.until)
+                if moves.dropped:
+                    medium.drop(moves.dropped)
         for load in moves.loads:
             self._loading[load.id] = Filling([None] * len(load.pages), len(load.pages))
         loader.begin(moves.loads)
@@ -111,7 +118,13 @@ class PageMover(StepPart):
         report.read_times = loader.take_read_times()
         report.evicted = [(medium.name, medium.take_evicted()) for medium in self._media
                           if isinstance(medium, TellsEvictions)]
-        if wait and not (report.stored or self._loading):
+        report.reasons = {medium.name: reasons for medium in self._media if isinstance(medium, CountsReasons)
+                          if (reasons := medium.reasons()) != self._reasons.get(medium.name)}
+        self._reasons |= report.reasons
+        shared = [medium for medium in self._media if isinstance(medium, TellsFinds)]
+        report.found = [(medium.name, medium.take_found()) for medium in shared]
+        report.is_shared = any(medium.is_shared for medium in shared)
+        if wait and not (report.stored or self._loading or moves.asks_news):
             time.sleep(wait)  # for copies to the host
 
     def amend_result(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
