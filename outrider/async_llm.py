@@ -284,6 +284,12 @@ class AsyncLLM(Front):
         return await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.reset_prefix_cache(
             reset_running_requests=reset_running_requests)))
 
+    async def drop_cache_session(self, cache_session: str | tuple[str, str]) -> bool:
+        """Delete the pages that prompts with this `cache_session` have left in caches beyond the device. See
+        `LLM.drop_cache_session`."""
+        return await asyncio.wrap_future(self._owner.call(
+            lambda: self._maintenance.drop_cache_session(cache_session)))
+
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         """Run no step until `resume_generation`; requests that arrive meanwhile wait. See `LLM.pause_generation`."""
         maintenance = self._maintenance

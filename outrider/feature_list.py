@@ -69,6 +69,8 @@ FEATURES = (
                  engine="outrider.features.grammars.in_engine:GrammarsInEngine", parameter="structured_outputs"),
     FeatureEntry("cache beyond the device", worker="outrider.features.tiers.tiers_on_device:TiersOnDevice",
                  engine="outrider.features.tiers.tiers_in_engine:TiersInEngine",
+                 reader="outrider.features.tiers.session_reader:SessionReader",
+                 prompt_keys={"cache_session": str | tuple | None},
                  is_on=lambda config: bool(config.host_cache_memory or config.disk_cache_dir)),
     FeatureEntry("pooling", request="outrider.features.pooling.gatherer:PooledVectors"),
     FeatureEntry("bidirectional spans", reader="outrider.features.spans.reader:SpansReader",
@@ -164,6 +166,12 @@ def feature_object(name: str, place: str) -> Any:
     """Import an object from a feature's folder. Code outside the feature uses this to import it only when it is needed.
     place: `module:object`."""
     return _find(name, place)
+
+
+def drop_session(engine: Any, session: Any) -> bool:
+    """Delete the pages of a cache session beyond the device. Called on the thread that calls `Engine.step`."""
+    drop = feature_object("cache beyond the device", "outrider.features.tiers.tiers_in_engine:drop_session")
+    return bool(drop(engine, session))
 
 
 def prompt_keys() -> dict[str, Any]:

@@ -353,6 +353,11 @@ class LLM(Front):
         return self._loop.run(lambda: self._maintenance.reset_prefix_cache(
             reset_running_requests=reset_running_requests))
 
+    def drop_cache_session(self, cache_session: str) -> bool:
+        """Delete the pages that prompts with this `cache_session` have left in caches beyond the device. Returns False
+        if there are none."""
+        return self._loop.run(lambda: self._maintenance.drop_cache_session(cache_session))
+
     def start_profile(self, profile_prefix: str | None = None) -> None:
         """Record the engine's work with torch's profiler, until `stop_profile`. Needs the setting profiler_dir."""
         self._profile_dir()

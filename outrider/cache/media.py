@@ -11,13 +11,15 @@ import hashlib
 import os
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outrider.cache.events import DIGEST_BYTES
 from outrider.core.feature_parts import Figure, ResultPart
 from outrider.core.page_moves import OpenedPlaces
 
+NEWS_SECONDS = 0.5  # after which a request that misses asks what others have stored, where others are
+LONE_NEWS_SECONDS = 30.0  # the same, where no others are known
 PATIENCE = 10.0  # seconds after the start for which requests wait until the places are open
 
 
@@ -39,12 +41,19 @@ class MediaStats(ResultPart):
     num_failed: int = 0  # pages whose load failed
     num_loads: int = 0  # by requests
     num_waits: int = 0  # requests that waited for the load of another request
+    num_unloaded: Counter[str] = field(default_factory=Counter)  # requests that compute what a place has, by reason
+    reasons: dict[str, Mapping[str, int]] = field(default_factory=dict)  # of places, see `MovesReport`
 
     def figures(self) -> tuple[Figure, ...]:
         by_place = [figure for name in self.num_held for figure in self._figures_of(name)]
         return (*by_place,
                 Figure("cache_load_failures", "Pages whose load from beyond the device failed.", self.num_failed),
                 Figure("cache_loads", "Requests that waited for pages from beyond the device.", self.num_loads),
+                *[Figure("cache_unloaded", "Requests that compute what lies beyond the device, by reason.", number,
+                         label=f'reason="{reason}"') for reason, number in list(self.num_unloaded.items())],
+                *[Figure("cache_place_declines", "Pages that a place did not take or give, by reason.", number,
+                         label=f'place="{name}",reason="{reason}"')
+                  for name, own in list(self.reasons.items()) for reason, number in own.items()],
                 Figure("cache_shared_loads", "Requests that waited for another one's pages.", self.num_waits))
 
     def _figures_of(self, name: str) -> list[Figure]:
@@ -71,6 +80,8 @@ class PageMedia:
         self._own = os.urandom(16)  # weights that came by an update are known to this engine alone
         self._tags: dict[tuple[int, int], bytes] = {}
         self._until = time.monotonic() + PATIENCE
+        self._news_at, self._is_shared = 0.0, False
+        self._rests: dict[str, float] = {}  # places that are left alone, and until when
 
     @property
     def is_opening(self) -> bool:
@@ -121,10 +132,40 @@ class PageMedia:
     # Places
 
     def has(self, key: bytes) -> bool:
+        """Whether a place holds the page that may be asked now."""
+        return bool(self.place_of(key))
+
+    def place_of(self, key: bytes) -> str:
+        """The first place that holds the page and may be asked now; empty if there is none."""
+        return next((name for name, own in self._keys.items() if key in own and name not in self._rests), "")
+
+    def is_stored(self, key: bytes) -> bool:
+        """Whether a place holds the page, though perhaps it may not be asked now."""
         return any(key in own for own in self._keys.values())
 
     def is_everywhere(self, key: bytes) -> bool:
-        return all(key in own for own in self._keys.values())
+        """Whether no place that may be asked now lacks the page."""
+        return all(key in own or name in self._rests for name, own in self._keys.items())
+
+    def leave_alone(self, rests: Mapping[str, float]) -> None:
+        """Do not ask these places for as many seconds: they hung or failed."""
+        now = time.monotonic()
+        self._rests.update({name: now + seconds for name, seconds in rests.items()})
+        self._rests = {name: until for name, until in self._rests.items() if until > now}
+
+    @property
+    def has_old_news(self) -> bool:
+        """Whether other engines may have stored pages since the last report."""
+        most = NEWS_SECONDS if self._is_shared else LONE_NEWS_SECONDS
+        return time.monotonic() > self._news_at + most
+
+    def take_news(self, found: Sequence[tuple[str, Sequence[bytes]]], *, is_shared: bool) -> None:
+        """Note pages that other engines have stored."""
+        self._news_at, self._is_shared = time.monotonic(), is_shared
+        for name, keys in found:
+            self._keys[name].update(keys)
+        if found:
+            self._count()
 
     def add(self, key: bytes, places: Sequence[str]) -> None:
         """Note which storages took a page that was ordered to be stored."""
@@ -132,18 +173,20 @@ class PageMedia:
             if name in places:
                 own.add(key)
                 self.stats.num_stored[name] += 1
-            else:
+            elif name not in self._rests:
                 own.discard(key)
                 self.stats.num_declined[name] += 1
         self._count()
 
-    def evict(self, name: str, keys: Sequence[bytes]) -> None:
-        """Note pages that a storage has evicted."""
-        self._keys[name].difference_update(keys)
+    def evict(self, name: str, keys: Sequence[bytes]) -> list[bytes]:
+        """Note pages that a place has evicted. Returns those that it was known to hold."""
+        lost = [key for key in keys if key in self._keys[name]]
+        self._keys[name].difference_update(lost)
         self._count()
+        return lost
 
     def remove(self, key: bytes) -> list[str]:
-        """Forget a page that could not be loaded. Returns the storages that should have held it."""
+        """Forget a page that could not be loaded or was dropped. Returns the places that were thought to hold it."""
         lost = [name for name, own in self._keys.items() if key in own]
         for name in lost:
             self._keys[name].remove(key)

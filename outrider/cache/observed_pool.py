@@ -3,7 +3,9 @@ loaded."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -75,6 +77,8 @@ class Arrival:
     pages: list[int]  # one for each of `wanted`
     present: list[int]  # pages of the prefix that are on the device, held so that they are not evicted meanwhile
     digest: bytes = b""  # of the tokens before the recurrent state, if one is among them
+    num_pages: Counter[str] = field(default_factory=Counter)  # by the place that they are expected from
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def held(self) -> list[int]:
@@ -108,6 +112,17 @@ class ObservedPool(PagePool):
         super().publish(page, key, content)
         if known != page and self.find(key) == page:
             self.queue.add(page, key, content)
+
+    def forget_pages(self, keys: Iterable[PageKey]) -> None:
+        """Make pages blank that are cached under these keys; those of running requests stay."""
+        for key in keys:
+            page = self.find(key)
+            if page is not None and not self.is_held(page):
+                del self._cached[page]
+                self._forget(page)
+                self._add_blank(page)
+                if self.events is not None:
+                    self.events.remove_pages([key], is_empty=False)
 
     def allocate(self, group: int, *, is_overwritten: bool = False) -> int:
         if not self._num_blank:

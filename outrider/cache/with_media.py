@@ -11,74 +11,28 @@ storage."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
 
-from outrider.cache.checkpoints import HANDED_OUT, Checkpoint, Checkpoints
 from outrider.cache.events import DIGEST_BYTES, PageRemoved
 from outrider.cache.groups import CacheLayout
-from outrider.cache.lookup import PrefixLookup
+from outrider.cache.load_choice import LoadChoice
 from outrider.cache.manager import CacheManager, CacheStats, Start
 from outrider.cache.media import MediaStats, PageMedia
+from outrider.cache.media_lookup import MarkedCheckpoints, WideLookup
 from outrider.cache.observed_pool import Arrival, ObservedPool, PageQueue, Pending, WantedPage
 from outrider.cache.pages import PageKey
-from outrider.cache.prefix import longest_hit
-from outrider.core import Limits, PageChanges, StepResult
-from outrider.core.feature_parts import Figure
+from outrider.cache.sessions import CacheSession, CacheSessions
+from outrider.core import Limits, PageChanges, Settled, StepResult
+from outrider.core.feature_parts import Figure, find_part
 from outrider.core.input_part import NO_INPUTS, InputParts
 from outrider.core.page_moves import LoadedPages, PageLoad, PageMoves
 
 MOST_LOADS = 3  # of one request: what was loaded may be evicted again before the request starts
+LOAD_PATIENCE = 10.0  # seconds that a load may take, beside those that computing the tokens would take
 _load_ids = count(1)  # unique in a process: a worker may still carry out a load of an earlier scheduler
-
-
-class MarkedCheckpoints(Checkpoints):
-    """Checkpoints whose published states are marked if they lie inside a prompt: other storage evicts these first."""
-
-    pool: ObservedPool
-
-    def next_id(self) -> int:
-        return next(self._ids)
-
-    def _publish(self, checkpoint: Checkpoint, digest: bytes) -> None:
-        self.pool.queue.is_boundary = not self._is_interior(checkpoint)
-        super()._publish(checkpoint, digest)
-        self.pool.queue.is_boundary = True
-
-    def _is_interior(self, checkpoint: Checkpoint) -> bool:
-        if checkpoint.state is not HANDED_OUT or checkpoint.boundary % self.kind.interval:
-            return False
-        return checkpoint.boundary != self.kind.last_boundary(self._requests[checkpoint.request_id].known)
-
-
-class WideLookup(PrefixLookup):
-    """A PrefixLookup that also finds pages in other storage."""
-
-    def __init__(self, layout: CacheLayout, inner: PrefixLookup, media: PageMedia, *, has_lookahead: bool) -> None:
-        super().__init__(layout, inner.pool, inner.checkpoints, inner.promises, has_lookahead=has_lookahead)
-        self._media, self._state_group = media, len(layout.groups)
-
-    def reach(self, request_id: int, token_ids: Sequence[int], inputs: InputParts) -> int:
-        """Return the number of tokens of the longest prefix whose pages and state are published on the device or are in
-        other storage."""
-        digest_at, kind = self.digest_at(request_id, token_ids), self._kind
-
-        def has_page(key: PageKey) -> bool:
-            return self.pool.find(key) is not None or self._media.has(self._media.key_of(*key))
-
-        def has_state(boundary: int) -> bool:
-            digest = digest_at(boundary)
-            found = self.checkpoints.states.find(digest)
-            return found is not None or all(map(self._media.has, self.state_keys(digest)))
-
-        return longest_hit(has_page, self._target_groups, self._hashes[request_id], token_ids, len(token_ids) - 1,
-                           lambda most: kind.serves(has_state, inputs.last_cut(most)))
-
-    def state_keys(self, digest: bytes) -> list[bytes]:
-        """Return the keys of the pages of the recurrent state after the tokens of this digest."""
-        return [self._media.key_of(self._state_group, digest, index)
-                for index in range(self.checkpoints.capacity.checkpoint_pages)]
 
 
 @dataclass(slots=True)
@@ -94,8 +48,10 @@ class CacheWithMedia(CacheManager):
     pool: ObservedPool
 
     def __init__(self, layout: CacheLayout, pool: ObservedPool, limits: Limits, *, enable_prefix_caching: bool = True,
-                 lookahead: int = 0) -> None:
+                 lookahead: int = 0, sessions: CacheSessions | None = None) -> None:
         super().__init__(layout, pool, limits, enable_prefix_caching=enable_prefix_caching, lookahead=lookahead)
+        self.sessions = sessions or CacheSessions(0)
+        self._session_of: dict[int, CacheSession] = {}  # by request
         self.queue, self.media = pool.queue, pool.queue.media
         self.checkpoints = self._marked = MarkedCheckpoints(self.states, len(self.groups), pool, limits)
         self.lookup.checkpoints = self.checkpoints
@@ -106,13 +62,19 @@ class CacheWithMedia(CacheManager):
         self._num_loads: dict[int, int] = {}  # by request
         self._unsent: list[PageLoad] = []
         self._cancelled: list[int] = []
+        self._asks_news = False
+        self._computed: dict[int, int] = {}  # by request: prompt tokens that were scheduled, or found
+        self.choice = LoadChoice()
 
     # Looking up
 
     def find_start(self, request_id: int, token_ids: Sequence[int], keys: tuple[str, ...] = (), *,
                    use_prefix: bool = True, inputs: InputParts = NO_INPUTS, step: int | None = None) -> Start:
-        """Look up a request's cached prefix. If other storage holds more of it than the device, begin to load that
-        part, and let the request wait."""
+        """Look up a request's cached prefix. If other places hold more of it than the device, begin to load that, and
+        have the request wait."""
+        session = find_part(inputs, CacheSession)
+        if session is not None:
+            self._session_of[request_id] = session
         reads_cache = self.enable_prefix_caching and use_prefix
         if request_id in self._waits_for or reads_cache and self.media.keeps_waiting:
             return Start(token_ids, 0, 0, 0, must_wait=True)
@@ -125,7 +87,11 @@ class CacheWithMedia(CacheManager):
         """Whether the request should wait for pages from other storage. If so, their load has begun."""
         if not self.media.is_open or self._num_loads.get(request_id, 0) >= MOST_LOADS:
             return False
+        self.media.leave_alone({})  # rests may have ended since the last report
         reach = self._wide.reach(request_id, token_ids, inputs)
+        if len(token_ids) - reach > self._smallest_page and self.media.has_old_news:
+            self._asks_news = True  # other engines may have stored more
+            return True
         if reach <= hit:
             return False
         arrival = self._plan(request_id, token_ids, reach)
@@ -136,11 +102,22 @@ class CacheWithMedia(CacheManager):
                 self._waits_for[request_id] = coming[key]
                 self.media.stats.num_waits += 1
                 return True
+        why_not = self._why_not(arrival, reach - hit)
+        if why_not is not None:
+            self.media.stats.num_unloaded[why_not] += 1
+            self._num_loads[request_id] = MOST_LOADS
+            return False
+        self._load(request_id, arrival, LOAD_PATIENCE + self.choice.compute_seconds(reach - hit))
+        return True
+
+    def _why_not(self, arrival: Arrival, num_tokens: int) -> str | None:
+        """Why pages that would spare so many tokens are not loaded, in words for a metric."""
         new = len(arrival.wanted) + sum(not self.pool.is_held(page) for page in arrival.present)
         if new > self.pool.num_free or not arrival.wanted:
-            return False
-        self._load(request_id, arrival)
-        return True
+            return "no free pages"
+        arrival.num_pages = Counter(map(self.media.place_of, [wanted.key for wanted in arrival.wanted]))
+        before = sum([other.num_pages for other in self._pending.loads.values()], Counter[str]())
+        return self.choice.why_not(num_tokens, arrival.num_pages, before)
 
     def _plan(self, request_id: int, token_ids: Sequence[int], reach: int) -> Arrival:
         """Find the pages of a prefix, last page first: those that are cached here, and those to load from other
@@ -170,7 +147,7 @@ class CacheWithMedia(CacheManager):
                 arrival.wanted += [WantedPage(key, len(self.groups), None) for key in self._wide.state_keys(digest)]
         return arrival
 
-    def _load(self, request_id: int, arrival: Arrival) -> None:
+    def _load(self, request_id: int, arrival: Arrival, patience: float) -> None:
         for page in arrival.present:  # first: what is held is not evicted
             self.pool.hold(page)
         arrival.pages = [self.pool.allocate(wanted.group, is_overwritten=True) for wanted in arrival.wanted]
@@ -180,11 +157,57 @@ class CacheWithMedia(CacheManager):
         self._num_loads[request_id] = self._num_loads.get(request_id, 0) + 1
         self.media.stats.num_loads += 1
         keys = [wanted.key for wanted in arrival.wanted]
-        self._unsent.append(PageLoad(load, tuple(zip(arrival.pages, keys, strict=True))))
+        self._unsent.append(PageLoad(load, tuple(zip(arrival.pages, keys, strict=True)), patience))
 
     def admit(self, request_id: int, row: int, start: Start) -> int:
         self._num_loads.pop(request_id, None)
+        self._computed[request_id] = start.hit
+        if request_id in self._session_of:
+            found = self._pages_of_prefix(request_id, start.token_ids, start.hit)
+            self.sessions.begin(self._session_of[request_id], found.keys())
         return super().admit(request_id, row, start)
+
+    def promise(self, step: int, request_id: int, token_ids: Sequence[int], end: int) -> None:
+        self.choice.schedule_tokens(step, end - self._computed[request_id])
+        self._computed[request_id] = end
+        super().promise(step, request_id, token_ids, end)
+
+    # Sessions
+
+    def retire(self, request_id: int, token_ids: Sequence[int], settled: Settled, folded: int, *,
+               is_exact: bool) -> None:
+        super().retire(request_id, token_ids, settled, folded, is_exact=is_exact)
+        session = self._session_of.get(request_id)
+        if session is not None and self.enable_prefix_caching and not self._requests[request_id].is_mixed:
+            pages = self._pages_of_prefix(request_id, token_ids, settled.at_least)
+            self.sessions.extend(session, pages, self.media.is_stored)
+
+    def drop_session(self, session: CacheSession) -> bool:
+        """Delete the pages that a session has computed. Returns False if no session has this name."""
+        pages = self.sessions.drop(session, self.media.is_stored)
+        for key in pages or ():
+            for name in self.media.remove(key):
+                self._tell_removed(name, [key])
+        self.pool.forget_pages(page_key for page_key in (pages or {}).values() if page_key is not None)
+        return pages is not None
+
+    def _pages_of_prefix(self, request_id: int, token_ids: Sequence[int], length: int) -> dict[bytes, PageKey | None]:
+        """The pages and the state that a request needs to begin after the last page boundary of a prefix, by their keys
+        in other places, the last ones first."""
+        sizes = [group.page_tokens for group in self.groups]
+        size = max([*sizes, self.layout.recurrent.page_tokens] if self.layout.recurrent.layers else sizes)
+        reach = length // size * size
+        found: list[tuple[int, bytes, PageKey | None]] = []
+        for group in self.groups if reach else ():
+            digests = self.lookup.digests(request_id, group.page_tokens, token_ids, reach // group.page_tokens)
+            for column in range(group.kind.first_needed(reach), reach // group.page_tokens):
+                page_key = group.index, digests[column]
+                found.append((column * group.page_tokens, self.media.key_of(*page_key), page_key))
+        if reach and self.layout.recurrent.layers:
+            digest = self.lookup.digest_at(request_id, token_ids)(reach)
+            found += [(reach, key, None) for key in self._wide.state_keys(digest)]
+        found.sort(key=lambda each: -each[0])
+        return {key: page_key for _, key, page_key in found}
 
     # Batches
 
@@ -192,35 +215,44 @@ class CacheWithMedia(CacheManager):
     def has_orders(self) -> bool:
         pending = self._pending
         awaits = pending.loads or pending.num_stores or self.media.keeps_waiting
-        return bool(super().has_orders or self.queue or self._unsent or awaits and not pending.num_batches)
+        return bool(super().has_orders or self.queue or self._unsent or self.sessions.has_orders or self._asks_news
+                    or awaits and not pending.num_batches)
 
     def take_changes(self) -> PageChanges:
         changes, pending = super().take_changes(), self._pending
         stores = self.queue.take(self.pool)
         is_opening = self.media.is_opening
-        if stores or self._cancelled or pending.loads or pending.num_stores or is_opening:
-            changes.moves = PageMoves(stores, self._unsent, is_opening, self._cancelled)
-            self._unsent, self._cancelled = [], []
+        orders = self.sessions.take_orders()
+        if stores or self._cancelled or pending.loads or pending.num_stores or is_opening or orders or self._asks_news:
+            changes.moves = PageMoves(stores, self._unsent, is_opening, self._cancelled, orders.pins, orders.dropped,
+                                      self._asks_news)
+            self._unsent, self._cancelled, self._asks_news = [], [], False
             pending.num_batches += 1
             pending.num_stores += len(stores)
         return changes
 
     def settle_moves(self, result: StepResult) -> None:
+        self.choice.end_step(result.step)
         report = result.moved
         if report is None:
             return
         self._pending.num_batches -= 1
         if report.opened is not None:
             self.media.open(report.opened)
+        self.media.take_news(report.found, is_shared=report.is_shared)
         forgotten = min(self._pending.num_forgotten, len(report.stored))
         self._pending.num_forgotten -= forgotten
         self._pending.num_stores = max(0, self._pending.num_stores - len(report.stored))  # some may precede a failure
         for key, places in report.stored[forgotten:]:
             self.media.add(key, places)
             self._tell_stored(key, places)
+            if places:
+                self.sessions.note_stored(key)
         for name, keys in report.evicted:
-            self.media.evict(name, keys)
-            self._tell_removed(name, keys)
+            self._tell_removed(name, self.media.evict(name, keys))
+        self.media.leave_alone(report.rests)
+        self.media.stats.reasons.update(report.reasons)
+        self.choice.observe_reading(report.read_times)
         for loaded in report.loaded:
             self._arrive(loaded)
 
@@ -251,6 +283,8 @@ class CacheWithMedia(CacheManager):
         for wanted, page, place in zip(arrival.wanted, arrival.pages, loaded.places, strict=True):
             if place is None:
                 failed.append(page)
+                if loaded.is_late:
+                    continue  # it may still lie there
                 for name in self.media.remove(wanted.key):
                     self._tell_removed(name, [wanted.key])
                 self.media.stats.num_failed += 1
@@ -264,6 +298,11 @@ class CacheWithMedia(CacheManager):
             self.states.publish(arrival.digest, self._marked.next_id(), state)
         else:
             failed += state  # without its other pages a state is nothing
+        if not failed:
+            self.choice.observe_load(arrival.began, arrival.num_pages)
+        if loaded.is_late:
+            self.media.stats.num_unloaded["too late"] += 1
+            self._num_loads.update(dict.fromkeys(arrival.requests, MOST_LOADS))  # they have waited for long enough
         self._release(arrival, failed)
 
     def _release(self, arrival: Arrival, unwritten: Sequence[int]) -> None:
@@ -287,6 +326,7 @@ class CacheWithMedia(CacheManager):
     def forget_unsettled(self, changes: Sequence[PageChanges]) -> None:
         self._cancel_loads()
         self.queue.clear()
+        self.choice.forget_steps()
         cancelled, self._cancelled = self._cancelled, []
         super().forget_unsettled(changes)
         self.pool.arriving = self._pending = Pending()
@@ -297,18 +337,22 @@ class CacheWithMedia(CacheManager):
         self.queue.clear()
         super().use_weights(version)
         self.media.use_weights(version)
+        self.sessions.forget()
 
     def forget_cached(self) -> bool:
         """Forget the pages that no request holds, on the device and in all other storage."""
         self._cancel_loads()
         self.queue.clear()
         self.media.forget()
+        self.sessions.forget()
         self._pending.num_forgotten = self._pending.num_stores
         return super().forget_cached()
 
     def forget(self, request_id: int) -> None:
         super().forget(request_id)
         self._num_loads.pop(request_id, None)
+        self._session_of.pop(request_id, None)
+        self._computed.pop(request_id, None)
         load = self._waits_for.pop(request_id, None)
         if load is not None:
             self._pending.loads[load].requests.discard(request_id)
@@ -323,12 +367,14 @@ class CacheWithMedia(CacheManager):
             assert len(arrival.pages) == len(arrival.wanted), "a page on its way has no place"
 
 
-def add_media(plain: CacheManager, media: PageMedia) -> CacheWithMedia:
-    """Make an empty cache like `plain` that also stores pages outside the device."""
+def add_media(plain: CacheManager, media: PageMedia, sessions: CacheSessions | None = None) -> CacheWithMedia:
+    """Make an empty cache like `plain`, whose pages also lie in other places."""
     if isinstance(plain, CacheWithMedia):
         raise ValueError("two features store cached pages outside the device, and only one may: start the engine "
                          "without one of them")
     media.stats.page_bytes = plain.layout.page_bytes
+    if sessions is not None:
+        sessions.page_bytes = plain.layout.page_bytes
     pool = ObservedPool(plain.pool.num_pages, PageQueue(media, state_group=len(plain.groups)))
     return CacheWithMedia(plain.layout, pool, plain.limits, enable_prefix_caching=plain.enable_prefix_caching,
-                          lookahead=plain.lookahead)
+                          lookahead=plain.lookahead, sessions=sessions)

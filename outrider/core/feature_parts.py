@@ -53,6 +53,7 @@ class Figure(NamedTuple):
     help_text: str
     value: float
     is_count: bool = True  # it only grows, from the start of the engine
+    label: str = ""  # what sets it apart from neighbours of the same name, as 'reason="slow"'
 
 
 class ResultPart:

@@ -26,6 +26,14 @@ class PageLoad(NamedTuple):
 
     id: int
     pages: tuple[tuple[int, bytes], ...]
+    patience: float  # seconds after which pages that have not come are given up
+
+
+class PagePin(NamedTuple):
+    """An order to evict pages last, until a time of the wall clock. 0: no longer."""
+
+    keys: tuple[bytes, ...]
+    until: float
 
 
 @dataclass(slots=True)
@@ -37,13 +45,24 @@ class PageMoves:
     loads: list[PageLoad] = field(default_factory=list)
     asks_places: bool = False  # whether the scheduler does not know the places yet
     cancelled: list[int] = field(default_factory=list)  # ids of loads whose pages may be overwritten from now on
+    pins: list[PagePin] = field(default_factory=list)
+    dropped: list[bytes] = field(default_factory=list)  # keys whose bytes places should delete
+    asks_news: bool = False  # whether a request waits for the report
 
 
 class LoadedPages(NamedTuple):
-    """The end of a load: for each page the storage that its bytes came from, or None if no storage had them."""
+    """The end of a load: for each page the place that its bytes came from, or None if they did not come."""
 
     id: int
     places: tuple[str | None, ...]
+    is_late: bool = False  # a place was not asked for all pages, because it or the load took too long
+
+
+class ReadTime(NamedTuple):
+    """The time in which a place has read one page."""
+
+    place: str
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +79,9 @@ class MovesReport:
     stored: list[tuple[bytes, tuple[str, ...]]] = field(default_factory=list)  # keys, and the places that took them
     loaded: list[LoadedPages] = field(default_factory=list)
     evicted: list[tuple[str, list[bytes]]] = field(default_factory=list)  # keys that places have no more, where told
+    found: list[tuple[str, list[bytes]]] = field(default_factory=list)  # keys that other processes have stored
+    is_shared: bool = False  # whether other processes may store pages in a place
+    read_times: list[ReadTime] = field(default_factory=list)
+    # By place: the pages that it did not take or give since it was opened, by reason. Left out if nothing has changed.
+    reasons: dict[str, Mapping[str, int]] = field(default_factory=dict)
+    rests: Mapping[str, float] = field(default_factory=dict)  # places that are left alone, and for how many seconds

@@ -8,12 +8,14 @@ from typing import Any, NotRequired, TypeAlias, TypedDict
 class TextPrompt(TypedDict):
     prompt: str
     cache_salt: NotRequired[str]
+    cache_session: NotRequired[str]
 
 
 class TokensPrompt(TypedDict):
     prompt_token_ids: list[int]
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    cache_session: NotRequired[str]
     bidirectional_spans: NotRequired[list[list[int]]]  # [start, end) pairs whose tokens see each other both ways
 
 
@@ -23,6 +25,7 @@ class EmbedsPrompt(TypedDict):
     prompt_token_ids: NotRequired[list[int]]  # for what reads ids: penalties, bad words, prompt logprobs, lookups
     prompt: NotRequired[str]
     cache_salt: NotRequired[str]
+    cache_session: NotRequired[str]
     bidirectional_spans: NotRequired[list[list[int]]]
 
 

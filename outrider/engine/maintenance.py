@@ -18,6 +18,7 @@ from outrider.core.fields import shown
 from outrider.core.lazy_exports import LateModule
 from outrider.engine.engine import Engine
 from outrider.engine.pause import Pause, PauseMode, PauseWait
+from outrider.feature_list import drop_session
 from outrider.runner.commands import (
     PARTS,
     WEIGHTS,
@@ -313,6 +314,10 @@ class Maintenance:
         if reset_running_requests:
             self._engine.rest()
         return self._engine.forget_cached()
+
+    def drop_cache_session(self, session: str | tuple[str, str]) -> bool:
+        """Delete the pages of a session. Returns False if there is none of this name."""
+        return drop_session(self._engine, session)
 
     @property
     def is_paused(self) -> bool:

@@ -15,6 +15,7 @@ import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping, Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any
 from uuid import uuid4
 
@@ -51,6 +52,7 @@ UNREAD_IDLE_SECONDS = 1.0  # without a further piece
 IS_READ = "outrider.body_is_read"  # in the scope: nothing of the body is left to be read
 TENANT = "outrider.tenant"  # in the scope: a digest of the key that was used, or None
 REQUEST_ID_HEADER = "X-Request-Id"
+CACHE_SESSION: ContextVar[str | None] = ContextVar("cache session", default=None)  # X-Cache-Session
 IGNORED_HEADER = "X-Outrider-Ignored"  # fields of the body that had no effect
 EXPOSED_HEADERS = (REQUEST_ID_HEADER, IGNORED_HEADER)  # headers of answers that web pages of other origins may read
 REQUEST_ID_FORM = re.compile(rb"[!-~]{1,128}")  # letters, digits and signs: nothing that would break a log line
@@ -83,6 +85,7 @@ class Guard:
             await self._app(scope, receive, send)
             return
         TRACE_PARENT.set(_header(scope, b"traceparent").decode("latin-1") or None)
+        CACHE_SESSION.set(_header(scope, b"x-cache-session").decode("latin-1") or None)
         given = _header(scope, b"x-request-id")
         is_wrong = bool(given) and not REQUEST_ID_FORM.fullmatch(given)
         request_id = uuid4().hex if is_wrong or not given else given.decode("ascii")

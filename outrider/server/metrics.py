@@ -9,6 +9,8 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 from outrider.core.feature_parts import ResultPart
@@ -28,6 +30,7 @@ WHOLE_REQUEST = (0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0,
                  960.0, 1920.0)
 SAMPLES = (1, 2, 5, 10, 20)
 SLEEP_STATES = ("awake", "weights_offloaded", "discard_all")  # by the level of sleep
+FIGURE_HEAD = ("name", "help_text", "is_count")
 TOKENS = tuple(base * 10**power for power in range(6) for base in (1, 2, 5))
 
 
@@ -173,11 +176,9 @@ class ServerMetrics:
 
     def _report_lines(self, report: ResultPart) -> Iterable[str]:
         """The metric lines of a feature's report."""
-        for figure in report.figures():
-            if figure.is_count:
-                yield from self._counter(figure.name, figure.help_text, {"": figure.value})
-            else:
-                yield from self._gauge(figure.name, figure.help_text, figure.value)
+        for (name, help_text, is_count), figures in groupby(report.figures(), key=attrgetter(*FIGURE_HEAD)):
+            write = self._counter if is_count else self._gauges
+            yield from write(name, help_text, {figure.label: figure.value for figure in figures})
 
     def _counter(self, name: str, help_text: str, values: Mapping[str, float]) -> Iterable[str]:
         yield from _head(f"{name}_total", help_text, "counter")

@@ -29,6 +29,7 @@ from outrider.core.structured import StructuredOutputsParams
 from outrider.core.token_ids import bias_from_json
 from outrider.server.body_errors import UNKNOWN
 from outrider.server.errors import ApiError, bad_value
+from outrider.server.guard import CACHE_SESSION
 from outrider.server.ignored_fields import ignore
 from outrider.server.known_fields import OF_BODIES, OF_PARTS, IgnoredField, KnownFields, RefusedField
 
@@ -131,8 +132,15 @@ class Scheduled(RequestBody):
 
     priority: int | None = Field(default=None, description="requests of a lower number are served first")
     cache_salt: str | None = Field(default=None, description="prefix hits come only from requests with the same salt")
+    cache_session: Annotated[str, Field(min_length=1, max_length=200)] | None = Field(
+        default=None, description="a conversation whose cached pages are kept first; or the header X-Cache-Session")
     timeout: float | None = Field(default=None, gt=0, description="seconds that the request may take, if the server's "
                                                                   "own limit is not less")
+
+    @property
+    def session_name(self) -> str | None:
+        """The cache session that the body or a header names."""
+        return self.cache_session or CACHE_SESSION.get()
 
     @property
     def model_name(self) -> str | None:

@@ -49,6 +49,7 @@ class StoredResponse:
     json: bytes  # the response, as its client got it
     input: tuple[StoredItem, ...]  # all that the model was given, items of earlier responses included
     output: tuple[StoredItem, ...]
+    cache_session: str | None = None
 
     @cached_property
     def num_bytes(self) -> int:

@@ -32,13 +32,13 @@ from outrider.server.response_items import ResponseItems
 from outrider.server.response_store import ResponseStore, StoredItem, StoredResponse
 from outrider.server.service import Service, new_id
 from outrider.server.translated_chat import TranslatedChat
-from outrider.server.work import EventStream, JsonWork, Work, compact
+from outrider.server.work import EventStream, JsonWork, Work, carried_out, compact
 
 Json = dict[str, Any]
 SHARED = ("model", "stream", "temperature", "top_p", "tool_choice", "parallel_tool_calls", "seed", "top_k", "min_p",
-          "speculative", "priority", "cache_salt", "chat_template_kwargs", "reasoning_effort", "presence_penalty",
-          "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids", "include_stop_str_in_output",
-          "ignore_eos", "logit_bias", "vllm_xargs", "structured_outputs")
+          "speculative", "priority", "cache_salt", "cache_session", "chat_template_kwargs", "reasoning_effort",
+          "presence_penalty", "frequency_penalty", "repetition_penalty", "stop", "stop_token_ids",
+          "include_stop_str_in_output", "ignore_eos", "logit_bias", "vllm_xargs", "structured_outputs")
 CONVERSATION = TypeAdapter(list[Item])
 MAX_ITEMS = 100  # in one answer of input_items
 INCLUDE = ("include", "include[]")  # accepted: whatever a response has is in it
@@ -85,6 +85,12 @@ def response_routes(service: Service) -> APIRouter:
         items = service.responses.find(request.scope[TENANT], response_id).input
         return _item_page(items if order == "asc" else items[::-1], int(limit), after)
 
+    @routes.delete("/v1/cache_sessions/{name:path}")
+    async def drop_session(name: str, request: Request) -> Json:
+        """Delete the pages that requests with this cache_session have left in host memory and on the disk."""
+        gone = await carried_out(service.host.llm.drop_cache_session((request.scope[TENANT] or "", name)))
+        return {"id": name, "object": "cache_session", "deleted": gone}
+
     return routes
 
 
@@ -119,6 +125,8 @@ def _written(answer: bytes) -> Response:
 
 async def create_response(service: Service, body: ResponsesRequest, tenant: str | None) -> Work:
     earlier = _earlier_items(service, body, tenant)
+    session = _session(service, body, tenant)
+    body = body.model_copy(update={"cache_session": session})
     chat = await beside_loop(lambda: _chat(body, earlier))
     conversation = TranslatedChat(service, chat, {"max_tokens": "max_output_tokens", "messages": "input",
                                                 "response_format": "text"})
@@ -154,6 +162,16 @@ def _earlier_items(service: Service, body: ResponsesPrompt, tenant: str | None) 
     if num_bytes >= LARGE:
         IS_LARGE.set(True)
     return items
+
+
+def _session(service: Service, body: ResponsesRequest, tenant: str | None) -> str | None:
+    """The cache session of a response: the one that the client names, or one for all responses that continue the
+    same one."""
+    named = body.session_name
+    if named is not None or body.previous_response_id is None:
+        return named
+    previous = service.responses.find(tenant, body.previous_response_id, "previous_response_id")
+    return previous.cache_session or previous.id
 
 
 def _chat(body: ResponsesRequest, earlier: tuple[StoredItem, ...]) -> ChatRequest:
@@ -240,7 +258,7 @@ class _Response:
         """Return the whole response, and the items to keep if it is stored."""
         response = self._response(self._status)
         return StoredResponse(self._id, compact(response).encode(), self._given,
-                              tuple(map(StoredItem.from_json, response["output"])))
+                              tuple(map(StoredItem.from_json, response["output"])), self._body.cache_session)
 
     def _keep(self, response: StoredResponse) -> None:
         """Store the response. This is called before the client learns that the response has ended, because the client

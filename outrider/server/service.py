@@ -187,7 +187,8 @@ class Service:
         """Make one checked request for each prompt, or raise ApiError. `names`: pairs of a parameter's name in the
         engine's error messages and the body field that it came from."""
         salt = body.cache_salt if tenant is None else f"{tenant}:{body.cache_salt or ''}"
-        given = [_as_dict(prompt) | {"cache_salt": salt} for prompt in prompts]
+        session = {} if body.session_name is None else {"cache_session": (tenant or "", body.session_name)}
+        given = [_as_dict(prompt) | {"cache_salt": salt} | session for prompt in prompts]
         try:
             return await checked(self.host.llm, given, params, body.priority or 0,
                                  self.adapters.find(body.model_name), tenant)

@@ -6,11 +6,13 @@ import hashlib
 import random
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 
+from outrider.features.tiers import host_store
 from outrider.features.tiers.host_store import HostStore
-from outrider.features.tiers.medium import PageMedium
+from outrider.features.tiers.medium import Lease, PageMedium
 
 CELL = 1000
 
@@ -95,24 +97,104 @@ def test_the_given_memory_is_the_arena() -> None:
     assert payload_of(0, CELL) in memory
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.001)
+
+
+def test_an_arena_that_is_allocated_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_store, "PART_BYTES", 3 * CELL)
+    turn, sizes = threading.Semaphore(0), []
+
+    def make_memory(num_bytes: int) -> memoryview:
+        assert turn.acquire(timeout=20)
+        sizes.append(num_bytes)
+        return memoryview(bytearray(num_bytes))
+
+    store = HostStore(7 * CELL + 5, cell_bytes=CELL, make_memory=make_memory)
+    assert not put(store, 0) and store.stats().declined == {"no room": 1}
+    for capacity in (3, 6, 7):
+        turn.release()
+        wait_until(lambda: store.stats().capacity == capacity * CELL)  # noqa: B023
+        for number in range(10 * capacity, 10 * capacity + 10):
+            assert put(store, number) and get(store, number)
+        assert held(store, 99) == list(range(10 * capacity + 10 - capacity, 10 * capacity + 10))
+        assert all(get(store, number) for number in held(store, 99))
+    assert sizes == [3 * CELL, 3 * CELL, CELL]
+
+
+def test_memory_that_cannot_be_had_costs_room_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_store, "PART_BYTES", 2 * CELL)
+    parts = iter([memoryview(bytearray(2 * CELL))])
+
+    def make_memory(num_bytes: int) -> memoryview:
+        try:
+            return next(parts)
+        except StopIteration:
+            raise RuntimeError("CUDA error: out of memory") from None
+
+    store = HostStore(8 * CELL, cell_bytes=CELL, make_memory=make_memory)
+    wait_until(lambda: store.stats().capacity == 2 * CELL)
+    for number in range(5):
+        assert put(store, number)
+    assert held(store, 5) == [3, 4]
+
+
+def test_memory_is_left_for_others(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(host_store, "available_bytes", lambda: host_store.LEAST_FREE)
+    store = HostStore(8 * CELL, cell_bytes=CELL, make_memory=lambda size: memoryview(bytearray(size)))
+    wait_until(lambda: "too little free memory" in caplog.text)
+    assert not put(store, 1) and not store.stats().capacity
+
+
+def test_lent_bytes_do_not_change() -> None:
+    store = HostStore(3 * CELL, cell_bytes=CELL)
+    for number in range(3):
+        put(store, number)
+    leases = [store.lend(key_of(number), CELL) for number in (0, 0, 1)]
+    assert store.lend(key_of(2), CELL - 1) is None and store.lend(key_of(9), CELL) is None
+    store.drop([key_of(1)])
+    for number in range(10, 20):
+        put(store, number)
+        put(store, 1)  # the key of a lent object is stored anew, elsewhere
+    assert len(held(store, 20)) == 1
+    for lease, number in zip(leases, (0, 0, 1), strict=True):
+        assert lease is not None and bytes(lease.data) == payload_of(number, CELL)
+        lease.end()
+    for number in range(30, 33):
+        assert put(store, number)
+    assert held(store, 40) == [30, 31, 32]
+
+
 def test_random_operations_agree_with_a_dict() -> None:
     draw = random.Random(1)
     store = HostStore(50 * CELL, cell_bytes=CELL)
     lengths: dict[int, int] = {}
+    leases: list[tuple[Lease, int]] = []
     for _ in range(5000):
         number = draw.randrange(100)
         match draw.randrange(4):
             case 0:
-                lengths[number] = lengths.get(number) or draw.randrange(1, 5000)
+                lengths[number] = lengths.get(number) or draw.choice([CELL, draw.randrange(1, 5000)])
                 assert put(store, number, lengths[number], boundary=draw.random() < 0.3)
             case 1:
                 store.touch(key_of(number))
             case 2 if draw.random() < 0.1:
                 store.drop([key_of(number)])
+            case 2 if draw.random() < 0.1:
+                lease = store.lend(key_of(number), CELL)
+                if lease is not None:
+                    leases.append((lease, number))
+            case 2 if leases:
+                lease, lent = leases.pop(draw.randrange(len(leases)))
+                assert bytes(lease.data) == payload_of(lent, CELL), "the bytes of a lent object have changed"
+                lease.end()
             case _:
                 assert get(store, number, lengths.get(number, 1)) == store.contains(key_of(number))
         cells = [cell for placement in store._placed.values() for cell in placement.cells]
-        assert sorted([*cells, *store._free]) == list(range(50)), "every cell is free or belongs to one object"
+        assert sorted([*cells, *store._free, *store._orphans]) == list(range(50)), "a cell has one object, or is free"
         assert len(store._order) == len(store._placed)
     assert store.stats().evicted > 100
 

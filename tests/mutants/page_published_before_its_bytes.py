@@ -12,8 +12,8 @@ TESTS = ["tests/unit/test_media_random.py", "-k", "fail"]
 def apply() -> None:
     load = CacheWithMedia._load
 
-    def load_and_publish(self: CacheWithMedia, request_id: int, arrival: Arrival) -> None:
-        load(self, request_id, arrival)
+    def load_and_publish(self: CacheWithMedia, request_id: int, arrival: Arrival, patience: float) -> None:
+        load(self, request_id, arrival, patience)
         for wanted, page in zip(arrival.wanted, arrival.pages, strict=True):
             if wanted.page_key is not None:
                 self.pool.publish(page, wanted.page_key)

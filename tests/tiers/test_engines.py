@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -136,3 +137,30 @@ def test_preempted_requests_come_back_from_the_host(tmp_path: Path) -> None:
     with kind.open(tmp_path, num_pages=12, host_cache_memory=HOST_BYTES) as rig:
         assert tokens_of(rig.run(asks)) == expected
         assert rig.scheduler.stats.num_preemptions and stats_of(rig).num_loaded["host"]
+
+
+@pytest.mark.parametrize("name", ["full", "full and sliding", "gated delta"])
+def test_a_running_engine_finds_what_another_one_stores(name: str, tmp_path: Path) -> None:
+    kind = KINDS[name]
+    asks = [Ask(prompt_of(seed, 70, kind.vocab), greedy(4, logprobs=2)) for seed in range(3)]
+    tier = {"disk_cache_dir": str(tmp_path / "cache")}
+    with kind.open(tmp_path, **tier) as first, kind.open(tmp_path, **tier) as second:
+        first.run([asks[0]])
+        second.run([asks[0]])  # both know the folder
+        for one, other, ask in ((first, second, asks[1]), (second, first, asks[2])):
+            expected = answers_of(one.run([ask]))
+            time.sleep(1.0)  # both write, and both look, several times a second
+            outputs = other.run([ask])
+            assert cached_of(outputs)[0] >= 48, "what the other engine has stored is not found"
+            assert_equal(answers_of(outputs), expected)
+            assert not stats_of(other).num_failed
+
+
+def test_what_an_engine_has_forgotten_is_not_found_again(tmp_path: Path) -> None:
+    kind = KINDS["full"]
+    ask = Ask(prompt_of(1, 70), greedy(4))
+    with kind.open(tmp_path, disk_cache_dir=str(tmp_path / "cache")) as rig:
+        rig.run([ask])
+        rig.engine.forget_cached()  # perhaps before the files are written
+        time.sleep(0.8)
+        assert cached_of(rig.run([ask])) == [0]

@@ -42,6 +42,8 @@ class Gated:
     gate: threading.Event = field(default_factory=threading.Event)
     fails: set[int] = field(default_factory=set)  # loads, by number
     error: Exception | None = None
+    pause: float = 0.0  # seconds of each load
+    is_wrong: bool = False  # loads bring other bytes
     num_loads: int = 0
     flags: dict[bytes, bool] = field(default_factory=dict)
 
@@ -58,13 +60,14 @@ class Gated:
 
     def load(self, key: bytes, into: memoryview) -> bool:
         assert self.gate.wait(20)
+        time.sleep(self.pause)
         self.num_loads += 1
         if self.num_loads in self.fails:
             into[:] = b"\xff" * len(into)
             if self.error is not None:
                 raise self.error
             return False
-        into[:] = self.pages[key]
+        into[:] = b"\xff" * len(into) if self.is_wrong else self.pages[key]
         return True
 
     def touch(self, key: bytes) -> None:
@@ -115,7 +118,7 @@ def test_a_failed_load_is_a_miss(name: str, fails: set[int], place: Gated, tmp_p
     kind = KINDS[name]
     asks = asks_of(kind, (70, 49))
     expected = cold(kind, tmp_path, asks)
-    place.fails, place.error = fails, OSError("the disk is gone") if 2 in fails else None
+    place.fails, place.error = fails, OSError("the disk is gone") if fails == {2, 3} else None
     with kind.open(tmp_path) as rig:
         rig.run_one_by_one(asks)
         rig.engine.rest()
@@ -205,10 +208,10 @@ def test_a_hit_has_pages_of_the_device_and_of_a_place(place: Gated, tmp_path: Pa
         with kind.open(tmp_path, num_pages=num_pages) as rig:
             cache = cache_of(rig)
 
-            def count_mixed(request_id: int, arrival: Arrival, load: Any = cache._load) -> None:
+            def count_mixed(request_id: int, arrival: Arrival, patience: float, load: Any = cache._load) -> None:
                 nonlocal mixed
                 mixed += bool(arrival.present)
-                load(request_id, arrival)
+                load(request_id, arrival, patience)
 
             cache._load = count_mixed  # type: ignore[method-assign]
             outputs = rig.run_one_by_one([long, other, long, other])
@@ -356,7 +359,9 @@ def test_host_memory_that_is_too_small_evicts(tmp_path: Path) -> None:
 
 
 class LateCopies(HostCopies):
-    """Copies whose bytes come when later steps settle them, as those of a GPU do."""
+    """Copies whose bytes come when later steps settle them, as those of a GPU do, in buffers of their own."""
+
+    keeps_buffers = True
 
     def __init__(self, pool: DevicePool) -> None:
         super().__init__(pool)

@@ -25,6 +25,8 @@ class PageCopies(ABC):
     """Copies pages between the device and the host. All methods but `make_buffer` are called by the thread that
     queues steps, before it queues the work of a step."""
 
+    keeps_buffers = False  # whether the bytes that stores get stay as they are, so that a thread may copy them later
+
     @abstractmethod
     def make_buffer(self, num_bytes: int) -> memoryview:
         """Make a host buffer that `fill` can copy to a page. Any thread may call this."""
@@ -90,6 +92,8 @@ class StreamCopies(PageCopies):
     Pages are read before this step overwrites any of them: on the device, the step's stream waits for the stream of
     stores. Filled pages are given to requests only after the copy's event, so no step waits for loads. Buffers live
     until that event. This class has not run on a GPU yet."""
+
+    keeps_buffers = True
 
     def __init__(self, pool: DevicePool) -> None:
         self._pool = pool

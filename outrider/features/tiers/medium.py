@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 
 class PageMedium(Protocol):
@@ -22,13 +22,14 @@ class PageMedium(Protocol):
         ...
 
     def store(self, key: bytes, payload: memoryview, *, boundary: bool = False) -> bool:
-        """Store a copy of the payload, now or later. Returns False if the medium declines because it is full or too
-        slow. `boundary`: whether this is the end of a prompt or a turn, which is kept longest."""
+        """Store a copy of the payload, perhaps later: never blocks on I/O, because a step waits for it. False:
+        declined, because the medium is full or too slow.
+        `boundary`: the end of a prompt or a turn, kept longest."""
         ...
 
     def load(self, key: bytes, into: memoryview) -> bool:
-        """Fill `into`, and return True if all bytes were read and their checksum is right. Every error is a miss: it
-        returns False, is counted, and leaves `into` undefined."""
+        """Fill `into`. True only if all bytes came and their checksum is right. Every error is a miss: it returns
+        False, is counted, and leaves `into` undefined. A medium that takes seconds for it is left alone for a while."""
         ...
 
     def touch(self, key: bytes) -> None:
@@ -55,4 +56,56 @@ class TellsEvictions(Protocol):
 
     def take_evicted(self) -> list[bytes]:
         """Return the keys that were evicted since the last call."""
+        ...
+
+
+@runtime_checkable
+class TellsFinds(Protocol):
+    """A PageMedium to which other processes write too."""
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there are such processes now, as far as is known."""
+        ...
+
+    def take_found(self) -> list[bytes]:
+        """The keys that others have stored since the last call."""
+        ...
+
+
+@runtime_checkable
+class CountsReasons(Protocol):
+    """A PageMedium that tells why it did not take or give an object."""
+
+    def reasons(self) -> dict[str, int]:
+        """How many objects, by reason, since the start."""
+        ...
+
+
+@runtime_checkable
+class PinsObjects(Protocol):
+    """A PageMedium that keeps the pages of sessions first. Neither method blocks on I/O."""
+
+    def pin(self, keys: Iterable[bytes], until: float) -> None:
+        """Evict these objects last, until a time of the wall clock."""
+        ...
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Delete these objects, soon."""
+        ...
+
+
+class Lease(NamedTuple):
+    """The bytes of an object where a medium keeps them. They do not change until `end` is called, once."""
+
+    data: memoryview
+    end: Callable[[], None]
+
+
+@runtime_checkable
+class LendsBytes(Protocol):
+    """A PageMedium in the host's memory, whose bytes are read where they lie instead of being copied by `load`."""
+
+    def lend(self, key: bytes, num_bytes: int) -> Lease | None:
+        """The bytes of an object of this length. None: it is not there."""
         ...

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from outrider.core import ScheduledBatch, StepPart, StepResult
 from outrider.core.page_moves import LoadedPages, MovesReport, OpenedPlaces, PageStore
 from outrider.features.tiers.copies import HostCopies, PageCopies, StreamCopies
 from outrider.features.tiers.loader import Loader, StagedPage
-from outrider.features.tiers.medium import ListsKeys, PageMedium, TellsEvictions
+from outrider.features.tiers.medium import CountsReasons, ListsKeys, PageMedium, PinsObjects, TellsEvictions, TellsFinds
+from outrider.features.tiers.store_thread import StoreThread
 from outrider.mixers.pool import DevicePool
 
 log = logging.getLogger("outrider")
+CLOSE_SECONDS = 10.0
 POLL_SECONDS = 0.005  # that a batch without requests waits for pages, so that an idle engine does not spin
 
 
@@ -48,12 +52,21 @@ class OpenPlaces:
         return OpenedPlaces(self._domain, self._keys)
 
     def close(self) -> None:
-        self._thread.join()
+        self._thread.join(CLOSE_SECONDS)  # a file system may not answer
         for medium in self._media:
             try:
                 medium.close()
             except Exception:
                 log.exception("%s: closing failed, so some pages may not have been written", medium.name)
+
+
+@dataclass(slots=True)
+class Filling:
+    """The pages of a load that have come so far."""
+
+    places: list[str | None]  # that each page came from
+    num_left: int
+    is_late: bool = False  # some pages were given up
 
 
 class PageMover(StepPart):
@@ -64,9 +77,12 @@ class PageMover(StepPart):
         self._places: OpenPlaces | None = None  # made by the first batch: a step that only measures memory has none
         self._media: Sequence[PageMedium] = ()
         self._loader: Loader | None = None
-        self._loading: dict[int, list[str | None]] = {}  # by load: the place of each page; "" until it is filled
+        self._loading: dict[int, Filling] = {}  # by load
+        self._rests: Mapping[str, float] = {}
+        self._reasons: dict[str, Mapping[str, int]] = {}
         self._reports: dict[int, MovesReport] = {}  # by step
-        self._stored: list[tuple[bytes, tuple[str, ...]]] = []
+        self._stored: deque[tuple[bytes, tuple[str, ...]]] = deque()
+        self._store_thread = StoreThread(self._store)
 
     def begin(self, batch: ScheduledBatch) -> None:
         moves = batch.cache.pages.moves
@@ -82,17 +98,33 @@ class PageMover(StepPart):
         if moves.cancelled:
             self._forget(moves.cancelled)
             self._copies.join()
-        self._copies.store([(store.page, partial(self._store, store)) for store in moves.stores])
+        self._copies.store([(store.page, partial(self._keep, store)) for store in moves.stores])
+        for medium in self._media:
+            if isinstance(medium, PinsObjects):
+                for pin in moves.pins:
+                    medium.pin(pin.keys, pin.until)
+                if moves.dropped:
+                    medium.drop(moves.dropped)
         for load in moves.loads:
-            self._loading[load.id] = [""] * len(load.pages)
+            self._loading[load.id] = Filling([None] * len(load.pages), len(load.pages))
         loader.begin(moves.loads)
         self._copies.fill(loader.take(wait))
+        report.rests = self._rests = loader.rests()
         for filled in self._copies.settle():
             self._fill(filled, report)
             loader.give_back(filled)
-        report.stored, self._stored = self._stored, []
+        report.stored = [self._stored.popleft() for _ in range(len(self._stored))]
+        report.read_times = loader.take_read_times()
         report.evicted = [(medium.name, medium.take_evicted()) for medium in self._media
                           if isinstance(medium, TellsEvictions)]
+        report.reasons = {medium.name: reasons for medium in self._media if isinstance(medium, CountsReasons)
+                          if (reasons := medium.reasons()) != self._reasons.get(medium.name)}
+        self._reasons |= report.reasons
+        shared = [medium for medium in self._media if isinstance(medium, TellsFinds)]
+        report.found = [(medium.name, medium.take_found()) for medium in shared]
+        report.is_shared = any(medium.is_shared for medium in shared)
+        if wait and not (report.stored or self._loading or moves.asks_news):
+            time.sleep(wait)  # for copies to the host
 
     def amend_result(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
         report = self._reports.pop(batch.step, None)
@@ -106,6 +138,7 @@ class PageMover(StepPart):
         if self._loader is not None:
             self._loader.close()
         self._copies.settle(waits=True)
+        self._store_thread.close()
         if self._places is not None:
             self._places.close()
 
@@ -125,12 +158,21 @@ class PageMover(StepPart):
         if self._loader is not None:
             self._loader.cancel(loads)
 
+    def _keep(self, store: PageStore, payload: memoryview) -> None:
+        """Store a page whose bytes have come to the host."""
+        if not self._copies.keeps_buffers:
+            self._store(store, payload)
+        elif not self._store_thread.put(store, payload):
+            self._stored.append((store.key, ()))
+
     def _store(self, store: PageStore, payload: memoryview) -> None:
-        """Offer a page's bytes to every storage, and note for the report which of them took the page."""
+        """Offer a page's bytes to every medium that answers, and note for the report which of them took the page."""
         took = tuple(medium.name for medium in self._media if self._gives(medium, store, payload))
         self._stored.append((store.key, took))
 
     def _gives(self, medium: PageMedium, store: PageStore, payload: memoryview) -> bool:
+        if medium.name in self._rests:
+            return False
         try:
             return medium.store(store.key, payload, boundary=store.is_boundary)
         except Exception:  # whatever a place fails of, the page is not there
@@ -138,11 +180,13 @@ class PageMover(StepPart):
             return False
 
     def _fill(self, filled: StagedPage, report: MovesReport) -> None:
-        """Note a filled page. A load is reported when its last page is filled."""
-        places = self._loading.get(filled.load)
-        if places is None:
+        """Note a filled page. A load is reported with its last one."""
+        filling = self._loading.get(filled.load)
+        if filling is None:
             return  # cancelled
-        places[filled.position] = filled.place
-        if "" not in places:
-            report.loaded.append(LoadedPages(filled.load, tuple(places)))
+        filling.places[filled.position] = filled.place
+        filling.is_late |= not filled.is_asked
+        filling.num_left -= 1
+        if not filling.num_left:
+            report.loaded.append(LoadedPages(filled.load, tuple(filling.places), filling.is_late))
             del self._loading[filled.load]

@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from outrider.config import EngineConfig
 from outrider.core import Limits
 from outrider.core.background_work import BackgroundWork
 from outrider.core.lazy_exports import LateModule
+from outrider.features.tiers.copies import buffer_of
 from outrider.features.tiers.domain import domain_digest
 from outrider.features.tiers.medium import PageMedium
 from outrider.features.tiers.mover import PageMover
@@ -36,7 +39,7 @@ class TiersOnDevice(WorkerFeature):
     def __init__(self, config: EngineConfig, make_media: MakeMedia | None = None) -> None:
         """make_media: makes the storages in lookup order; by default those of the settings."""
         self._config = config
-        self._make_media = make_media or partial(media_of_settings, config)
+        self._make_media = make_media
         self._turn = WeightsTurn()
 
     def background(self) -> BackgroundWork:
@@ -47,18 +50,24 @@ class TiersOnDevice(WorkerFeature):
 
         def open_places() -> tuple[bytes, Sequence[PageMedium]]:
             domain = domain_digest(self._config, model, step.drafter, step.pool.layout, loaded_at, self._turn.lock)
-            return domain, self._make_media(domain, page_bytes)
+            if self._make_media is not None:
+                return domain, self._make_media(domain, page_bytes)
+            on_gpu = step.pool.data.device.type == "cuda"
+            return domain, media_of_settings(self._config, domain, page_bytes, pinned_memory if on_gpu else None)
 
         mover = PageMover(step.pool, open_places)
         step.add_part(mover)
         step.turns.reporters = (*step.turns.reporters, mover)
 
 
-def media_of_settings(config: EngineConfig, domain: bytes, page_bytes: int) -> list[PageMedium]:
-    """Make the storages that the settings ask for: host memory first, which is faster. An unusable one is left out."""
+def media_of_settings(config: EngineConfig, domain: bytes, page_bytes: int,
+                      make_memory: Callable[[int], memoryview] | None = None) -> list[PageMedium]:
+    """Make the places that the settings ask for: host memory first, which is faster. One that cannot be used is left
+    out. make_memory: allocates a part of the host memory; None: the system's memory is taken as it is written."""
     makers: list[Callable[[], PageMedium]] = []
     if config.host_cache_memory:
-        makers.append(partial(host_store.HostStore, config.host_cache_memory, cell_bytes=page_bytes))
+        makers.append(partial(host_store.HostStore, config.host_cache_memory, cell_bytes=page_bytes,
+                              make_memory=make_memory))
     if config.disk_cache_dir is not None:
         about = {"model": config.model, "exact": config.exact}
         makers.append(partial(disk.DiskStore, config.disk_cache_dir, domain, config.disk_cache_size, about=about))
@@ -69,3 +78,8 @@ def media_of_settings(config: EngineConfig, domain: bytes, page_bytes: int) -> l
         except (OSError, ValueError) as error:
             log.error("a cache in host memory or on disk is not used: %s", error)
     return media
+
+
+def pinned_memory(num_bytes: int) -> memoryview:
+    """Allocate memory of the host that a GPU reads and writes by itself."""
+    return buffer_of(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))

@@ -35,6 +35,8 @@ class SharedLog:
     def __init__(self, folder: CacheFolder) -> None:
         self._folder = folder
         self.dropped: deque[bytes] | None = None  # takes the names that are stored no more
+        self.found: deque[bytes] | None = None  # takes the names that other processes have stored
+        self.has_others = False  # whether another process has written to the log since it was opened
         self.index = Index()
         self.num_rebuilt = 0  # times that the log was made anew from the folder
         self._file = NOT_OPEN
@@ -139,13 +141,21 @@ class SharedLog:
                 index.apply(record)
             if self.dropped is not None:
                 self.dropped += [name for name in self.index.stored if name not in index.stored]
+            self._note_found([name for name in index.stored if name not in self.index.stored])
             index.dropped = self.dropped
             self.index = index  # at once: other threads look things up in it
         else:
+            self.has_others |= bool(records)
+            self._note_found([record.name for record in records
+                              if record.op is Op.STORE and record.name not in self.index.stored])
             for record in records:
                 self.index.apply(record)
         self.num_bytes += len(records) * RECORD_BYTES
         return self.num_bytes == size > 0
+
+    def _note_found(self, names: list[bytes]) -> None:
+        if self.found is not None:
+            self.found += names
 
     def _rebuild(self) -> None:
         """Make the log again from the folder. Sizes come from the files. The order of use comes from intact records, or

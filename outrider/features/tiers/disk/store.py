@@ -22,6 +22,7 @@ from outrider.features.tiers.disk.stats import DiskStats, StatsKeeper
 from outrider.features.tiers.disk.writer import DiskWriter
 
 LEAST_BYTES = 1 << 20
+MOST_NEWS = 1 << 18  # objects that were stored or are gone, until they are asked for; more are lost, which costs hits
 FEW_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # they say nothing of the object
 
 
@@ -46,7 +47,8 @@ class DiskStore:
         self._size_bytes = size_bytes
         self._stats = StatsKeeper(self._folder.path)
         self._log = SharedLog(self._folder)
-        self._log.dropped = self._gone = deque[bytes]()
+        self._log.dropped = self._gone = deque[bytes](maxlen=MOST_NEWS)
+        self._log.found = self._found = deque[bytes](maxlen=MOST_NEWS)
         self._queue = StoreQueue(queue_bytes)
         self._writer = DiskWriter(self._folder, self._log, domain, self._queue, self._stats, about=about or {},
                                   size_bytes=size_bytes, min_free_bytes=min_free_bytes)
@@ -110,6 +112,17 @@ class DiskStore:
         keys = [name[TAG_BYTES:] for name in names if name.startswith(self._tag)]
         return [key for key in keys if not self.contains(key)]
 
+    def take_found(self) -> list[bytes]:
+        """The keys that other processes have stored since the last call."""
+        names = [self._found.popleft() for _ in range(len(self._found))]
+        keys = [name[TAG_BYTES:] for name in names if name.startswith(self._tag)]
+        return [key for key in keys if self.contains(key)]
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes use the folder, as far as is known."""
+        return self._log.has_others or self._writer.num_others > 0
+
     def pin(self, keys: Iterable[bytes], until: float) -> None:
         """Evict these objects last, in all processes, until a wall-clock time (`time.time`)."""
         self._queue.pin(list(keys), until)
@@ -119,7 +132,8 @@ class DiskStore:
         self._queue.drop(list(keys))
 
     def keys(self) -> list[bytes]:
-        """Return the keys of all objects on the disk, also of those that other processes stored."""
+        """The keys that are on the disk now, those of other processes included."""
+        self._found.clear()
         self.flush()
         return [own[TAG_BYTES:] for own in list(self._log.index.stored) if own.startswith(self._tag)]
 
@@ -137,6 +151,12 @@ class DiskStore:
         stats.num_objects, stats.num_bytes = len(self._log.index.stored), self._log.disk_bytes
         stats.limit_bytes, stats.queued_bytes = self._size_bytes, self._queue.num_bytes
         return stats
+
+    def reasons(self) -> dict[str, int]:
+        """How many objects were not stored or not found, by reason."""
+        stats = self.stats()
+        return {f"{what}: {reason}": count for what, reasons in (("store", stats.declined), ("load", stats.missed))
+                for reason, count in list(reasons.items())}
 
     def _load_pending(self, payload: bytes, target: memoryview) -> bool:
         if len(payload) != len(target):

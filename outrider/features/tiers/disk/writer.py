@@ -24,7 +24,7 @@ from outrider.features.tiers.disk.shared_log import SharedLog
 from outrider.features.tiers.disk.stats import StatsKeeper
 
 BATCH_BYTES = 16 << 20
-LOOK_SECONDS = 0.5  # an idle writer looks so often for what other processes stored
+LOOK_SECONDS = 0.2  # an idle writer looks so often for what other processes stored
 CLEAN_SECONDS = 60.0  # and so often for what killed processes left
 LOCK_SECONDS = 2.0
 FULL = {errno.ENOSPC: "disk full", errno.EDQUOT: "disk full", errno.EFBIG: "file too large for the system"}
@@ -37,6 +37,7 @@ class DiskWriter:
         self._domain, self._tag, self._about = domain, domain[:TAG_BYTES], about
         self._size_bytes, self._min_free_bytes = size_bytes, min_free_bytes
         self._batch_bytes = max(1, min(BATCH_BYTES, size_bytes // 8))
+        self.num_others = 0  # processes that use the folder too
         self._number, self._life = 0, -1  # of this writer, and the file whose lock says that it is alive
         self._num_files = 0
         self._unfinished: set[bytes] = set()  # reserved names whose file was not written
@@ -157,6 +158,7 @@ class DiskWriter:
             self._folder.add_domain(self._domain, self._about)
             self._number, self._life = self._folder.add_writer()
         alive = self._folder.live_writers() | {self._number}
+        self.num_others = len(alive) - 1
         self._folder.remove_leftovers(alive)
         self._remove([name for name, entry in self._log.index.reserved.items() if entry.writer not in alive])
 
