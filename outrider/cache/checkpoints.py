@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -87,6 +87,7 @@ class RequestCheckpoints:
     known: int  # known tokens when the request was admitted
     by_boundary: dict[int, Checkpoint] = field(default_factory=dict)
     awaited: dict[int, bytes] = field(default_factory=dict)  # boundaries ahead that others wait for, with their digests
+    marked: frozenset[int] = frozenset()  # boundaries before resume points of its inputs
 
     def in_state(self, state: CheckpointState) -> list[Checkpoint]:
         return [checkpoint for checkpoint in self.by_boundary.values() if checkpoint.state is state]
@@ -120,8 +121,10 @@ class Checkpoints:
         promised = [c for c in self._in_state(FOLDING, PROMISED) if hit < c.boundary < num_tokens]
         return any(digest_at(c.boundary) == c.digest and self.states.find(c.digest) is None for c in promised)
 
-    def admit(self, request_id: int, row: int, num_known: int) -> None:
-        self._requests[request_id] = RequestCheckpoints(row, num_known)
+    def admit(self, request_id: int, row: int, num_known: int, resume_points: Iterable[int] = ()) -> None:
+        """resume_points: see `InputPart.resume_points`."""
+        marked = frozenset(self.kind.last_boundary(point + 1) for point in resume_points)
+        self._requests[request_id] = RequestCheckpoints(row, num_known, marked=marked)
 
     # States asked for: prompts that begin alike part at any boundary, and a state is worth keeping there
 
@@ -292,10 +295,15 @@ class Checkpoints:
         kept = (progress.before // interval + 1) * interval
         wanted = {*range(latest, progress.most + 1, size), *range(kept, progress.most + 1, interval)}
         single = {self.kind.last_boundary(own.known), *own.awaited}
-        return sorted(wanted | {boundary for boundary in single if first <= boundary <= progress.most})
+        wanted |= {boundary for boundary in single if first <= boundary <= progress.most}
+        if own.marked:  # the last ones of those for which there is room
+            room = max(0, self.capacity.max_checkpoints - len(own.by_boundary) - len(wanted))
+            marked = sorted(boundary for boundary in own.marked - wanted if first <= boundary <= progress.most)
+            wanted.update(marked[len(marked) - min(room, len(marked)) :])
+        return sorted(wanted)
 
     def _is_kept(self, own: RequestCheckpoints, boundary: int) -> bool:
-        return self.kind.is_kept(boundary, own.known)
+        return boundary in own.marked or self.kind.is_kept(boundary, own.known)
 
     def _forget_awaited(self, own: RequestCheckpoints, passed: int) -> None:
         """Forget the boundaries up to `passed` tokens at which this request was asked to keep its state."""

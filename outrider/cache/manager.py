@@ -49,6 +49,7 @@ class Start:
     state_pages: list[int] = field(default_factory=list)  # pages of the recurrent state after the hit
     must_wait: bool = False  # other requests are computing more of its beginning, for a later step
     branch: int = 0  # boundary after which the request should keep its state for others; 0 for none
+    resume_points: Collection[int] = ()  # see `InputPart.resume_points`
 
 
 @dataclass(slots=True)
@@ -109,7 +110,8 @@ class CacheManager:
             needed = self._pages_beside(request_id, token_ids, hit, horizon) + restoring
         if restoring and needed > self._num_available:
             hit, needed, state = 0, fresh, []  # restoring would hold pages that the request itself needs
-        return Start(token_ids, len(token_ids), hit, needed, horizon, state, must_wait, branch)
+        return Start(token_ids, len(token_ids), hit, needed, horizon, state, must_wait, branch,
+                     inputs.resume_points() if inputs else ())
 
     def can_start(self, start: Start) -> bool:
         """Whether the pool has room for all known tokens and one more, counting pages that a hit shares."""
@@ -124,7 +126,7 @@ class CacheManager:
         for group in self.groups:
             self._hold_hit(request_id, pages, group, start)
         self._num_sharers += pages.is_sharer
-        self.checkpoints.admit(request_id, row, len(start.token_ids))
+        self.checkpoints.admit(request_id, row, len(start.token_ids), start.resume_points)
         digest_at = self.lookup.digest_at(request_id, start.token_ids)
         if start.state_pages:
             self.states.restore(request_id, start.state_pages)

@@ -43,6 +43,11 @@ class InputPart(RequestPart):
         """Return the first position, at least this one, at which a chunk may end."""
         return position
 
+    def resume_points(self) -> Iterable[int]:
+        """Positions from which other prompts often go on differently, such as the end of an image. Recurrent states are
+        kept at the last page boundary before each, as far as there is room."""
+        return ()
+
     def vectors(self, start: int, end: int) -> InputVectors | None:
         """Return the vectors at positions [start, end). At most one part of a request has a vector for a position."""
         return None
@@ -83,6 +88,9 @@ class InputParts(tuple[InputPart, ...]):
     def next_cut(self, position: int) -> int:
         """Return the first position, at least this one, at which all parts allow a chunk to end."""
         return _moved(position, [part.next_cut for part in self])
+
+    def resume_points(self) -> set[int]:
+        return {point for part in self for point in part.resume_points()}
 
     def chunk(self, start: int, length: int, most: int) -> int:
         """Return the number of tokens of the next chunk, which begins at `start` and must end at an allowed position.

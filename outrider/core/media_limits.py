@@ -11,7 +11,10 @@ MOST_IMAGES = 64  # of one prompt, unless the setting says otherwise
 
 
 def check_limits(limits: Mapping[str, Any]) -> None:
-    """Raise ValueError if the setting limits anything but the number of images."""
+    """Raise ValueError if the setting asks for anything but a number of images."""
+    if image_size(limits) == (0, 0):
+        raise ValueError("limit_mm_per_prompt: an image's width and height must be two numbers of pixels, both at "
+                         f"least 1, got {shown(dict(limits))}")
     for kind in limits:
         count = count_of(limits, kind)
         if type(count) is not int or count < 0 or (count and kind != "image"):
@@ -24,9 +27,17 @@ def most_images(limits: Mapping[str, Any]) -> int:
     return int(count_of(limits, "image"))
 
 
+def image_size(limits: Mapping[str, Any]) -> tuple[int, int] | None:
+    """The width and height of the largest image; None if the setting does not say. (0, 0) if they are no sizes."""
+    given = limits.get("image")
+    if not isinstance(given, Mapping) or not {"width", "height"} & given.keys():
+        return None
+    width, height = given.get("width"), given.get("height")
+    return (width, height) if type(width) is type(height) is int and min(width, height) > 0 else (0, 0)
+
+
 def count_of(limits: Mapping[str, Any], kind: str) -> Any:
-    """Return the number of inputs of a kind that the setting allows. As in vLLM, its value is a number, or a dict with
-    the number and sizes."""
+    """The number of a medium, which may stand alone or in a dict with sizes, as vLLM takes it."""
     default = MOST_IMAGES if kind == "image" else 0
     given = limits.get(kind, default)
     return given.get("count", default) if isinstance(given, Mapping) else given

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from outrider.core.input_part import InputPart
@@ -20,6 +20,10 @@ class InputEncoder(ABC):
     @abstractmethod
     def encode(self, part: InputPart, start: int, end: int) -> PlacedVectors:
         """Return the vectors of the part's encoded ranges within [start, end), on the device."""
+
+    def expect(self, needed: Sequence[tuple[InputPart, int]]) -> None:
+        """Called before each step that needs vectors: the parts that this step or later ones need, each with the first
+        position that they need."""
 
     # An encoder with weights of its own, which updates of the model's weights may replace
 

@@ -67,7 +67,7 @@ class Residence:
         self._are_incomplete = False  # the weights were dropped, or an update of them failed half-way
         self._stream: weight_update.WeightStream | None = None  # an update that has begun
         self._was_incomplete = False  # before that update
-        self._doubtful: set[str] = set()  # buffers that failed updates have replaced
+        self._doubtful: set[str] = set()  # weights that failed updates have replaced
         self._are_unread = False  # the weights were dropped and are awake; no file was read, because an update may come
         self._are_updated = False  # the weights are those of an update, not of the files
         self._lacks_captures = False  # captured steps were dropped, and not captured again
@@ -262,7 +262,7 @@ class Residence:
             raise ValueError("weights_checksum: the weights are asleep: call wake_up(tags=['weights']) first")
         if self._are_incomplete:
             raise WeightsIncomplete(f"weights_checksum: the weights are incomplete: {ALL_NEEDED}")
-        slots = weight_update.UpdatedWeights(self._parts.model, self._modules()).slots
+        slots = self._updated_weights().with_encoders()
         if self._parts.model.group is not None:
             raise ValueError("weights_checksum: with tensor_parallel_size above 1 each rank holds only a part of each "
                              "tensor: compare the weights of an engine with tensor_parallel_size=1")
@@ -279,9 +279,9 @@ class Residence:
                 self._capture_again()
 
     def _doubt(self, names: Iterable[str]) -> None:
-        """Clean up after an update that failed after changing some of these weights: note the changed buffers, and free
-        weights that were asleep."""
-        self._doubtful |= set(filter(weight_update.is_buffer, names))
+        """Clean up after an update that failed after changing some of these weights: note them, and free weights that
+        were asleep."""
+        self._doubtful |= set(names)
         self._free_again(WEIGHTS)
 
     def _begin_update(self, keeps_rows: bool) -> None:

@@ -23,13 +23,18 @@ class PromptChunk(NamedTuple):
     parts: list[InputPart]
 
 
+class KeptParts(NamedTuple):
+    parts: list[InputPart]
+    computed: int  # tokens before these; no later step computes them
+
+
 class RowInputs:
     """The input parts of each row's request, kept until no later step needs them. The entry of a released row stays
     until the row is admitted again; no batch uses the row before that."""
 
     def __init__(self, encoders: dict[type[InputPart], InputEncoder] | None = None) -> None:
         """encoders: by the type of parts whose vectors they compute."""
-        self._by_row: dict[int, list[InputPart]] = {}
+        self._by_row: dict[int, KeptParts] = {}
         self.encoders = {} if encoders is None else encoders
 
     def admit(self, admission: Admission) -> None:
@@ -47,7 +52,7 @@ class RowInputs:
         if not self._by_row:
             return []
         counts = zip(batch.rows, batch.bounds, batch.num_known, batch.num_drafts, strict=True)
-        chunks = [PromptChunk(request, bound - known - drafts, bound, self._by_row[row])
+        chunks = [PromptChunk(request, bound - known - drafts, bound, self._by_row[row].parts)
                   for request, (row, bound, known, drafts) in enumerate(counts) if row in self._by_row]
         needed = [chunk._replace(parts=_needed(chunk.parts, chunk.start, chunk.end)) for chunk in chunks]
         return [chunk for chunk in needed if chunk.parts]
@@ -56,15 +61,19 @@ class RowInputs:
         """Return the result of `chunks` for a step that is about to run, and drop the parts that no later step
         needs."""
         taken = self.chunks(batch)
+        if taken and self.encoders:
+            needed = [(part, kept.computed) for kept in self._by_row.values() for part in kept.parts]
+            for encoder in self.encoders.values():
+                encoder.expect(needed)
         for chunk in taken:
             row = batch.rows[chunk.request]
-            self._keep(row, self._by_row.pop(row), chunk.end)
+            self._keep(row, self._by_row.pop(row).parts, chunk.end)
         return taken
 
     def _keep(self, row: int, parts: Sequence[InputPart], computed: int) -> None:
         """Keep the row's parts that steps after its first `computed` tokens need."""
         if left := _needed(parts, computed, sys.maxsize - 1):
-            self._by_row[row] = left
+            self._by_row[row] = KeptParts(left, computed)
 
 
 def _needed(parts: Sequence[InputPart], start: int, end: int) -> list[InputPart]:

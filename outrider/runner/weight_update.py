@@ -35,7 +35,8 @@ from outrider.models.sources.safetensors_files import safetensors_tensors
 from outrider.runner.commands import NamedArray, UpdateWeights
 from outrider.runner.input_encoder import InputEncoder
 
-BUFFERS = ("e_score_correction_bias", ".gate.expert_bias")
+BUFFERS = ("e_score_correction_bias", ".gate.expert_bias",
+           ".std_bias", ".std_scale", ".input_min", ".input_max", ".output_min", ".output_max")  # of encoders
 PIECE = 1 << 24  # numbers that are checked together: the device may be full
 
 
@@ -104,10 +105,18 @@ class UpdatedWeights:
         return is_others or any(name in head.description.names.shared for head in self._heads)
 
     def missing(self, names: Collection[str], doubtful: Collection[str]) -> Collection[str]:
-        """Return the names of the model's weights that are missing from `names`. A missing buffer counts only if it is
-        in `doubtful`, the names of buffers that a failed update has replaced; other buffers keep their values."""
-        lacking = self._model.weights().keys() - set(names)
-        return {name for name in lacking if name in doubtful or not is_buffer(name)}
+        """Return the names of the weights that are missing from `names`: of the model's, and of an encoder's if a
+        failed update has replaced some of them. A missing buffer counts only if it is in `doubtful`, the names of
+        weights that a failed update has replaced; other buffers keep their values."""
+        needed = set(self._model.weights())
+        if any(name not in self._own for name in doubtful):
+            encoded = [encoder.weights().keys() for encoder in self._encoders]
+            needed.update(*(own for own in encoded if own & set(doubtful)))
+        return {name for name in needed - set(names) if name in doubtful or not is_buffer(name)}
+
+    def with_encoders(self) -> dict[str, WeightSlot]:
+        """The slots of all weights, those of encoders among them."""
+        return self.slots | {name: slot for encoder in self._encoders for name, slot in encoder.weights().items()}
 
 
 class WeightUpdate:

@@ -18,7 +18,7 @@ from outrider.core.outputs import RequestOutput
 from outrider.core.params import SamplingParams
 from outrider.drafters.base import Drafter
 from outrider.features.images import encoder_on_device
-from outrider.features.images.encoder_on_device import ImageEncoder
+from outrider.features.images.encoder import ImageEncoder
 from outrider.features.images.part import ImageInputs
 from outrider.models.base import Model
 from outrider.models.loader import load_model

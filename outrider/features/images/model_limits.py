@@ -21,6 +21,7 @@ class SeeingLimits(LimitsPart):
 
     kind: str  # the type of the parts that stand for images
     most: int  # images of one prompt
+    longest: int  # the most tokens of an image, for which memory is planned
     own_placeholders: tuple[int, ...]  # of the model: tokens that stand for images, and for what is not served
     model_config: str = field(repr=False)  # JSON: the values of config.json, and those of the processor's file
     processor_config: str = field(repr=False)

@@ -45,6 +45,10 @@ class ImageInputs(InputPart):
         return [number for image in self.images if image.touches(start, end)
                 for number in (image.offset - start, *struct.unpack("<4q", image.digest))]
 
+    def resume_points(self) -> Iterator[int]:
+        """The ends of images: other prompts ask something else about the same ones."""
+        return (image.end for image in self.images)
+
     def encoded_ranges(self, start: int, end: int) -> Iterator[tuple[int, int]]:
         return ((max(start, image.offset), min(end, image.end)) for image in self.images if image.touches(start, end))
 

@@ -57,6 +57,10 @@ class ImagesReader(InputReader):
         if tokens > self._model.limits.max_len:
             raise ValueError(f"an image makes {tokens} tokens, and max_model_len is {self._model.limits.max_len}: make "
                              "it smaller, or raise max_model_len")
+        if tokens > self._limits.longest:
+            raise ValueError(f"an image makes {tokens} tokens, and this engine has planned memory for "
+                             f"{self._limits.longest}: make it smaller, ask for less detail, or raise the size in "
+                             "limit_mm_per_prompt")
         if issubclass(self._kind, TwoWayImages) and tokens > self._model.longest_range:
             raise ValueError(f"an image makes {tokens} tokens, which one step must compute together, and a step has "
                              f"room for {max(0, self._model.longest_range)}: raise max_num_batched_tokens, lower "

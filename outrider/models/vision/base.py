@@ -26,6 +26,10 @@ class ImageFeatures:
     # layers. Each tensor has the shape of `features`.
     deepstack: tuple[torch.Tensor, ...] = ()
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(own.nbytes for own in (self.features, *self.deepstack))
+
 
 class VisionTower(Module, ABC):
     """The part of a model that encodes images. The constructor takes readers of the whole model's config and of its
@@ -34,6 +38,8 @@ class VisionTower(Module, ABC):
 
     prefixes: tuple[str, ...]  # what the names of the tower's tensors begin with
     unused: tuple[str, ...] = ()  # what the names of tensors among them begin with that no tower uses
+    patches_per_token: int
+    patch_bytes: int  # of one patch as `encode` takes it
 
     def __init__(self, config: ConfigReader, *, dtype: torch.dtype, device: torch.device) -> None:
         self.dtype, self.device = dtype, device
@@ -43,6 +49,9 @@ class VisionTower(Module, ABC):
     def encode(self, patches: torch.Tensor, grid: ImageGrid) -> ImageFeatures:
         """Return the embeddings of one image. patches: [patches, bytes] uint8 on the tower's device, from the
         preprocessing. The result depends on nothing else, so an image has the same bits whenever it is encoded."""
+
+    def shorten(self) -> None:
+        """Drop blocks of an outline that would take no more memory than the others do, so that it encodes faster."""
 
     def ignores(self, name: str) -> bool:
         """Whether a checkpoint's tensor does not belong to the tower. The loader refuses every other tensor that has no

@@ -144,9 +144,9 @@ class Gemma4Tower(VisionTower):
         super().__init__(config, dtype=dtype, device=device)
         self.sizes = sizes = TowerSizes.read(vision)
         self.pool = vision.get("pooling_kernel_size", int, 3, least=1)
-        patch_numbers = 3 * vision.get("patch_size", int, 16, least=1) ** 2
+        self.patches_per_token, self.patch_bytes = self.pool**2, 3 * vision.get("patch_size", int, 16, least=1) ** 2
         num_positions = vision.get("position_embedding_size", int, 10240, least=1)
-        self.input = Linear(patch_numbers, sizes.hidden_size, bias=False, dtype=dtype, device=device)
+        self.input = Linear(self.patch_bytes, sizes.hidden_size, bias=False, dtype=dtype, device=device)
         self.positions = torch.empty(2, num_positions, sizes.hidden_size, dtype=dtype, device=device)
         self.frequencies = rope_frequencies(sizes.head_dim // 2, read_theta(vision, 100.0), dtype, device)
         self.layers = [Gemma4TowerLayer(sizes, dtype=dtype, device=device)
@@ -165,6 +165,9 @@ class Gemma4Tower(VisionTower):
             *((f"{tower}.{name}", Parameter(tensor)) for name, tensor in self.standard.items()),
             ("model.embed_vision.embedding_projection", self.projection),
         ]
+
+    def shorten(self) -> None:
+        del self.layers[1:]
 
     def arrivals(self, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor | StoredWeight]]:
         """Yield the tensors, with bounds as single numbers, which some files store in a list of one. An infinite bound

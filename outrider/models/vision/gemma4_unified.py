@@ -20,17 +20,19 @@ NORM_EPS = 1e-5  # of the norms with a bias; the config's is of the last norm
 class Gemma4TileEmbedder(VisionTower):
     prefixes = ("model.vision_embedder.", "model.embed_vision.")
     unused = ("model.embed_vision.embedding.",)
+    patches_per_token = 1
 
     def __init__(self, config: ConfigReader, vision: ConfigReader, *, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__(config, dtype=dtype, device=device)
         side = vision.get("patch_size", int, 16, least=1) * vision.get("pooling_kernel_size", int, 3, least=1)
         vision.must_equal("model_patch_size", side, default=side)
+        self.patch_bytes = side * side * 3
         size = vision.get("mm_embed_dim", int, 3840, least=1)
         vision.must_equal("output_proj_dims", size, default=size)
         self.eps = vision.get("rms_norm_eps", float, 1e-6, least=0, most=1)
         num_positions = vision.get("mm_posemb_size", int, 1120, least=1)
-        self.tile_norm = BiasedNorm(side * side * 3, NORM_EPS, dtype=dtype, device=device)
-        self.dense = Linear(side * side * 3, size, bias=True, dtype=dtype, device=device)
+        self.tile_norm = BiasedNorm(self.patch_bytes, NORM_EPS, dtype=dtype, device=device)
+        self.dense = Linear(self.patch_bytes, size, bias=True, dtype=dtype, device=device)
         self.dense_norm, self.position_norm = (BiasedNorm(size, NORM_EPS, dtype=dtype, device=device)
                                                for _ in range(2))
         self.positions = torch.empty(num_positions, 2, size, dtype=dtype, device=device)

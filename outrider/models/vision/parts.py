@@ -67,9 +67,8 @@ def attend_within_image(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale
 
 
 def _is_fused(q: torch.Tensor) -> bool:
-    """Whether torch has an attention kernel for q that does not store the scores, whose size grows with the image's
-    square."""
-    return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
+    """Whether a kernel serves that keeps no scores, whatever the size of the image."""
+    return q.is_meta or (q.is_cuda and q.dtype in (torch.float16, torch.bfloat16))
 
 
 def read_theta(vision: ConfigReader, default: float) -> float:

@@ -125,8 +125,10 @@ class QwenTower(VisionTower):
         size, num_heads = read_widths(vision)
         vision.must_equal("out_hidden_size", self.hidden_size, default=self.hidden_size)
         self.merge = vision.get("spatial_merge_size", int, 2, least=1)
-        self.patch = QwenPatchProduct(size, vision.get("temporal_patch_size", int, 2, least=1),
-                                      vision.get("patch_size", int, 16, least=1), dtype=dtype, device=device)
+        side = vision.get("patch_size", int, 16, least=1)
+        self.patches_per_token, self.patch_bytes = self.merge**2, 3 * side**2
+        self.patch = QwenPatchProduct(size, vision.get("temporal_patch_size", int, 2, least=1), side, dtype=dtype,
+                                      device=device)
         self.side = read_side(vision)
         self.positions = torch.empty(self.side**2, size, dtype=dtype, device=device)
         self.frequencies = rope_frequencies(size // num_heads // 2, read_theta(vision, 10000.0), dtype, device)
@@ -153,6 +155,10 @@ class QwenTower(VisionTower):
             *deepstack,
         ]
         return [(f"model.visual.{name}", part) for name, part in named]
+
+    def shorten(self) -> None:
+        self.taps = [*range(len(self.taps))]
+        del self.blocks[len(self.taps) + 1 :]  # one more, which runs while the features of all taps are there
 
     def encode(self, patches: torch.Tensor, grid: ImageGrid) -> ImageFeatures:
         """Return the embeddings of one image. patches: one frame of each, in the order (colour, row, column); the
