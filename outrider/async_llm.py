@@ -223,6 +223,13 @@ class AsyncLLM(Front):
         self._owner.abort(request_id, lambda: tell(loop, _resolve, done))
         await done
 
+    async def abort_matching(self, matches: Callable[[str], bool]) -> int:
+        """End the requests whose ids match, and return how many there were. See `abort`."""
+        held = [stream for stream in self._held_back if matches(stream.request_id)]
+        for stream in held:
+            stream.is_aborted = True
+        return len(held) + await asyncio.wrap_future(self._owner.call(lambda: self.engine.abort_all(matches)))
+
     async def sleep(self, level: int = 1) -> SleepReport:
         """Free the memory of the weights and the cache until `wake_up`; requests wait meanwhile. See `LLM.sleep`."""
         return await asyncio.wrap_future(self._owner.call(lambda: self._maintenance.sleep(level)))

@@ -118,6 +118,8 @@ class EngineConfig:
     max_lora_rank: Annotated[int, Range(1, 4096)] = 16  # the largest rank that an adapter may have
     max_cpu_loras: Annotated[int, Range(1, INT32)] | None = None  # adapters in the host's memory; None: 4 * max_loras
     lora_memory_bytes: Annotated[int, Range(1, INT64)] | None = None  # of adapters on the device; None: by the above
+    enable_return_routed_experts: bool = False  # every sample gets the experts that each layer chose for its tokens
+    return_sampling_mask: bool = False  # every request whose filters drop tokens gets the ids that they kept
     receipt_key_file: Text | None = None  # the operator's key, which signs receipts
     limit_mm_per_prompt: dict[str, Any] | None = None  # {"image": most of one prompt}; 0: no vision tower is loaded
     host_cache_memory: Annotated[int, Range(0, INT64)] | None = None  # bytes of the host for pages of the cache

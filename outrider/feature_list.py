@@ -32,6 +32,7 @@ from typing import Any
 
 from outrider.config import EngineConfig
 from outrider.core.lazy_exports import import_attribute
+from outrider.core.params import SamplingParams
 
 Half = Callable[..., Any] | str  # a class, or `module:class`
 
@@ -53,6 +54,8 @@ class FeatureEntry:
     # The field of SamplingParams by which requests ask for it: its halves are made when the first one does.
     parameter: str | None = None
     is_early: Callable[[EngineConfig], bool] = lambda config: False  # or made at start, since the settings speak of it
+    # Whether the settings ask for it on behalf of a request with these parameters.
+    is_implied: Callable[[EngineConfig, SamplingParams], bool] = lambda config, params: False
     flag_help: Mapping[str, str] = field(default_factory=dict)  # of the flags of its settings and parameters, by name
 
 
@@ -85,6 +88,15 @@ FEATURES = (
                  is_on=lambda config: config.takes_images, serves=lambda model: model.sees,
                  flag_help={"limit_mm_per_prompt": "images of one prompt, as '{\"image\": 2}'; 0: the vision tower is "
                                                    "never loaded"}),
+    FeatureEntry("sampling masks", engine="outrider.features.masks.in_engine:MasksInEngine",
+                 parameter="return_sampling_mask",
+                 is_implied=lambda config, params: config.return_sampling_mask and params.filters,
+                 flag_help={"return_sampling_mask": "the ids that top-k, top-p and min-p kept at each place"}),
+    FeatureEntry("routed experts", worker="outrider.features.routing.on_device:RoutingOnDevice",
+                 engine="outrider.features.routing.in_engine:RoutingInEngine",
+                 is_on=lambda config: config.enable_return_routed_experts,
+                 flag_help={"enable_return_routed_experts": "samples have the experts that each layer chose for every "
+                                                            "token, as trainers replay them"}),
     FeatureEntry("receipts", engine="outrider.features.receipts.in_engine:ReceiptsInEngine", parameter="receipt",
                  is_early=lambda config: config.receipt_key_file is not None,
                  flag_help={"receipt_key_file": "a file with the operator's key, which signs receipts",
@@ -135,6 +147,11 @@ def request_half(name: str) -> Any:
 def asking_parameters() -> list[tuple[str, str]]:
     """Return the features that single requests switch on: pairs of a field of SamplingParams and the feature's name."""
     return [(entry.parameter, entry.name) for entry in _all_entries() if entry.parameter is not None]
+
+
+def implied_parameters(config: EngineConfig, params: SamplingParams) -> list[str]:
+    """The parameters that the settings imply for a request with these parameters."""
+    return [entry.parameter for entry in _all_entries() if entry.parameter and entry.is_implied(config, params)]
 
 
 def early_features(config: EngineConfig) -> list[str]:

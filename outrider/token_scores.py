@@ -12,11 +12,10 @@ from typing import Annotated
 
 from outrider.core.fields import INT32, OneOf, Range, check_value
 from outrider.core.outputs import Logprob, RequestOutput, WeightSpan
-from outrider.core.params import MAX_LOGPROBS_ALL, SamplingParams, need_sampling_params
+from outrider.core.params import MAX_LOGPROBS_ALL, TIES, SamplingParams, need_sampling_params
 from outrider.feature_list import asking_parameters
 
 MODES = {"raw": "raw", "processed": "processed", "raw_logprobs": "raw", "processed_logprobs": "processed"}
-TIES = 8  # tokens beyond sampling_params.top_k that are looked at, because all that tie with the last one are kept
 
 
 @dataclass

@@ -141,7 +141,7 @@ ELSEWHERE = {
 SHAPE_FLAGS = ("--batch-size", "--input-len", "--output-len", "--num-prompts")  # of others' benchmarks
 SHORT_FLAGS = {"tensor_parallel_size": ("-tp",)}
 # The engine's seed serves requests without one, the engine fills in bad_words_token_ids, and Python has output_kind.
-NOT_FLAGS = ("model", "seed", "bad_words_token_ids", "output_kind")
+NOT_FLAGS = ("model", "seed", "bad_words_token_ids", "output_kind", "return_sampling_mask")
 # Settings of vLLM's engine that are none here; those that the server has are flags of its own.
 OTHER_SETTINGS = {name: meaning for name, meaning in VLLM_SETTINGS.items()
                   if name not in ServerConfig.__dataclass_fields__}

@@ -20,12 +20,14 @@ class TrainerEndpoint:
 
 
 def trainer_init(init_info: Mapping[str, Any]) -> TrainerEndpoint:
-    """Listen at the address of `init_info`, until the server joins after /init_weight_transfer_engine."""
+    """Listen at the address of `init_info`, until all servers have joined after /init_weight_transfer_engine. With its
+    `device`, a GPU, tensors go by NCCL if the servers have other GPUs."""
     module = import_module("outrider.weight_group")
-    if init_info["world_size"] != module.NUM_PROCESSES:
-        raise ValueError(f"world_size must be {module.NUM_PROCESSES}, for the trainer and one server, got "
+    if init_info["world_size"] < module.NUM_PROCESSES:
+        raise ValueError(f"world_size must be at least {module.NUM_PROCESSES}, for the trainer and a server, got "
                          f"{init_info['world_size']}")
-    return TrainerEndpoint(module.WeightGroup(init_info["master_address"], init_info["master_port"], module.TRAINER))
+    return TrainerEndpoint(module.WeightGroup(init_info["master_address"], init_info["master_port"], module.TRAINER,
+                                              init_info["world_size"], device=init_info.get("device")))
 
 
 def send_weights(iterator: Iterable[Any], group: TrainerEndpoint, src: int = 0,

@@ -87,9 +87,9 @@ class CheckedRequest:
 
     @property
     def reads_prefix_cache(self) -> bool:
-        """Whether the request may take prefix hits. A request for prompt logprobs, or for hidden states of all tokens,
-        may not, because it must compute its whole prompt."""
-        if self.hidden.covers_prompt:
+        """Whether the request may take prefix hits. One that has to compute its whole prompt may not, such as one
+        for prompt logprobs."""
+        if self.hidden.covers_prompt or any(part.needs_whole_prompt for part in self.parts):
             return False
         return self.sampling.prompt_logprobs is None and not self.sampling.skip_reading_prefix_cache
 

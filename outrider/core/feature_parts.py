@@ -25,6 +25,7 @@ class RequestPart:
     # Whether these masks decide where the text may end: they allow an end id only there. The request then ends with one
     # in spite of `ignore_eos`, and `min_tokens` is left to the feature.
     decides_end: ClassVar[bool] = False
+    needs_whole_prompt: ClassVar[bool] = False  # whether every token of the prompt must be computed, without hits
     adds_to_samples: ClassVar[bool] = False  # whether it is an AddingPart (`core/sample_addition.py`)
 
     @property

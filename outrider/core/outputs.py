@@ -9,12 +9,17 @@ from itertools import count
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
+from outrider.core.lazy_exports import LateModule
 from outrider.core.params import SamplingParams
 from outrider.core.step_messages import TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from outrider.core import coded_arrays as late
+else:
+    late = LateModule("outrider.core.coded_arrays")
 
 Shared = TypeVar("Shared")
 
@@ -60,6 +65,12 @@ def cut_starts(starts: VersionStarts, first: int, stop: int) -> VersionStarts:
     return tuple(cut[max(0, num_before - 1) :])
 
 
+class SamplingMask(NamedTuple):
+    """The token ids that the filters kept at each place of a sample; None where they kept too many to report."""
+
+    token_ids: list[list[int] | None]
+
+
 @dataclass
 class CompletionOutput:
     """The output of one of the n samples of a prompt."""
@@ -78,6 +89,19 @@ class CompletionOutput:
     def weight_versions(self) -> list[WeightSpan]:
         """The versions of the weights with which the tokens were computed."""
         return weight_spans(self.version_starts, len(self.token_ids))
+
+    @property
+    def sampling_mask(self) -> SamplingMask | None:
+        """The ids that the filters kept, if the request asked for them (`return_sampling_mask`)."""
+        token_ids = self.extras.get("sampling_mask")
+        return None if token_ids is None else SamplingMask(token_ids)
+
+    @property
+    def routed_experts(self) -> NDArray[np.integer[Any]] | None:
+        """The experts that each layer chose, [tokens - 1, layers, experts of a token], where the engine's
+        `enable_return_routed_experts` asks for them. Layers without experts have zeros."""
+        coded = self.extras.get("routed_experts")
+        return None if coded is None else late.decode_array(coded)
 
     def note_version(self, version: int) -> None:
         """Note that later tokens come from this version of the weights."""

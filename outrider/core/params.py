@@ -29,6 +29,8 @@ from outrider.core.structured import StructuredOutputsParams
 
 MAX_LOGPROBS_ALL = -1  # logprobs=-1: the whole vocabulary
 MAX_SAMPLES = 128  # most samples of one prompt
+MAX_KEPT_IDS = 2048  # of one place of a sampling mask
+TIES = 8  # tokens beyond top_k that are looked at, because all that tie with the last one are kept
 MAX_BIAS = 1e9  # a larger bias decides as much, and stays finite when it is divided by a temperature
 Bias: TypeAlias = Annotated[float, Finite("-1e9 forbids a token, 1e9 forces it")]
 Seed: TypeAlias = Annotated[int, Range(-INT64, INT64)]
@@ -50,7 +52,7 @@ REFUSED_FIELDS = {
     "spaces_between_special_tokens": "special tokens are joined as the tokenizer joins them",
     "include_reasoning": "reasoning is not parsed here",
     "logprob_token_ids": "use logprobs=-1, and choose",
-    "routed_experts_prompt_start": "expert routing is not returned",
+    "routed_experts_prompt_start": "routed_experts are those of the whole prompt",
     "prompt_logprob_token_ids": "use prompt_logprobs=-1, and choose",
     "prompt_logprob_start": "prompt_logprobs are those of the whole prompt",
     "stream_interval": "a stream gets every token that its reader has not seen",
@@ -134,6 +136,7 @@ class SamplingParams(metaclass=_SamplingParamsType):
     bad_words_token_ids: tuple[tuple[TokenId, ...], ...] = ()  # filled from bad_words by the engine
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE  # streams: see RequestOutputKind
     extra_args: dict[str, Any] | None = None  # values for the engine's logits processors
+    return_sampling_mask: bool = False  # the output has the ids that the filters kept at each place
     receipt: bool = False  # the output says what its tokens depend on; `logprobs` is then at least 0
     guided_decoding: InitVar[StructuredOutputsParams | None] = None  # vLLM's older name of structured_outputs
 
@@ -181,12 +184,24 @@ class SamplingParams(metaclass=_SamplingParamsType):
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether the request only samples at its temperature: its logits are neither edited, filtered nor reported."""
-        filters = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        """Whether the request only draws at its temperature: logits are neither edited, filtered nor reported."""
         listed = self.logit_bias or self.bad_words or self.bad_words_token_ids or self.allowed_token_ids
         edits = listed or self.structured_outputs
-        reports = self.logprobs is not None or self.prompt_logprobs is not None
-        return not (edits or self.has_penalties or self.min_tokens or reports or (filters and not self.is_greedy))
+        reports = self.num_reported is not None or self.prompt_logprobs is not None
+        return not (edits or self.has_penalties or self.min_tokens or reports or self.filters)
+
+    @property
+    def filters(self) -> bool:
+        """Whether filters may drop tokens."""
+        return not self.is_greedy and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+
+    @property
+    def num_reported(self) -> int | None:
+        """The number of likeliest tokens that steps report of each sampled place: `logprobs`, or more if the ids that
+        filters keep are read from them. None: nothing is reported."""
+        if not self.return_sampling_mask or self.logprobs == MAX_LOGPROBS_ALL:
+            return self.logprobs
+        return max(self.logprobs or 0, min(self.top_k, MAX_KEPT_IDS) + TIES if self.top_k > 0 else MAX_KEPT_IDS)
 
     @property
     def max_drafts(self) -> int | None:

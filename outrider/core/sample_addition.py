@@ -7,13 +7,14 @@ that have additions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.feature_parts import RequestPart
 from outrider.core.outputs import OutputIncrement, SampleEnd, SampleKey
 from outrider.core.request_keeper import RequestKeepers
+from outrider.core.step_messages import RequestResult, TokenLogprobs
 
 
 class SampleAddition:
@@ -21,6 +22,7 @@ class SampleAddition:
     method does nothing."""
 
     name: ClassVar[str]  # of its value in `CompletionOutput.extras`, and of the field of a server's answers
+    serves_aborted: ClassVar[bool] = False  # whether a sample that was aborted gets the value for the tokens it has
 
     def use_weights(self, version: int, *, in_place: bool) -> None:
         """Called when the weights have changed. in_place: the request goes on with the keys, values and states that
@@ -30,12 +32,16 @@ class SampleAddition:
         """Called before the first increment if the sample continues after an interrupt. token_ids: the tokens that its
         reader has already received."""
 
+    def note(self, result: RequestResult) -> None:
+        """Called with the result of a step in which the feature's code in the worker has added to
+        `RequestResult.parts`, also while the prompt is being computed."""
+
     def take(self, increment: OutputIncrement) -> None:
         """Called with the increment that each step adds to the sample."""
 
     def finish(self, end: SampleEnd) -> Callable[[], Any]:
         """Return a function that computes the value, which must be valid in JSON. Called after the last increment of a
-        sample that a step has ended without an error."""
+        sample that a step has ended without an error, or that was aborted (`serves_aborted`)."""
         raise NotImplementedError
 
 
@@ -77,3 +83,21 @@ class Extras(Mapping[str, Any]):
 
     def __reduce__(self) -> tuple[type, tuple[dict[str, Any]]]:
         return dict, (dict(self),)
+
+
+def add_extras(end: SampleEnd, additions: Sequence[SampleAddition]) -> SampleEnd:
+    """Let the additions of a sample that has ended make their values."""
+    return end._replace(extras=Extras({addition.name: addition.finish(end) for addition in additions}))
+
+
+def cut_logprobs(increment: OutputIncrement, num: int | None) -> OutputIncrement:
+    """Keep the log-probabilities of the `num` likeliest tokens (None: none), where additions have read more."""
+    entries = increment.logprobs
+    if entries is None or num is None:
+        return increment._replace(logprobs=None)
+    return increment._replace(logprobs=[_cut(entry, 1 + num) for entry in entries])
+
+
+def _cut(entry: TokenLogprobs, width: int) -> TokenLogprobs:
+    texts = None if entry.texts is None else entry.texts[:width]
+    return TokenLogprobs(entry.token_ids[:width], entry.logprobs[:width], entry.rank, texts)

@@ -237,6 +237,7 @@ class RequestResult(NamedTuple):
     error: str | None = None
     hidden: NDArray[np.float32] | None = None  # [vectors, hidden size], as the request's HiddenReport says
     levels: int = 0  # how sure the drafter is of the drafts that wait (`core/draft_confidence.py`)
+    parts: tuple[ResultPart, ...] = ()  # what features in the worker report, for their SampleAdditions
 
 
 @dataclass(frozen=True, slots=True)

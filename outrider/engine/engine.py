@@ -117,9 +117,12 @@ class Engine:
             self._requests.emit(self._take_result(), self.scheduler, self._held)
         self._end_early(self._held)
 
-    def abort_all(self) -> None:
-        for request_id in list(self._requests):
+    def abort_all(self, matches: Callable[[str], bool] = lambda request_id: True) -> int:
+        """Abort all requests whose ids match, and return how many there were."""
+        found = [request_id for request_id in self._requests if matches(request_id)]
+        for request_id in found:
             self.abort(request_id)
+        return len(found)
 
     def rest(self) -> None:
         """Bring the engine to rest, because the content of the device's memory is about to change: wait for the steps

@@ -14,7 +14,7 @@ from outrider.core.hidden_params import RequestParams
 from outrider.core.params import SamplingParams
 from outrider.core.request_keeper import RequestKeepers
 from outrider.engine.engine_feature import Caller, EngineFeature, EngineTools
-from outrider.feature_list import asking_parameters, early_features, engine_half, has_worker_half
+from outrider.feature_list import asking_parameters, early_features, engine_half, has_worker_half, implied_parameters
 from outrider.runner.commands import MakeFeature, done_errand
 from outrider.runner.interface import WorkerDied
 
@@ -40,7 +40,9 @@ class EngineFeatures:
             self.need(name)
 
     def check_params(self, params: SamplingParams) -> None:
-        """Raise ValueError for parameters that a feature cannot serve."""
+        """Raise ValueError for parameters that a feature cannot serve. Parameters that the settings imply are set."""
+        for parameter in implied_parameters(self._config, params):
+            setattr(params, parameter, True)
         serving = self._serving(params)
         if params.extra_args is not None and not any(feature.reads_extra_args for feature in serving):
             raise ValueError("extra_args are values for logits processors, and this engine has none: leave extra_args "

@@ -186,6 +186,8 @@ class LiveRequests:
             try:
                 if result.prompt_logprobs and not request.sample_index:
                     increments.append(self._prompt_of(live).take(result.epoch, result.prompt_logprobs))
+                if result.parts and isinstance(sample, SampleOutput):
+                    sample.note(result)
                 if result.run or result.finish or result.hidden is not None:
                     increments.append(sample.take(result))
             except Exception as error:  # one request's text must not take its batch mates' tokens along

@@ -30,6 +30,7 @@ class SampleOutput:
                  additions: Sequence[late.SampleAddition] = ()) -> None:
         self.is_finished = False
         self._key, self._params, self._additions = key, params, additions
+        self._num_reported = params.num_reported
         own = tokenizer if params.detokenize else None
         self._tokenizer = own
         self._detokenizer = None if own is None else Detokenizer(own, params.skip_special_tokens)
@@ -42,6 +43,11 @@ class SampleOutput:
         for addition in self._additions:
             addition.use_weights(version, in_place=in_place)
 
+    def note(self, result: RequestResult) -> None:
+        """Give the additions what a feature has reported of a step, before `take`."""
+        for addition in self._additions:
+            addition.note(result)
+
     def take(self, result: RequestResult) -> OutputIncrement:
         """Make the increment that a run adds. A stop string, which the device cannot see, may end the sample here."""
         increment = self._take(result)
@@ -50,15 +56,16 @@ class SampleOutput:
     def _with_additions(self, increment: OutputIncrement) -> OutputIncrement:
         for addition in self._additions:
             addition.take(increment)
+        if self._num_reported != self._params.logprobs:
+            increment = late.cut_logprobs(increment, self._params.logprobs)
         end = increment.end
         if end is None or end.error is not None:
             return increment
-        extras = late.Extras({addition.name: addition.finish(end) for addition in self._additions})
-        return increment._replace(end=end._replace(extras=extras))
+        return increment._replace(end=late.add_extras(end, self._additions))
 
     def _take(self, result: RequestResult) -> OutputIncrement:
         run, text, is_last = result.run, "", bool(result.finish)
-        if self._detokenizer is None and self._params.logprobs is None and not is_last:
+        if self._detokenizer is None and self._num_reported is None and not is_last:
             return OutputIncrement(self._key, run)
         stop: str | None = None
         if self._detokenizer is not None:
@@ -71,9 +78,9 @@ class SampleOutput:
                 tail = self._stops.finish(self._detokenizer.finish())
                 text, stop = text + tail.text, tail.stop
         logprobs = None
-        if self._params.logprobs is not None and result.logprobs is not None:
+        if self._num_reported is not None and result.logprobs is not None:
             logprobs = result.logprobs[: len(run)]
-            if self._tokenizer is not None:
+            if self._tokenizer is not None and self._params.logprobs is not None:
                 texts = self._tokenizer.token_texts
                 logprobs = [with_texts(entry, texts) for entry in logprobs]
         if stop is None and not is_last:
@@ -107,7 +114,9 @@ class SampleOutput:
     def end(self, finish: Finish, error: str | None = None) -> OutputIncrement:
         """End the sample without a result of the device, and return its last increment."""
         self.is_finished = True
-        return OutputIncrement(self._key, [], end=SampleEnd(finish.reason, error=error))
+        end = SampleEnd(finish.reason, error=error)
+        partial = [addition for addition in self._additions if error is None and addition.serves_aborted]
+        return OutputIncrement(self._key, [], end=late.add_extras(end, partial) if partial else end)
 
 
 def with_texts(entry: TokenLogprobs, texts: TokenTexts) -> TokenLogprobs:

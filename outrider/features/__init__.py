@@ -4,7 +4,7 @@ names them.
 The table shows what each feature adds to the core. The core calls these parts through interfaces, and does not know
 which feature implements them:
 
-| | adapters | processors | learning | pooling | spans, vectors, images | grammars | receipts |
+| | adapters | processors | learning | pooling | spans, vectors, images | grammars | receipts, masks |
 |---|---|---|---|---|---|---|---|
 | part of a request | adapter, a key of pages | extra arguments | | | a key of pages | lease of a grammar | a writer |
 | resource, for a row | a slot, with patience | | | | | | |
@@ -20,7 +20,7 @@ which feature implements them:
 | keeps for requests | loads | | | | | leases | |
 | orders to a worker | commands | | | | | errands: compile, drop | |
 | outputs of hidden states | | | | vectors, classes, scores | | | |
-| adds to samples | | | | | | | receipts |
+| adds to samples | | | | | | | receipts, kept ids |
 | reads keys of a prompt | | | | | ranges; vectors; images | | |
 | inputs of a prompt's tokens | | | | | who sees whom, cuts, keys, ropes | | |
 | is loaded by | a setting | a setting | a setting | a request | a request | a request | a request, a setting |

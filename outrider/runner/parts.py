@@ -61,7 +61,8 @@ class StepParts:
     @property
     def can_be_captured(self) -> bool:
         """Whether steps can be captured as graphs."""
-        return not self.edits_logits and can_capture(self.layout, self.backend)
+        can_features = all(feature.is_captured for feature in self.features)
+        return can_features and not self.edits_logits and can_capture(self.layout, self.backend)
 
     @property
     def feature_bytes(self) -> dict[str, FeatureBytes]:

@@ -63,7 +63,7 @@ def _run_logprobs(scheduled: ScheduledBatch, result: DeviceResult,
     for them."""
     if not result.params or result.logprobs is None:
         return None
-    nums = [params.logprobs for params in result.params]
+    nums = [params.num_reported for params in result.params]
     asked = [num for num in nums if num is not None]
     num_drafts = scheduled.num_drafts
     if scheduled.drafting.sharing is not None and result.shares_drafts:  # the device knows, and all of them were alive

@@ -48,8 +48,8 @@ class RowParams:
             (self._not_plain.discard if is_plain else self._not_plain.add)(row)
             (self._masked.add if admission.request.is_masked else self._masked.discard)(row)
             self._num_logprobs.pop(row, None)
-            if params.logprobs is not None:
-                self._num_logprobs[row] = params.logprobs
+            if (num_reported := params.num_reported) is not None:
+                self._num_logprobs[row] = num_reported
             self._prompt_lens.pop(row, None)
             if params.prompt_logprobs is not None:
                 self._prompt_lens[row] = admission.prompt_len

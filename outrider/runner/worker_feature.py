@@ -26,6 +26,7 @@ class WorkerFeature:
     feature is one that requests ask for, only `attach` is called."""
 
     name = "a feature"  # in messages
+    is_captured = True  # whether its work in steps can be part of a graph
     edits_logits = False  # whether it edits the logits of every step (`DeviceStep.edit_logits`)
 
     def limit(self, limits: Limits, model: Model, drafter: Drafter | None) -> Limits:

@@ -44,7 +44,7 @@ class StepNeeds:
                     are_lists_placed: bool = True, any_masks: bool = False, is_edited: bool = False) -> StepNeeds:
         asked = [p for p, count in zip(params, logit_counts, strict=True) if count > 0]
         sampled = [p for p in asked if not p.is_greedy]  # filters cannot change a greedy choice
-        logprobs = [p.logprobs for p in asked if p.logprobs is not None]
+        logprobs = [num for p in asked if (num := p.num_reported) is not None]
         return cls(
             any_sampled=bool(sampled),
             any_allowed=any(p.allowed_token_ids is not None for p in asked),

@@ -115,7 +115,7 @@ def _int_fields(admission: Admission, num_stop_ids: int, places: ListPlaces, voc
     params = admission.params
     top_k = 0 if params.is_greedy else max(params.top_k, 0)
     counts = (admission.request.min_tokens, admission.prompt_len, admission.max_len, num_stop_ids)
-    num_logprobs = NO_LOGPROBS if params.logprobs is None else params.logprobs
+    num_logprobs = NO_LOGPROBS if params.num_reported is None else params.num_reported
     asked = flags_of(admission.request, vocab)
     return [top_k, admission.request.seed, admission.sample_index, *counts, asked, num_logprobs, places.bias_start,
             places.bias_len, places.words_start, places.num_words]

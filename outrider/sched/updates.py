@@ -41,7 +41,7 @@ def apply_results(requests: Mapping[int, Request], batch: ScheduledBatch, result
         result.requests, batch.num_known, batch.num_drafts, batch.samples, strict=True
     ):
         (request_id, epoch, run, num_computed, num_drafted, num_accepted, num_proposed, finish, _, _, _, _,
-         levels) = part
+         levels, _) = part
         request = requests.get(request_id)
         if request is None or request.epoch != epoch:
             continue

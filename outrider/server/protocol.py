@@ -235,6 +235,8 @@ class SamplingFields(Generated, Prompted):
                                                                       "but the last are accepted drafts")
     receipt: bool | None = Field(default=None, description="each choice says what its tokens depend on, for `outrider "
                                                            "replay`; it has log-probabilities then")
+    return_sampling_mask: bool | None = Field(default=None, description="each choice has the ids that the filters "
+                                                                        "kept at each place")
     use_beam_search: bool | None = Field(default=None, description="the n likeliest answers instead of n samples")
     length_penalty: float | None = Field(default=None, description="of a beam search: above 1 prefers longer answers")
     response_format: ResponseFormat | None = None

@@ -121,9 +121,10 @@ class ServerConfig:
         given = self.weight_transfer_config
         if given is None:
             return
-        if set(given) != {"backend"} or given["backend"] not in TRANSFER_BACKENDS:
+        is_known = {"backend"} <= set(given) <= {"backend", "device"} and given["backend"] in TRANSFER_BACKENDS
+        if not is_known or not isinstance(given.get("device", "cuda:0"), str):
             raise ValueError(f'weight_transfer_config must be {{"backend": "gloo"}}, or with "nccl" as trainers write '
-                             f"it, got {shown(given)}")
+                             f'it, and perhaps a "device" such as "cuda:0", got {shown(given)}')
         if self.replicas > 1:
             raise ValueError("weight_transfer_config needs a server without replicas, to which a trainer sends weights "
                              "once: leave out one of the two")

@@ -4,6 +4,7 @@ as the operator's routes."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -25,8 +26,11 @@ from outrider.server.work import carried_out
 PAUSE, RESUME = "/pause", "/resume"
 START_UPDATE, UPDATE, FINISH_UPDATE = "/start_weight_update", "/update_weights", "/finish_weight_update"
 INIT_TRANSFER = "/init_weight_transfer_engine"
+CALL = "/collective_rpc"
 TRAINER_PATHS = (PAUSE, RESUME, "/is_paused", "/weight_checker", "/weights_checker", START_UPDATE, UPDATE,
-                 FINISH_UPDATE, INIT_TRANSFER, "/get_world_size", "/server_info")
+                 FINISH_UPDATE, INIT_TRANSFER, CALL, "/shutdown_weight_transfer_engine", "/start_draft_weight_update",
+                 "/update_weight_version", "/weight_info", "/abort_requests", "/release_kv_cache_memory",
+                 "/get_world_size", "/server_info")
 
 
 class WeightCheckerRequest(Body):
@@ -54,6 +58,26 @@ class UpdateWeightsRequest(Body):
         if (self.update_info is None) == (self.weight_dir is None):
             raise ApiError(400, "give either update_info or weight_dir, not both", param="update_info")
         return self.update_info or UpdateInfo(path=self.weight_dir)
+
+
+class FinishUpdateRequest(Body):
+    weight_version: str | None = Field(default=None, description="must be the version that /weight_info says next")
+
+
+class VersionRequest(Body):
+    new_version: str
+
+
+class AbortRequestsRequest(Body):
+    request_ids: Annotated[list[str], Field(max_length=100_000)] | None = Field(
+        default=None, description="ids of answers, or those that clients gave; none: all requests")
+
+
+class CallRequest(Body):
+    method: Annotated[str, Field(min_length=1, max_length=200, description="of --worker-extension-cls")]
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    timeout: float | None = Field(default=None, description="is read, and makes no difference")
 
 
 class WeightChecker:
@@ -113,6 +137,7 @@ def _files(found: Path, base: Path) -> Iterator[Path]:
 def trainer_routes(service: Service) -> APIRouter:
     routes = APIRouter()
     _add_pauses(routes, service)
+    _add_calls(routes, service)
     _add_updates(routes, service)
     _add_state(routes, service)
     return routes
@@ -140,14 +165,54 @@ def _add_pauses(routes: APIRouter, service: Service) -> None:
         return {"is_paused": await service.host.llm.is_paused()}
 
 
+def _add_calls(routes: APIRouter, service: Service) -> None:
+    @routes.post("/abort_requests")
+    async def abort_requests(body: AbortRequestsRequest) -> dict[str, Any]:
+        """End requests with the tokens that they have. Later requests are served as before."""
+        asked = [_ids_of(own) for own in body.request_ids or ()]
+        matches = (lambda live: any(own.fullmatch(live) for own in asked)) if asked else (lambda live: True)
+        return {"status": "aborted", "aborted": await carried_out(service.host.llm.abort_matching(matches))}
+
+    @routes.post(CALL)
+    async def collective_rpc(body: CallRequest) -> dict[str, list[Any]]:
+        """Call a method of the operator's class (--worker-extension-cls), once for all ranks."""
+        call = service.host.llm.collective_rpc(body.method, body.timeout, body.args, body.kwargs)
+        results = await carried_out(call)
+        return {"results": [own if own is None or isinstance(own, dict | list) else str(own) for own in results]}
+
+    @routes.post("/release_kv_cache_memory")
+    async def release_kv_cache_memory() -> dict[str, str]:
+        """Free the memory of the cache. Requests wait until /wake_up?tags=kv_cache."""
+        await carried_out(service.host.llm.sleep(1))
+        await carried_out(service.host.llm.wake_up(["weights"]))
+        return {"status": "kv_cache_released"}
+
+
+def _ids_of(given: str) -> re.Pattern[str]:
+    """Match the engine's ids of a request that has this id in its answer, or this `request_id` in its body."""
+    return re.compile(rf"([a-z]+-)?{re.escape(given)}(-[0-9a-f]{{32}})?(-[0-9]+)*")
+
+
 def _add_updates(routes: APIRouter, service: Service) -> None:
-    checker, receiver = WeightChecker(), WeightReceiver(service.config.weight_transfer_config is not None)
+    checker, receiver = WeightChecker(), WeightReceiver(service.config.weight_transfer_config)
 
     @routes.post(INIT_TRANSFER)
     async def init_weight_transfer_engine(body: InitTransferRequest) -> dict[str, str]:
         """Connect to a trainer that listens, and that sends weights after each /update_weights without a path."""
         await receiver.join(body.init_info)
         return {"status": "joined"}
+
+    @routes.post("/shutdown_weight_transfer_engine")
+    async def shutdown_weight_transfer_engine() -> dict[str, str]:
+        """Close the connection to the trainer."""
+        await receiver.leave()
+        return {"status": "left"}
+
+    @routes.post("/start_draft_weight_update")
+    async def start_draft_weight_update() -> None:
+        """Refused: the weights of a drafter come in the update of the model."""
+        raise ApiError(400, "a drafter's weights are part of the model's update: send them after "
+                            f"{START_UPDATE} under the names of their files, or leave them out")
 
     @routes.post(START_UPDATE)
     async def start_weight_update() -> dict[str, str]:
@@ -181,9 +246,11 @@ def _add_updates(routes: APIRouter, service: Service) -> None:
         return {"status": "updated", "weights_version": llm.weights_version}
 
     @routes.post(FINISH_UPDATE)
-    async def finish_weight_update() -> dict[str, Any]:
+    async def finish_weight_update(body: FinishUpdateRequest | None = None) -> dict[str, Any]:
         """End an update in chunks. If weights are missing, it is refused with their names."""
         llm = service.host.llm
+        if body is not None and body.weight_version is not None:
+            _check_version(body.weight_version, llm.weights_version + 1, "weight_version")
         report = await carried_out(llm.finish_weight_update())
         return {"status": "finished", "num_tensors": report.num_tensors, "weights_version": llm.weights_version}
 
@@ -199,7 +266,25 @@ def _add_updates(routes: APIRouter, service: Service) -> None:
         return checker.report(found) if body.action == "checksum" else checker.compare(found, body.baseline)
 
 
+def _check_version(given: str, counted: int, param: str) -> None:
+    if given != str(counted):
+        raise ApiError(400, f"{param} {shown(given)} cannot be set: versions are counted, and this one is {counted}: "
+                            f"leave {param} out, and read /weight_info", param=param)
+
+
 def _add_state(routes: APIRouter, service: Service) -> None:
+    @routes.get("/weight_info")
+    async def weight_info() -> dict[str, Any]:
+        """Return how many updates of the weights were completed, as a text under vLLM's name."""
+        llm = service.host.llm
+        return {"weight_version": str(llm.weights_version), "is_updating": llm.has_weight_update}
+
+    @routes.post("/update_weight_version")
+    async def update_weight_version(body: VersionRequest) -> dict[str, Any]:
+        """Confirm the version of the weights. Another one is refused, because versions are counted."""
+        _check_version(body.new_version, service.host.llm.weights_version, "new_version")
+        return {"success": True, "new_version": body.new_version}
+
     @routes.get("/get_world_size")
     async def get_world_size(request: Request, include_dp: Annotated[str, Query()] = "true") -> dict[str, int]:
         """Return how many processes of the server take weights from a trainer: one, which gives them to all ranks."""

@@ -4,10 +4,10 @@ joins."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import Field
 
@@ -21,12 +21,13 @@ NOT_ANNOUNCED = "this server takes no weights from trainers: start it with --wei
 
 
 class InitInfo(Body):
-    """The address at which the trainer listens. The other fields are vLLM's; each supports a single value."""
+    """The address at which the trainer listens, and this server's rank among the processes."""
 
     master_address: Annotated[str, Field(min_length=1, max_length=255)]
     master_port: Annotated[int, Field(ge=1, le=65535)]
-    rank_offset: Literal[1] = 1
-    world_size: Literal[2] = Field(default=2, description="the trainer's process and the server: see /get_world_size")
+    rank_offset: Annotated[int, Field(ge=1)] = 1
+    world_size: Annotated[int, Field(ge=2, le=4096)] = Field(
+        default=2, description="the trainer's process and all servers, of which each has one rank: see /get_world_size")
     packed: bool | None = Field(default=None, description="is read, and makes no difference")
 
 
@@ -58,18 +59,28 @@ class Announced:
 class WeightReceiver:
     """The server's end of a connection to one trainer. A new trainer replaces an earlier one."""
 
-    def __init__(self, is_allowed: bool) -> None:
-        self._is_allowed = is_allowed
+    def __init__(self, settings: Mapping[str, Any] | None) -> None:
+        """settings: `weight_transfer_config`; None: no trainer may join. Its `device` names the server's GPU for
+        NCCL."""
+        self._settings = settings
         self._group: Any = None  # a WeightGroup
         self._busy = asyncio.Lock()
 
     async def join(self, info: InitInfo) -> None:
         """Connect to a trainer that listens."""
-        if not self._is_allowed:
+        if self._settings is None:
             raise ApiError(403, NOT_ANNOUNCED)
+        if info.rank_offset >= info.world_size:
+            raise ApiError(400, f"rank_offset ({info.rank_offset}) must be below world_size ({info.world_size}): each "
+                                "server has one rank behind the trainer's", param="init_info")
         async with self._busy:
             self._group = None
-            self._group = await asyncio.to_thread(_joined, info)
+            self._group = await asyncio.to_thread(_joined, info, self._settings.get("device"))
+
+    async def leave(self) -> None:
+        """Close the connection, if there is one."""
+        async with self._busy:
+            self._group = None
 
     async def receive(self, announced: Announced, load: Callable[[Iterator[tuple[str, Any]]], Awaitable[Made]]) -> Made:
         """Pass the announced weights to `load` as they arrive. If `load` refuses one, the rest is still received,
@@ -116,9 +127,10 @@ class _Incoming:
                 pass
 
 
-def _joined(info: InitInfo) -> Any:
+def _joined(info: InitInfo, device: str | None) -> Any:
     module = import_module("outrider.weight_group")
     try:
-        return module.WeightGroup(info.master_address, info.master_port, module.SERVER)
+        return module.WeightGroup(info.master_address, info.master_port, info.rank_offset, info.world_size,
+                                  device=device)
     except ConnectionError as error:
         raise ApiError(400, str(error), param="init_info") from None

@@ -50,7 +50,7 @@ BITLESS = {
     "adapt_drafter", "adapt_memory_bytes", "adapt_share", "exact", "skip_tokenizer_init", "kv_events_config",
     "profiler_dir", "fit", "enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_memory_bytes",
     "receipt_key_file", "nnodes", "node_rank", "master_addr", "master_port", "worker_extension_cls",
-    "limit_mm_per_prompt",
+    "limit_mm_per_prompt", "return_sampling_mask", "enable_return_routed_experts",
 }
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="exact mode on a CPU needs the native kernels")
@@ -92,7 +92,8 @@ def test_a_receipt_says_what_the_tokens_depend_on(receipt: Receipt, folder: Path
     assert receipt["receipt"] == 1 and receipt["exact"] is True and receipt["sample_index"] == 0
     assert receipt["prompt_token_ids"] == prompt_of(2, 11, VOCAB) and receipt["adapter"] is None
     assert isinstance(receipt["params"]["seed"], int), "the seed that was drawn is written down"
-    assert receipt["params"].keys() == {field.name for field in fields(SamplingParams)} - {"output_kind"}
+    assert receipt["params"].keys() == {field.name for field in fields(SamplingParams)} - {
+        "output_kind", "return_sampling_mask"}
     assert receipt["model"]["name"] == "tiny" and str(folder) not in json.dumps(receipt)
     assert all(receipt["model"].values()) and receipt["weights_versions"] == [[0, 0, 24]]
     output = receipt["output"]

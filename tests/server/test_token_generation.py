@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,6 +52,20 @@ def test_what_skyrl_reads(served: Served) -> None:
     choice = served.post("/inference/v1/generate", **body).json()["choices"][0]
     assert len(choice["token_ids"]) == len(choice["logprobs"]["content"]) == 4
     assert choice["finish_reason"] == "length" and choice.get("routed_experts") is None
+
+
+def test_sampling_masks_are_fields_of_the_choices(tmp_path: Path) -> None:
+    """The fields that prime-rl reads, of a server whose setting asks for them, as vLLM's does."""
+    folder = llama(tmp_path)
+    settings = SETTINGS | {"skip_tokenizer_init": True, "logprobs_mode": "processed_logprobs"}
+    with serving(lambda: AsyncLLM(str(folder), return_sampling_mask=True, **settings)) as served:
+        (choice,) = generate(served, temperature=1.0, top_k=4, seed=3, max_tokens=6, logprobs=1)["choices"]
+        greedy = generate(served, temperature=0, max_tokens=3)["choices"][0]
+    assert len(choice["sampling_mask"]) == len(choice["token_ids"]) == 6
+    for token, kept in zip(choice["token_ids"], choice["sampling_mask"], strict=True):
+        assert token in kept and len(kept) == 4
+    assert all(len(each["top_logprobs"]) <= 2 for each in choice["logprobs"]["content"])
+    assert "sampling_mask" not in greedy
 
 
 @pytest.mark.parametrize(("body", "words"), [

@@ -210,3 +210,69 @@ def test_weights_come_from_folders_at_any_depth_and_no_link_leads_out(tmp_path: 
                  "empty", "run/../../secret/key", str(secret), "nothing", "\0"):
         with pytest.raises(ApiError, match="must be a file or folder below the server's --weights-root"):
             weights_path(str(root), path)
+
+
+def test_requests_are_aborted_by_their_ids_or_all(served: Served) -> None:
+    """Without a pause: later requests are served."""
+    body = {"prompt": [5, 6, 7] * 4, "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
+
+    def ask(**more: Any) -> dict[str, Any]:
+        return dict(served.post("/v1/completions", **body | more).json()["choices"][0])
+
+    with ThreadPoolExecutor(3) as pool:
+        asked = [pool.submit(ask, request_id=name) for name in ("first", "second", "second-0")]
+        served.wait_for(lambda: served.llm.engine.num_requests == 3)
+        assert served.post("/abort_requests", request_ids=["nobody"]).json() == {"status": "aborted", "aborted": 0}
+        assert served.post("/abort_requests", request_ids=["first"]).json()["aborted"] == 1
+        assert asked[0].result()["finish_reason"] == "abort" and not asked[1].done()
+        assert served.post("/abort_requests", request_ids=["cmpl-second"]).json()["aborted"] == 1
+        assert asked[1].result()["finish_reason"] == "abort" and not asked[2].done()
+        assert served.post("/abort_requests").json()["aborted"] == 1
+        assert asked[2].result()["finish_reason"] == "abort"
+    assert ask(max_tokens=3)["finish_reason"] == "length"
+    served.error("/abort_requests", request_ids="first")
+
+
+def test_versions_are_told_and_counted(served: Served, folder: Path) -> None:
+    assert served.http.get("/weight_info").json() == {"weight_version": "0", "is_updating": False}
+    assert served.post("/update_weight_version", new_version="0").json() == {"success": True, "new_version": "0"}
+    assert "versions are counted" in served.error("/update_weight_version", new_version="7")["message"]
+    served.post("/start_weight_update")
+    assert served.http.get("/weight_info").json()["is_updating"]
+    other = with_other_weights(folder, folder.parent / "other")
+    path = str((other / "model.safetensors").relative_to(folder.parent))
+    assert served.post("/update_weights", update_info={"path": path}).status_code == 200
+    assert served.error("/finish_weight_update", weight_version="step-3")["param"] == "weight_version"
+    assert served.post("/finish_weight_update", weight_version="1").json()["weights_version"] == 1
+    assert served.http.get("/weight_info").json() == {"weight_version": "1", "is_updating": False}
+    assert "part of the model's update" in served.error("/start_draft_weight_update")["message"]
+
+
+def test_the_memory_of_the_cache_is_released_and_comes_back(served: Served) -> None:
+    body = {"prompt": [5, 6, 7] * 4, "max_tokens": 4, "temperature": 0, "return_token_ids": True}
+    ours = served.post("/v1/completions", **body).json()["choices"][0]["token_ids"]
+    assert served.post("/release_kv_cache_memory").json() == {"status": "kv_cache_released"}
+    assert served.http.get("/is_sleeping").json() == {"is_sleeping": True}
+    served.http.post("/wake_up", params={"tags": "kv_cache"})
+    assert served.post("/v1/completions", **body).json()["choices"][0]["token_ids"] == ours
+
+
+class Extension:
+    """A trainer's own class, for /collective_rpc."""
+
+    def scaled(self, number: int, by: int = 2) -> dict[str, int]:
+        return {"number": number * by}
+
+    def name(self) -> Path:
+        return Path("a")
+
+
+def test_a_method_of_the_operators_class_is_called(served: Served, folder: Path) -> None:
+    assert "worker_extension_cls" in served.error("/collective_rpc", method="scaled")["message"]
+    place = f"{__name__}.Extension"
+    with serving(lambda: AsyncLLM(str(folder), worker_extension_cls=place, **SETTINGS | LONG), admin=True) as own:
+        answer = own.post("/collective_rpc", method="scaled", args=[3], kwargs={"by": 5})
+        assert answer.json() == {"results": [{"number": 15}]}
+        assert own.post("/collective_rpc", method="name").json() == {"results": ["a"]}
+        assert "has no method '_make'" in own.error("/collective_rpc", method="_make")["message"]
+        own.error("/collective_rpc", method="scaled", args=5)

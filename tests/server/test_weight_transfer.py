@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,10 +130,11 @@ def test_a_trainer_that_is_killed_leaves_no_mixture(served: Served, folder: Path
 
 
 def test_what_a_trainer_announces_is_checked(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_group.WeightGroup.__init__, "__defaults__", (1.0, 5.0))
+    monkeypatch.setattr(weight_group.WeightGroup.__init__, "__kwdefaults__",
+                        {"device": None, "join_seconds": 1.0, "wait_seconds": 5.0})
     nobody = {"master_address": "127.0.0.1", "master_port": get_open_port()}
-    assert "cannot connect at" in served.error("/init_weight_transfer_engine", init_info=nobody)["message"]
-    for wrong in ({"world_size": 3}, {"rank_offset": 2}, {"master_port": 0}):
+    assert "do not reach each other" in served.error("/init_weight_transfer_engine", init_info=nobody)["message"]
+    for wrong in ({"world_size": 1}, {"rank_offset": 2}, {"master_port": 0}):
         served.error("/init_weight_transfer_engine", init_info=nobody | wrong)
     for info, words in (({"names": ["a"]}, "1 names, 0 dtype_names"),
                         ({"names": ["a"], "dtype_names": ["str"], "shapes": [[1]]}, "dtype 'str'"),
@@ -166,7 +168,35 @@ def test_trainers_send_weights_only_where_the_operator_lets_them(folder: Path) -
 
 
 def test_a_trainer_needs_one_server() -> None:
-    with pytest.raises(ValueError, match="world_size must be 2"):
-        trainer_init({"master_address": "127.0.0.1", "master_port": 9, "world_size": 3})
+    with pytest.raises(ValueError, match="world_size must be at least 2"):
+        trainer_init({"master_address": "127.0.0.1", "master_port": 9, "world_size": 1})
     with pytest.raises(ValueError, match="src must be 0"):
         packed_nccl_broadcast_producer(iter(()), None, src=1)  # type: ignore[arg-type]
+
+
+def test_two_servers_get_the_weights_of_one_trainer(folder: Path) -> None:
+    other = with_other_weights(folder, folder.parent / "other")
+    tensors = load_file(other / "model.safetensors")
+    made = partial(serving, lambda: AsyncLLM(str(folder), **SETTINGS), admin=True,
+                   weight_transfer_config={"backend": "gloo"})
+    with made() as one, made() as two, ThreadPoolExecutor(2) as pool:
+        info = {"master_address": "127.0.0.1", "master_port": get_open_port(), "world_size": 3}
+        joined = [pool.submit(served.post, "/init_weight_transfer_engine", init_info=info | {"rank_offset": rank})
+                  for rank, served in enumerate((one, two), 1)]
+        endpoint = trainer_init(info)
+        assert [own.result().status_code for own in joined] == [200, 200]
+        told = {"names": list(tensors), "dtype_names": [str(each.dtype) for each in tensors.values()],
+                "shapes": [list(each.shape) for each in tensors.values()]}
+        answers = [pool.submit(served.post, "/update_weights", update_info=told) for served in (one, two)]
+        packed_nccl_broadcast_producer(iterator=iter(tensors.items()), group=endpoint, src=0)
+        assert [own.result().json()["weights_version"] for own in answers] == [1, 1]
+        for served in (one, two):
+            assert served.post("/weight_checker", action="checksum").json()["checksums"] == of_file(other)
+        assert one.post("/shutdown_weight_transfer_engine").json() == {"status": "left"}
+        assert "join first" in one.error("/update_weights", update_info={"names": []})["message"]
+
+
+@pytest.mark.parametrize(("places", "serves"), [(["a", "b"], True), (["a", "b", "c"], True), (["a", "a"], False),
+                                                (["a", weight_group.HOST], False), ([weight_group.HOST] * 2, False)])
+def test_nccl_needs_a_gpu_for_every_process(places: list[str], serves: bool) -> None:
+    assert weight_group.can_use_nccl(places) is serves

@@ -127,8 +127,8 @@ def test_short_help_shows_common_flags_and_the_others_on_request(capsys: pytest.
     sampling, penalties = help_of(capsys, "generate", "--help=sampling"), help_of(capsys, "generate", "--help", "penal")
     assert "--bad-words" in sampling and "--dtype" not in sampling
     assert "--presence-penalty" in penalties and "--bad-words" not in penalties
-    assert "--help=samplin: no group and no flag has that name: did you mean sampling?" in refused(
-        capsys, "generate", "--help=samplin")
+    assert "--help=smpling: no group and no flag has that name: did you mean sampling?" in refused(
+        capsys, "generate", "--help=smpling")
 
 
 def test_help_lists_only_flags_that_the_command_takes(capsys: pytest.CaptureFixture[str]) -> None:

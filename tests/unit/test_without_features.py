@@ -26,6 +26,8 @@ FOLDERS = {  # of FEATURES, by their names
     "bidirectional spans": "spans",
     "prompt embeddings": "embeddings",
     "receipts": "receipts",
+    "routed experts": "routing",
+    "sampling masks": "masks",
     "images": "images",
     "cache beyond the device": "tiers",
 }
@@ -33,6 +35,7 @@ SETTINGS: dict[str, dict[str, Any]] = {  # that ask for a feature
     "adapters": {"enable_lora": True},
     "drafter that learns": {"speculative_config": {"method": "eagle3", "model": "tiny", "num_speculative_tokens": 2},
                             "adapt_drafter": True},
+    "routed experts": {"enable_return_routed_experts": True},
     "cache beyond the device": {"disk_cache_dir": "cache"},
     "logits processors": {"logits_processors": ["outrider.logits_processors:LogitsProcessor"]},
 }
@@ -40,6 +43,7 @@ REQUESTS = {  # that ask for the other features
     "grammars": "llm.generate('The sea is', form)",
     "pooling": "llm.encode('The sea is', PoolingParams())",
     "receipts": "llm.generate('The sea is', SamplingParams(receipt=True))",
+    "sampling masks": "llm.generate('The sea is', SamplingParams(top_k=5, return_sampling_mask=True))",
     "bidirectional spans": "llm.generate({'prompt': 'The sea is', 'bidirectional_spans': [[0, 2]]})",
     "images": "llm.generate({'prompt': 'The sea is', 'multi_modal_data': {'image': numpy.zeros((4, 4, 3))}})",
     "prompt embeddings": "llm.generate({'prompt_embeds': numpy.zeros((2, 576))})",

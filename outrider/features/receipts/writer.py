@@ -23,7 +23,7 @@ SETTINGS = (
     "packed_weights", "keep_quantized", "quantization", "activation_bits", "ignore_config_keys", "hf_overrides",
     "logits_processors",
 )
-NOT_TOLD = ("output_kind",)  # parameters of the stream
+NOT_TOLD = ("output_kind", "return_sampling_mask")  # parameters of the answer, on which no token depends
 
 
 class ReceiptWriter:
