@@ -19,8 +19,9 @@ import uvicorn
 from starlette.middleware.cors import CORSMiddleware
 
 from outrider.commands.listening import tls_options
-from outrider.commands.serve_engine import serve_engine, serve_until_stopped, tell
+from outrider.commands.serve_engine import SWITCH_SECONDS, serve_engine, serve_until_stopped, tell
 from outrider.config import EngineConfig
+from outrider.core.host_memory import give_large_blocks_back
 from outrider.replicas.adapter_changes import AdapterChanges
 from outrider.replicas.front import ReplicaFront
 from outrider.replicas.placement import replica_environments, visible_devices
@@ -64,6 +65,8 @@ def serve_replicas(engine: EngineConfig, config: ServerConfig, names: Sequence[s
     front = ReplicaFront(replicas, router, adapters, trainer, start=group.start, stop=group.stop)
     set_up_logs(config.log_format, logs_requests=False)  # replicas log requests
     server = WebServer(uvicorn.Config(guarded(front, config), **web_options(config, tls)), tell)
+    sys.setswitchinterval(SWITCH_SECONDS)
+    give_large_blocks_back()
     try:
         serve_until_stopped(server, config, f"{names[0]}, {config.replicas} replicas,", tell)
     finally:

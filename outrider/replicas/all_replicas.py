@@ -16,7 +16,8 @@ from outrider.server.errors import ApiError
 
 ASK_SECONDS = 10.0  # for a replica to answer a question about itself
 SLEEP = b"/sleep"
-STORED = re.compile(r"/v1/responses/([\w-]+)")
+STORED = re.compile(r"/v1/responses/([\w-]+)", re.ASCII)
+CONTINUING = ("/v1/responses", "/v1/responses/input_tokens")  # routes whose bodies may name a stored response
 JSON_HEADERS: Headers = [(b"content-type", b"application/json")]
 TEXT_HEADERS: Headers = [(b"content-type", b"text/plain; charset=utf-8")]
 
@@ -83,22 +84,30 @@ def joined_answer(found: Sequence[tuple[int, bytes]]) -> tuple[int, Headers, byt
     return 200, JSON_HEADERS, json.dumps(_joined(values)).encode()
 
 
-async def find_response(replicas: Sequence[Replica], path: str, body: bytes, headers: Headers) -> Replica | None:
-    """Find the replica that stored the response which a request names, in its path or as previous_response_id."""
+async def find_response(replicas: Sequence[Replica], path: str, previous: str | None,
+                        headers: Headers) -> Replica | None:
+    """Find the replica that stored the response which a request names, in its path or as its previous response."""
     named = STORED.match(path)
     response_id = named[1] if named is not None else None
-    if response_id is None and path == "/v1/responses" and b'"previous_response_id"' in body:
-        try:
-            given = json.loads(body).get("previous_response_id")
-        except (ValueError, AttributeError, RecursionError):
-            given = None
-        response_id = given if isinstance(given, str) and re.fullmatch(r"[\w-]+", given) else None
+    if path in CONTINUING and previous is not None and re.fullmatch(r"[\w-]+", previous, re.ASCII):
+        response_id = previous
     if response_id is None:
         return None
     serving = [each for each in replicas if each.state is ReplicaState.SERVING]
     target = f"/v1/responses/{response_id}".encode()
-    answers = await asyncio.gather(*(ask_whole(each, "GET", target, headers) for each in serving))
-    return next((each for each, answer in zip(serving, answers, strict=True) if answer and answer[0] == 200), None)
+    found = await asyncio.gather(*(_has(each, target, headers) for each in serving))
+    return next((each for each, has in zip(serving, found, strict=True) if has), None)
+
+
+async def _has(replica: Replica, target: bytes, headers: Headers) -> bool:
+    """Whether a replica answers a GET with 200. The body of the answer is not read, because it may be large."""
+    try:
+        async with asyncio.timeout(ASK_SECONDS):
+            answer = await ask(replica.socket_path, "GET", target, headers)
+            answer.close()
+            return answer.status == 200
+    except (ReplicaLost, TimeoutError):
+        return False
 
 
 def _joined(values: list[Any]) -> Any:

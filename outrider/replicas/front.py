@@ -18,13 +18,14 @@ from contextlib import suppress
 from outrider.replicas.adapter_changes import AdapterChanges
 from outrider.replicas.all_replicas import ask_all, find_response, joined_page
 from outrider.replicas.policy import PrefixRouter
-from outrider.replicas.prompt_blocks import body_blocks
+from outrider.replicas.prompt_blocks import NO_NAMES, PromptNames, read_names
 from outrider.replicas.replica import Replica, ReplicaState
 from outrider.replicas.trainer_changes import TrainerChanges
 from outrider.replicas.upstream import Answer, Headers, ReplicaLost, ask
 from outrider.server.admin import LOAD_ADAPTER, UNLOAD_ADAPTER
 from outrider.server.admin import PATHS as ADMIN_PATHS
 from outrider.server.errors import ApiError
+from outrider.server.fair_threads import FairThreads
 from outrider.server.guard import BODILESS_METHODS, REQUEST_ID_HEADER, Message, Receive, Scope, Send, send_error
 from outrider.server.trainer_routes import TRAINER_PATHS
 from outrider.server.work import DONE, LAST_SECONDS, event
@@ -45,6 +46,7 @@ class ReplicaFront:
         self.replicas = replicas
         self._router, self._adapters, self._trainer = router, adapters, trainer
         self._start, self._stop = start, stop
+        self._readers = FairThreads(1)  # long bodies of one tenant are read one after another
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -53,8 +55,9 @@ class ReplicaFront:
         if scope["type"] != "http":
             raise NotImplementedError(f"the server answers HTTP only, not {scope['type']}")
         exchange = _Exchange(scope, send)
-        body = b"" if exchange.method in BODILESS_METHODS else await _body(receive)
-        work = asyncio.ensure_future(self._serve(exchange, body))
+        if exchange.method not in BODILESS_METHODS:
+            exchange.body = await _body(receive)
+        work = asyncio.ensure_future(self._serve(exchange))
         gone = asyncio.ensure_future(_disconnect(receive))
         try:
             await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -75,7 +78,7 @@ class ReplicaFront:
         await self._stop()
         await send({"type": "lifespan.shutdown.complete"})
 
-    async def _serve(self, exchange: _Exchange, body: bytes) -> None:
+    async def _serve(self, exchange: _Exchange) -> None:
         try:
             match exchange.method, exchange.path:
                 case ("GET" | "HEAD", "/health" | "/ping") | ("POST", "/ping"):
@@ -85,15 +88,16 @@ class ReplicaFront:
                 case "GET", "/load":
                     await exchange.answer_json({"server_load": sum(each.num_live for each in self.replicas)})
                 case "POST", path if path in (LOAD_ADAPTER, UNLOAD_ADAPTER):
-                    await exchange.answer_whole(*await self._adapters.make(self.replicas, path, exchange.headers, body))
+                    await exchange.answer_whole(*await self._adapters.make(self.replicas, path, exchange.headers,
+                                                                          exchange.body))
                 case method, path if path in TRAINER_PATHS:
                     await exchange.answer_whole(*await self._trainer.make(self.replicas, method, path, exchange.target,
-                                                                          exchange.headers, body))
+                                                                          exchange.headers, exchange.body))
                 case _, path if path in ADMIN_PATHS:
                     await exchange.answer_whole(*await ask_all(self.replicas, exchange.method, exchange.target,
-                                                               exchange.headers, body))
+                                                               exchange.headers, exchange.body))
                 case _:
-                    await self._pass_on(exchange, body)
+                    await self._pass_on(exchange)
         except ApiError as error:
             await exchange.fail(error)
 
@@ -108,9 +112,9 @@ class ReplicaFront:
     def _serving(self, without: Iterable[str] = ()) -> list[Replica]:
         return [each for each in self.replicas if each.state is ReplicaState.SERVING and each.name not in without]
 
-    async def _pass_on(self, exchange: _Exchange, body: bytes) -> None:
-        blocks = await _blocks(exchange, body)
-        holder = await find_response(self.replicas, exchange.path, body, exchange.headers)
+    async def _pass_on(self, exchange: _Exchange) -> None:
+        blocks, previous = await self._names(exchange)
+        holder = await find_response(self.replicas, exchange.path, previous, exchange.headers)
         tried: set[str] = set()
         num_deaths = 0
         while candidates := ([holder] if holder is not None and not tried else self._serving(tried)):
@@ -119,7 +123,8 @@ class ReplicaFront:
             tried.add(chosen)
             replica.num_live += 1
             try:
-                answer = await ask(replica.socket_path, exchange.method, exchange.target, exchange.headers, body)
+                answer = await ask(replica.socket_path, exchange.method, exchange.target, exchange.headers,
+                                   exchange.body)
                 try:
                     if answer.status in RETRIED and holder is None and self._serving(tried):
                         continue
@@ -139,6 +144,15 @@ class ReplicaFront:
         self._health()  # raises, and tells the state of each replica, if none serves
         raise ApiError(503, "no replica can serve the request now; send it again", retry_after=5)
 
+    async def _names(self, exchange: _Exchange) -> PromptNames:
+        """Read from the body what decides which replica gets the request."""
+        body, tenant = exchange.body, exchange.tenant
+        if not body or exchange.method != "POST":
+            return NO_NAMES
+        if len(body) <= LONG_BODY:
+            return read_names(body, tenant)
+        return await asyncio.get_running_loop().run_in_executor(self._readers, read_names, body, tenant)
+
 
 class _Exchange:
     """One client's request that passes through the front. It records which part of the answer has been sent, because
@@ -150,6 +164,7 @@ class _Exchange:
         self.target: bytes = scope["raw_path"].split(b"?")[0] + (b"?" + query if query else b"")
         self.headers: Headers = [(name, value) for name, value in scope["headers"] if name != b"x-request-id"]
         self.headers.append((b"x-request-id", scope[REQUEST_ID_HEADER].encode("ascii")))
+        self.body = b""  # until the answer begins: the guard counts it as held so long
         self.has_started = False
         self._is_stream = False
         self._send = send
@@ -192,7 +207,7 @@ class _Exchange:
     async def _begin(self, status: int, headers: Headers) -> None:
         if self.has_started:
             return
-        self.has_started = True
+        self.has_started, self.body = True, b""
         kept = [pair for pair in headers if pair[0] not in WRITTEN_HERE]
         await self._send({"type": "http.response.start", "status": status, "headers": kept})
 
@@ -203,17 +218,9 @@ def _error_event(path: str, error: ApiError) -> bytes:
     return event(error.body) + DONE
 
 
-async def _blocks(exchange: _Exchange, body: bytes) -> list[int]:
-    if not body or exchange.method != "POST":
-        return []
-    if len(body) > LONG_BODY:
-        return await asyncio.to_thread(body_blocks, body, exchange.tenant)
-    return body_blocks(body, exchange.tenant)
-
-
 async def _body(receive: Receive) -> bytes:
     """Return the body of a request. The guard before this application has already read the body within its limits, and
-    delivers it in one piece."""
+    delivers it in one piece, which is empty on paths that need no key."""
     parts = []
     while (message := await receive())["type"] == "http.request":
         parts.append(message.get("body", b""))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from outrider.server.bodies import parse_bounded
 from outrider.server.errors import ApiError
@@ -21,14 +21,32 @@ MOST_BLOCKS = 1024  # of one prompt: a longer beginning does not change which re
 PROMPT_FIELDS = ("tools", "system", "instructions", "prompt", "messages", "input")
 
 
+class PromptNames(NamedTuple):
+    """The values of a body that decide which replica gets its request."""
+
+    blocks: list[int]  # hashes of the prompt
+    previous_response: str | None  # id of the stored response that the request continues
+
+
+NO_NAMES = PromptNames([], None)
+
+
+def read_names(body: bytes, tenant: bytes = b"") -> PromptNames:
+    """Read a JSON body within the bounds that replicas have too. A body that replicas will refuse has no names."""
+    try:
+        given = parse_bounded(body)
+        if not isinstance(given, dict):
+            return NO_NAMES
+        previous = given.get("previous_response_id")
+        return PromptNames(prompt_blocks(given, tenant), previous if isinstance(previous, str) else None)
+    except (ApiError, ValueError, RecursionError):  # a body may nest as deeply as can be read, and too deep to write
+        return NO_NAMES
+
+
 def body_blocks(body: bytes, tenant: bytes = b"") -> list[int]:
     """The block hashes of the prompt in a JSON body; none if no prompt can be read. `tenant`: the API key, which is
     part of the hashes because prefix caches of different keys are separate."""
-    try:
-        given = parse_bounded(body)
-        return prompt_blocks(given, tenant) if isinstance(given, dict) else []
-    except (ApiError, ValueError, RecursionError):  # a body may nest as deeply as can be read, and too deep to write
-        return []
+    return read_names(body, tenant).blocks
 
 
 def prompt_blocks(body: Mapping[str, Any], tenant: bytes = b"") -> list[int]:

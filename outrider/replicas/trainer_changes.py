@@ -40,8 +40,7 @@ class TrainerChanges:
             case "POST", found if found == PAUSE:
                 return await self._pause_all(replicas, target, headers)
             case "POST", found if found == RESUME:
-                self._pause = None
-                return await ask_all(_present(replicas), "POST", target, headers, b"")
+                return await self._resume_all(replicas, target, headers)
         return await ask_all(replicas, method, target, headers, body)
 
     async def bring(self, replica: Replica) -> None:
@@ -96,6 +95,17 @@ class TrainerChanges:
         if answer is None:
             raise ApiError(503, "a replica did not answer, and none is paused: ask again when /health says healthy",
                            retry_after=5)
+        return answer
+
+    async def _resume_all(self, replicas: Sequence[Replica], target: bytes, headers: Headers) -> WholeAnswer:
+        """Let all replicas continue. If they refuse the client, the pause still holds for replicas that restart."""
+        before, self._pause = self._pause, None
+        present = _present(replicas)
+        if not present:
+            raise ApiError(503, "no replica serves: ask again when /health says healthy", retry_after=5)
+        answer = await ask_all(present, "POST", target, headers, b"")
+        if answer[0] != 200 and self._pause is None:
+            self._pause = before
         return answer
 
 

@@ -159,10 +159,10 @@ class Guard:
         return receive_in_turn
 
     async def _with_body(self, scope: Scope, receive: Receive, held: HeldBody) -> Receive:
-        """Read the whole body, within the limits, before the route sees it. Paths that need no key are left out,
-        because anyone could fill the memory there."""
+        """Read the whole body, within the limits, before the route sees it. On paths that need no key the route sees
+        an empty body, because anyone could fill the memory there."""
         if scope["method"] in BODILESS_METHODS or scope["path"] in OPEN_PATHS:
-            return receive
+            return _replay(b"", receive)
         declared, most = _header(scope, b"content-length"), self._most_bytes(scope["path"])
         if declared.isdigit() and int(declared) > most:
             raise _too_large(most)
@@ -176,12 +176,7 @@ class Guard:
         scope[IS_READ] = True
         if body:
             _check_kind(scope)
-        parts = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replay() -> Message:
-            return parts.pop() if parts else await receive()
-
-        return replay
+        return _replay(body, receive)
 
     async def _read(self, receive: Receive, held: HeldBody, tenant: str | None, most: int) -> bytes:
         chunks, size = [], 0
@@ -201,6 +196,17 @@ class Guard:
     def _most_bytes(self, path: str) -> int:
         """Return the most bytes that the body of a route may have."""
         return self._max_body_bytes + (self._image_bytes if path in IMAGE_PATHS and self._takes_images() else 0)
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Make a receive function that gives the route this body as a whole, and then what `receive` gives."""
+    parts = [{"type": "http.request", "body": body, "more_body": False}]
+    del body  # the route alone decides how long it is kept
+
+    async def replay() -> Message:
+        return parts.pop() if parts else await receive()
+
+    return replay
 
 
 def _too_large(most: int) -> ApiError:

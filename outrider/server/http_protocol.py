@@ -14,7 +14,7 @@ import asyncio
 from typing import Any
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 MAX_HEAD_BYTES = 1 << 16  # request line, all fields and the empty line, without spaces around values
 TOO_LARGE = "The head of the request is too large."
@@ -79,14 +79,28 @@ class BoundedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.parser = StayingParser(self)
+        self._unanswered: list[RequestResponseCycle] = []  # in the order in which they came
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._start_timer()
 
+    def eof_received(self) -> None:
+        self._end_requests()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        self._end_requests()
         super().connection_lost(exc)
+
+    def _end_requests(self) -> None:
+        """Tell every request of the connection that its client has left. uvicorn tells the last one alone, and would
+        start the requests that wait for earlier answers, each of which would log an error."""
+        self.pipeline.clear()
+        for cycle in self._unanswered:
+            cycle.disconnected = not cycle.response_complete
+            cycle.message_event.set()
+        self._unanswered.clear()
 
     def data_received(self, data: bytes) -> None:
         num_requests = self._num_requests
@@ -162,6 +176,9 @@ class BoundedHttp(HttpToolsProtocol):
         self._is_in_head = False
         self._stop_timer()
         super().on_headers_complete()
+        self._unanswered = [cycle for cycle in self._unanswered if not cycle.response_complete]
+        if self.cycle is not None:
+            self._unanswered.append(self.cycle)
 
     def on_message_complete(self) -> None:
         if self.parser.makes_offer:

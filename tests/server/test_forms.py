@@ -16,9 +16,10 @@ import pytest
 from outrider.async_llm import AsyncLLM
 from outrider.core.structured import StructuredOutputsParams
 from outrider.engine.request_checks import RequestChecks
-from outrider.features.grammars import limits
+from outrider.features.grammars import limits, turn_times
 from outrider.features.grammars.compiled_forms import CompiledForms
 from outrider.features.grammars.compiler import GrammarCompiler
+from outrider.features.grammars.turn_times import RowTime
 from outrider.server.errors import ApiError
 from outrider.server.forms import chat_form, forced_calls, with_allowed_tools
 from outrider.server.protocol import ChatRequest
@@ -390,3 +391,28 @@ def test_a_client_that_leaves_gives_up_its_turn_at_the_compiler() -> None:
                 served.wait_for(lambda: not turns._waiting)
         answer = served.post("/v1/completions", prompt="x", max_tokens=1, structured_outputs={"regex": "a{3,9}"})
         assert answer.status_code == 200
+
+
+def test_a_grammar_that_reads_texts_in_ever_more_ways_ends_alone(served: Served,
+                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tokens take time with the cube of their number, in which every other request would wait."""
+    ambiguous = 'start: s\ns: s s | s s s | "a" | ""'
+    body = {"prompt": "x", "max_tokens": 150, "ignore_eos": True, "structured_outputs": {"grammar": ambiguous}}
+    monkeypatch.setattr(turn_times, "TURN_SECONDS", 0.0)
+    monkeypatch.setattr(turn_times, "MOST_DEBT", 0.002)
+    monkeypatch.setattr(turn_times, "LEAST_SLOW", 0.0005)
+    assert "so many ways" in served.error("/v1/completions", **body)["message"]
+    plain = body | {"structured_outputs": {"grammar": "start: /a*/"}}
+    assert served.post("/v1/completions", **plain).status_code == 200
+
+
+def test_only_slow_rows_of_clients_in_debt_end() -> None:
+    times = turn_times.TurnTimes()
+    little = turn_times.LEAST_SLOW / 2
+    much = turn_times.TURN_SECONDS + turn_times.MOST_DEBT / 2 - 2 * little
+    turn = {0: RowTime("a", much), 1: RowTime("a", little), 2: RowTime("b", much / 3), 3: RowTime(None, much * 100)}
+    assert not times.find_slow(turn) and not times.find_slow(turn), "the debt is not larger than it may be"
+    assert times.find_slow(turn) == [0]
+    assert not times.find_slow(turn), "the debt has been paid"
+    times.find_slow({2: RowTime("b", little)})
+    assert not times.find_slow(turn) and not times.find_slow(turn), "a client without rows is forgotten"

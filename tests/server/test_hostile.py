@@ -6,6 +6,7 @@ import asyncio
 import gzip
 import itertools
 import json
+import logging
 import socket
 import time
 from collections.abc import AsyncGenerator
@@ -19,7 +20,7 @@ import outrider.server.http_protocol as http_protocol
 from outrider.async_llm import AsyncLLM
 from outrider.server.messages import ContentBlocks
 from outrider.server.work import EventStream
-from tests.server.rig import PATIENCE, Served, served_fixture, tiny_engine
+from tests.server.rig import PATIENCE, Served, served_fixture, serving, tiny_engine
 
 CHAT = [{"role": "user", "content": "Go."}]
 
@@ -139,6 +140,25 @@ def test_requests_that_do_not_wait_for_answers_are_few(served: Served) -> None:
     assert talk(served, one * 10 + b"GET /version HTTP/1.0\r\n\r\n").count(b"200 OK") == 11
     answers = talk(served, one * 10_000)
     assert answers.count(b"200 OK") <= http_protocol.MAX_WAITING + 1 and b"400 Bad Request" in answers
+
+
+def test_requests_of_a_client_that_has_left_log_no_errors(monkeypatch: pytest.MonkeyPatch,
+                                                           caplog: pytest.LogCaptureFixture) -> None:
+    """Each would be an error of thirty lines in the log."""
+    monkeypatch.setattr(asyncio, "run", pytest.importorskip("uvloop").run)
+    body = json.dumps({"prompt": "a", "max_tokens": 20}).encode()
+    one = (b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+           b"Content-Length: %d\r\n\r\n%s" % (len(body), body))
+    with serving(lambda: AsyncLLM.around(tiny_engine().engine)) as served:
+        host, port = served.url.removeprefix("http://").split(":")
+        monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [caplog.handler])
+        for _ in range(5):
+            with socket.create_connection((host, int(port))) as client:
+                client.sendall(one * 10)
+                client.shutdown(socket.SHUT_WR)
+                while client.recv(1 << 16):
+                    pass
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
 def test_tiny_chunks_and_fields_are_few(served: Served) -> None:

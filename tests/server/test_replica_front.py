@@ -8,6 +8,7 @@ import asyncio
 import json
 import re
 import tempfile
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -28,6 +29,7 @@ from outrider.server.settings import ServerConfig
 
 Answering = Callable[["Script", bytes, bytes, asyncio.StreamWriter], Awaitable[None]]
 PROMPT = "a prompt of some length " * 10
+JSON = {"Content-Type": "application/json"}
 
 
 async def reply(writer: asyncio.StreamWriter, content: Any, status: int = 200) -> None:
@@ -533,5 +535,91 @@ def test_a_reload_that_one_replica_refuses_is_undone_where_it_was_made(tmp_path:
                 scripts[0].asked.clear()
                 assert (await client.post(path, json=asked)).status_code == 400
                 assert paths_and_bodies(scripts[0]) == [(path, asked), ("/v1/load_lora_adapter", before)]
+
+    run(test)
+
+
+def test_bodies_on_routes_without_a_key_are_not_kept() -> None:
+    async def test() -> None:
+        async with fronted(echo, keys=("k",)) as (client, (script,)):
+            for path in ("/", "/docs", "/ready", "/ping"):
+                assert (await client.post(path, content=b"x" * 100_000)).status_code == 200
+            assert [body for _, body in script.asked] == [b""] * 3  # the front answers /ping
+
+    run(test)
+
+
+def test_a_body_that_replicas_refuse_is_not_looked_at_for_a_response() -> None:
+    async def test() -> None:
+        async with fronted(echo) as (client, (script,)):
+            for num, num_asked in ((10, 2), (200_000, 1)):
+                script.asked.clear()
+                body = b'{"previous_response_id": "resp_1", "input": [' + b"[]," * num + b"[]]}"
+                assert (await client.post("/v1/responses", content=body, headers=JSON)).status_code == 200
+                assert len(script.asked) == num_asked
+
+    run(test)
+
+
+def test_the_replica_of_a_response_is_found_by_the_head_of_its_answer_alone() -> None:
+    async def answer(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        if head.startswith(b"GET"):
+            await hang(script, head, body, writer)
+        await reply(writer, {"replica": script.replica.number})
+
+    async def nowhere(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        await reply(writer, {}, 404)
+
+    async def test() -> None:
+        async with fronted(nowhere, answer) as (client, scripts):
+            for path in ("/v1/responses", "/v1/responses/input_tokens"):
+                body = {"previous_response_id": "resp_1", "input": "x"}
+                assert (await client.post(path, json=body)).json() == {"replica": 1}
+            await scripts[1].closed.wait()
+
+    run(test)
+
+
+def test_the_body_of_a_stream_that_has_begun_is_not_kept() -> None:
+    async def stream(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        script.asked.clear()
+        del body
+        await begin_stream(writer)
+        begun.set()
+        await asyncio.Event().wait()
+
+    begun = asyncio.Event()
+
+    async def test() -> None:
+        async with fronted(stream, guard=lambda front: Guard(front, keys=(), max_body_bytes=1 << 24)) as (client, _):
+            tracemalloc.start()
+            body = b"x" * (1 << 23)
+            request = asyncio.ensure_future(client.post("/v1/completions", content=body, headers=JSON))
+            await begun.wait()
+            for _ in range(100):
+                await asyncio.sleep(0.01)
+            num_bytes = tracemalloc.get_traced_memory()[0]
+            tracemalloc.stop()
+            request.cancel()
+            await asyncio.wait({request})
+            assert num_bytes < 2.5 * len(body), "the client's, the replica's, and no further copy"
+
+    run(test)
+
+
+def test_a_client_that_may_not_resume_leaves_the_pause_as_it_is() -> None:
+    async def forbid(script: Script, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+        await reply(writer, {"status": "paused"}, 403 if head.startswith(b"POST /resume") else 200)
+
+    async def test() -> None:
+        trainer = TrainerChanges()
+        async with fronted(forbid, trainer=trainer) as (client, (script,)):
+            assert (await client.post("/pause")).status_code == 200
+            assert (await client.post("/resume")).status_code == 403
+            script.asked.clear()
+            await trainer.bring(script.replica)
+            assert [head.split()[1] for head, _ in script.asked] == [b"/pause"]
+            script.replica.state = ReplicaState.GONE
+            assert (await client.post("/resume")).status_code == 503
 
     run(test)

@@ -10,8 +10,10 @@ tokens only. A row that is admitted again begins from the outputs that its admis
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
@@ -21,6 +23,7 @@ import numpy as np
 from outrider.core import Admission, Axis, Finish, HostDraft, Limits, ScheduledBatch, StepForm, StepResult
 from outrider.core.params import SamplingParams
 from outrider.features.grammars.form_lease import FormFailure, FormLease
+from outrider.features.grammars.turn_times import TOO_SLOW, RowTime, TurnTimes
 from outrider.runner.host_turn import HostTurn
 from outrider.runner.rank_link import ONE_RANK_LINK, RankLink
 from outrider.runner.row_state import RowState
@@ -58,7 +61,8 @@ class Forms(Protocol):
 
 
 class DeadMatcher:
-    """Replaces a matcher that could not be made on some rank. It allows no token, so the request ends with `error`."""
+    """Replaces a matcher that could not be made on some rank, or that takes too long. It allows no token, so the
+    request ends with `error`."""
 
     def __init__(self, error: str) -> None:
         self.error: str | None = error
@@ -82,6 +86,8 @@ class RowGrammar:
     prompt_len: int
     known: int  # tokens, prompt included, that the matcher has followed
     stop_ids: list[int]
+    client: str | None  # who sent the request; None: the program itself
+    seconds: float = 0.0  # processor time of the matcher since the last turn
     failure: FormFailure | None = None  # why it allows no further token, once it does not
     link: RankLink = ONE_RANK_LINK
 
@@ -97,6 +103,10 @@ class RowGrammar:
         matcher.advance(self.outputs)
         return matcher
 
+    def end(self, error: str) -> None:
+        """Let the request end with an error at its next token."""
+        self.__dict__["matcher"] = DeadMatcher(error)
+
     def forbids_end_at(self, length: int) -> bool:
         """Whether the request forbids that the text ends at this length (prompt included). An end is allowed
         nevertheless if the grammar allows nothing else."""
@@ -108,6 +118,7 @@ class GrammarRows(HostTurn):
 
     def __init__(self, state: RowState, limits: Limits, forms: Forms, link: RankLink = ONE_RANK_LINK) -> None:
         self._state, self._forms, self._link = state, forms, link
+        self._times = TurnTimes()
         self._max_drafts, self._run = limits.max_drafts, limits.extent(Axis.RUN)
         self._rows: dict[int, RowGrammar] = {}
         self._guesses: list[HostDraft] = []  # for the next step
@@ -121,7 +132,8 @@ class GrammarRows(HostTurn):
             if lease is not None:
                 self._rows[admission.row] = RowGrammar(
                     params, self._forms.start(lease.number), list(admission.output_ids), admission.prompt_len,
-                    admission.num_known, admission.request.stop_ids(admission.eos_ids), link=self._link)
+                    admission.num_known, admission.request.stop_ids(admission.eos_ids), lease.client,
+                    link=self._link)
 
     def reset(self) -> None:
         self._rows.clear()
@@ -142,22 +154,19 @@ class GrammarRows(HostTurn):
         """Called in a split step between the forward pass and the sampler. Matchers follow the tokens of the previous
         step, then write the masks of this step's logit rows. No masks are written after the first draft that is not
         allowed, because no token is sampled there."""
-        wanted: list[tuple[Matcher, list[int], int]] = []
-        cells: list[int] = []
-        lengths: list[tuple[RowGrammar, int]] = []  # length of the text before each mask
+        followed: list[tuple[int, RowText, list[int]]] = []  # with the drafts that grammars allow
         for (row, num_drafts), text in zip(self._drafting(batch), self._read(), strict=True):
-            if not text.is_alive:
-                continue
-            grammar = self._follow(row, text)
-            drafts = grammar.matcher.allowed_prefix(text.drafts[:num_drafts])
-            if grammar.matcher.error is None:
-                wanted.append((grammar.matcher, drafts, len(cells)))
-            cells += range(row * self._run, row * self._run + 1 + len(drafts))
-            lengths += [(grammar, text.known + j) for j in range(1 + len(drafts))]
-            if runs_ahead:
-                self._guess(row, text.known, text.drafts[:num_drafts], self._run)
-        if cells:
-            self._write(wanted, cells, lengths)
+            if text.is_alive:
+                self._follow(row, text)
+                with self._timed(row) as grammar:
+                    followed.append((row, text, grammar.matcher.allowed_prefix(text.drafts[:num_drafts])))
+        if followed:
+            self._end_slow([row for row, _, _ in followed])
+            self._write_masks(followed)
+        if runs_ahead:
+            num_drafts_of = dict(self._drafting(batch))
+            for row, text, _ in followed:
+                self._guess(row, text.known, text.drafts[:num_drafts_of[row]], self._run)
 
     def settle(self, batch: ScheduledBatch, result: StepResult) -> StepResult:
         """Called after a split step whose result can be read at once. Returns the result with new counts of waiting
@@ -195,9 +204,25 @@ class GrammarRows(HostTurn):
         grammar = self._rows[row]
         num_new = text.known - grammar.known
         assert 0 <= num_new <= len(text.last), f"{num_new} tokens since the last step, more than one can yield"
-        grammar.matcher.advance(text.last[len(text.last) - num_new :])
+        matcher = grammar.matcher  # not timed: the first time it follows all outputs of a request that was preempted
+        with self._timed(row):
+            matcher.advance(text.last[len(text.last) - num_new :])
         grammar.known = text.known
         return grammar
+
+    @contextmanager
+    def _timed(self, row: int) -> Iterator[RowGrammar]:
+        grammar, began = self._rows[row], time.thread_time()
+        yield grammar
+        grammar.seconds += time.thread_time() - began
+
+    def _end_slow(self, rows: Sequence[int]) -> None:
+        """End the requests whose grammars take too long. Rank 0 decides, because clocks of ranks differ."""
+        times = {row: RowTime(self._rows[row].client, self._rows[row].seconds) for row in rows}
+        for row in self._link.decide(lambda: self._times.find_slow(times)):
+            self._rows[row].end(TOO_SLOW)
+        for row in rows:
+            self._rows[row].seconds = 0.0
 
     def _guess(self, row: int, known: int, drafts: list[int], in_flight: int = 0) -> int:
         """Make drafts for the next step. `in_flight`: the most tokens that this step may yield, which come before the
@@ -205,10 +230,23 @@ class GrammarRows(HostTurn):
         grammar, most = self._rows[row], self._max_drafts
         if grammar.params.max_drafts is not None:
             most = min(most, grammar.params.max_drafts)
-        guess = grammar.matcher.guess(drafts, most + in_flight) if most else []
+        with self._timed(row):
+            guess = grammar.matcher.guess(drafts, most + in_flight) if most else []
         if guess != drafts[: len(guess)]:
             self._guesses.append(HostDraft(row, known, guess))
         return min(most, len(guess))
+
+    def _write_masks(self, followed: Sequence[tuple[int, RowText, list[int]]]) -> None:
+        wanted: list[tuple[Matcher, list[int], int]] = []
+        cells: list[int] = []
+        lengths: list[tuple[RowGrammar, int]] = []  # length of the text before each mask
+        for row, text, drafts in followed:
+            grammar = self._rows[row]
+            if grammar.matcher.error is None:
+                wanted.append((grammar.matcher, drafts, len(cells)))
+            cells += range(row * self._run, row * self._run + 1 + len(drafts))
+            lengths += [(grammar, text.known + j) for j in range(1 + len(drafts))]
+        self._write(wanted, cells, lengths)
 
     def _write(self, wanted: list[tuple[Matcher, list[int], int]], cells: list[int],
                lengths: list[tuple[RowGrammar, int]]) -> None:
