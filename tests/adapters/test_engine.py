@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import random
 import shutil
 import time
@@ -215,6 +216,36 @@ def test_more_adapters_than_slots_take_turns(folders: list[Path]) -> None:
         assert generated(llm, [PROMPT] * 8, folders * 2) == wanted * 2
         placed = placements_of(rig)
         assert len(placed) >= 4 and {placement.slot for placement in placed} == {0, 1}
+
+
+def test_a_slot_keeps_nothing_of_the_adapter_before(folders: list[Path], tmp_path: Path) -> None:
+    """The new adapter changes fewer layers. The one beside it changes them all, so that steps compute them."""
+    narrow = write_adapter(tmp_path / "narrow", model_of("llama"), 9, scale=0.5, names=("o_proj",))
+    wanted = [text_of("llama", folder, tuple(PROMPT)) for folder in (narrow, folders[1])]
+    with served() as (rig, llm):
+        generated(llm, [PROMPT] * 2, folders[:2])
+        generated(llm, [PROMPT], folders[1:2])  # the other slot is the least recently used
+        assert generated(llm, [PROMPT] * 2, [narrow, folders[1]]) == wanted
+        slots = {placed.number: placed.slot for placed in placements_of(rig)}
+        assert slots[3] == slots[1] != slots[2]
+
+
+def test_an_adapter_may_change_more_layers_than_the_one_before_in_its_slot(folders: list[Path], tmp_path: Path) -> None:
+    narrow = write_adapter(tmp_path / "narrow", model_of("llama"), 9, scale=0.5, names=("o_proj",))
+    with served(max_loras=1) as (_, llm):
+        for folder in (narrow, folders[0], narrow):
+            assert generated(llm, [PROMPT], [folder]) == [text_of("llama", folder, tuple(PROMPT))]
+
+
+def test_adapters_that_differ_in_their_config_alone_share_no_pages(folders: list[Path], tmp_path: Path) -> None:
+    other = Path(shutil.copytree(folders[0], tmp_path / "other"))
+    config = other / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"lora_alpha": 1}))
+    with served(enable_prefix_caching=False) as (_, llm):
+        wanted = generated(llm, [PROMPT] * 2, [folders[0], other])
+        assert wanted[0] != wanted[1]
+    with served() as (_, llm):
+        assert [*generated(llm, [PROMPT], [folders[0]]), *generated(llm, [PROMPT], [other])] == wanted
 
 
 def test_requests_that_wait_for_a_slot_hold_up_no_others(folders: list[Path]) -> None:

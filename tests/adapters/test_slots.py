@@ -49,6 +49,16 @@ def test_an_adapter_may_start_in_the_slot_of_one_that_nobody_runs_with() -> None
     assert slots.room_for(having(3)) is Room.FREE and slots.take(having(3)) and slots.room_for(having(1)) is Room.TAKEN
 
 
+def test_an_adapter_fills_a_gap_of_its_size() -> None:
+    slots = AdapterSlots(num_slots=3, capacity=100, sizes=SIZES)
+    assert all(slots.take(having(number)) for number in (1, 2, 3))
+    slots.give(having(2))
+    slots.forget(2)
+    slots.take_orders()
+    assert slots.take(having(2)), "between two adapters in use"
+    assert slots.take_orders() == AdapterPlacements((AdapterPlacement(2, 1, 40),))
+
+
 def test_the_least_recently_used_adapter_goes_first() -> None:
     slots = AdapterSlots(num_slots=2, capacity=100, sizes=SIZES)
     for number in (1, 2, 1):

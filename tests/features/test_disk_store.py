@@ -13,6 +13,7 @@ import pytest
 from outrider.features.tiers.disk import CacheFolderError
 from outrider.features.tiers.disk import shared_log as log_module
 from outrider.features.tiers.disk.folder import CacheFolder
+from outrider.features.tiers.disk.queue import StoreQueue
 from tests.features.disk_cases import DOMAIN, bytes_in, get, key_of, object_files, opened, put
 
 MIB = 1 << 20
@@ -304,3 +305,17 @@ def test_what_could_not_be_written_is_told(tmp_path: Path, monkeypatch: pytest.M
         shutil.rmtree(tmp_path / "cache")
         assert put(store, key_of(2)) and store.flush()
         assert key_of(2) in store.take_evicted() and not store.contains(key_of(2))
+
+
+def test_an_object_that_is_stored_again_is_served_until_it_is_written() -> None:
+    """It was dropped while its first copy was being written."""
+    queue, key = StoreQueue(MIB), key_of(1)
+    assert queue.put(key, memoryview(b"first"), False) is None
+    (first,), _ = queue.take(MIB, 0)
+    queue.drop([key])
+    assert queue.put(key, memoryview(b"second"), False) is None
+    queue.finish(first)
+    assert queue.pending[key].payload == b"second" and queue.num_bytes == len(b"second")
+    (second,), _ = queue.take(MIB, 0)
+    queue.finish(second)
+    assert not queue.pending and queue.num_bytes == 0

@@ -42,8 +42,7 @@ class Gated:
     gate: threading.Event = field(default_factory=threading.Event)
     fails: set[int] = field(default_factory=set)  # loads, by number
     error: Exception | None = None
-    pause: float = 0.0  # seconds of each load
-    is_wrong: bool = False  # loads bring other bytes
+    declines: bool = False  # all stores
     num_loads: int = 0
     flags: dict[bytes, bool] = field(default_factory=dict)
 
@@ -54,6 +53,8 @@ class Gated:
         return list(self.pages)
 
     def store(self, key: bytes, payload: memoryview, *, boundary: bool = False) -> bool:
+        if self.declines:
+            return False
         assert self.pages.get(key, bytes(payload)) == bytes(payload), "two pages have one key"
         self.pages[key], self.flags[key] = bytes(payload), boundary
         return True
@@ -185,6 +186,57 @@ def test_changes_while_pages_come(name: str, change: str, place: Gated, tmp_path
         outputs = rig.run([ask])
         assert_equal(answers_of(outputs), expected)
         assert cached_of(outputs)[0] >= 32
+
+
+@pytest.mark.parametrize("change", ["abort and reset", "failed step"])
+def test_a_load_that_was_cancelled_writes_to_no_page_of_others(change: str, place: Gated, tmp_path: Path) -> None:
+    """Its pages are read while the next request, which needs all pages there are, already has them."""
+    kind = KINDS["full"]
+    first, second = asks_of(kind, (70, 71))
+    second = Ask(second.prompt, greedy(36, logprobs=2))
+    expected = cold(kind, tmp_path, [second])
+    with kind.open(tmp_path, num_pages=8) as rig:
+        rig.run([first])
+        rig.engine.rest()
+        place.gate.clear()
+        begin(rig, first)
+        if change == "failed step":
+            rig.step.run = failing_once(rig)  # type: ignore[method-assign]
+            rig.outputs.step()
+            rig.outputs.step()
+        rig.engine.abort("waiting")
+        rig.engine.forget_cached()
+        rig.outputs.add("second", second.prompt, second.params)
+        while not cache_of(rig).pool.num_free == 1:
+            rig.outputs.step()
+        place.gate.set()
+        for _ in range(200):
+            if place.num_loads:
+                break
+            time.sleep(0.01)
+        time.sleep(0.05)  # what is read now is there before the next step begins
+        assert_equal(answers_of([finish(rig)["second"]]), expected)
+
+
+def test_a_page_is_stored_before_a_load_takes_its_place(place: Gated, tmp_path: Path) -> None:
+    """Pages that no place took are stored when they are evicted, here by the load that is read at once."""
+    kind = KINDS["full"]
+    first, second = asks_of(kind, (70, 71))
+    with kind.open(tmp_path) as rig:
+        rig.run([second])
+        rig.engine.rest()
+        right, place.pages = place.pages, {}
+    with kind.open(tmp_path, num_pages=8) as rig:
+        rig.run([first])
+        rig.engine.rest()
+        own = set(place.pages)
+        place.declines = True
+        rig.run([second])
+        place.declines = False
+        rig.run([first])
+        rig.engine.rest()
+    evicted = {key: data for key, data in place.pages.items() if key not in own}
+    assert evicted and evicted.items() <= right.items()
 
 
 def test_requests_with_one_prefix_wait_for_one_load(place: Gated, tmp_path: Path) -> None:

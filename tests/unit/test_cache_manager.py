@@ -85,6 +85,15 @@ def test_other_salts_do_not_hit() -> None:
     assert compute(cache, 2, TOKENS[:9], ("salt=a",)) == 8
 
 
+def test_a_request_that_waited_while_the_weights_changed_is_found_by_later_ones() -> None:
+    """Its pages were computed with the weights that later requests have."""
+    cache = manager((4, 0))
+    cache.find_start(0, TOKENS[:13])
+    cache.use_weights(1)
+    assert compute(cache, 0, TOKENS[:13]) == 0
+    assert compute(cache, 1, TOKENS[:13]) == 12
+
+
 def test_a_hit_can_be_declined_or_switched_off() -> None:
     cache = manager((4, 0))
     compute(cache, 0, TOKENS[:9])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from random import Random
 
 import pytest
@@ -12,6 +13,7 @@ from outrider.cache.groups import Group
 from outrider.cache.kinds import SlidingKind
 from outrider.cache.pages import PagePool
 from outrider.cache.prefix import PageHashes, longest_hit
+from outrider.core.input_part import InputPart, InputParts
 from tests.unit.hash_mixer import make_layout
 
 TOKENS = list(range(100, 140))
@@ -31,6 +33,24 @@ def test_a_page_is_known_by_everything_before_it() -> None:
 def test_salt_and_other_keys_are_part_of_the_hash() -> None:
     keys: list[tuple[str, ...]] = [(), ("salt=a",), ("salt=b",), ("salt=a", "adapter=1"), ("adapter=1",)]
     assert len({PageHashes(4, k).upto(TOKENS, 1)[0] for k in keys}) == len(keys)
+
+
+class Marked(InputPart):
+    """An input at one position of a prompt."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    def page_content(self, start: int, end: int, token_ids: Sequence[int]) -> list[int]:
+        return [self.position - start] if start <= self.position < end else []
+
+
+def test_an_input_is_a_part_of_the_page_that_it_begins_in() -> None:
+    """Also at the page's first token and at its last."""
+    plain = PageHashes(4, ()).upto(TOKENS, 4)
+    for position in range(16):
+        hashes = PageHashes(4, (), InputParts([Marked(position)])).upto(TOKENS, 4)
+        assert [a == b for a, b in zip(plain, hashes, strict=True)] == [page < position // 4 for page in range(4)]
 
 
 def test_equal_tokens_in_another_place_are_another_page() -> None:

@@ -158,3 +158,30 @@ def test_a_state_that_is_known_is_not_folded_again() -> None:
     admit(cache, 1, TOKENS[:13])
     end(cache, 1, TOKENS[:18], 17, 14)
     assert not cache.has_orders
+
+
+# Failures
+
+
+@pytest.mark.parametrize(("failed", "hit"), [((), 16), ((0,), 0)])
+def test_a_state_of_a_request_whose_values_are_not_finite_is_never_found(failed: tuple[int, ...], hit: int) -> None:
+    """The step has written it all the same, and says so."""
+    cache = manager()
+    admit(cache, 0, TOKENS[:17])
+    assert cache.reserve(0, Bound(17))
+    writes = cache.grant_checkpoints(0, {0: chunk(0, 17)})
+    cache.settle_checkpoints(0, [write.id for write in writes], lambda _: TOKENS, failed)
+    cache.settle(0, Settled(17), TOKENS)
+    assert hit_of(cache, TOKENS[:20]) == hit
+
+
+@pytest.mark.parametrize("is_written", [False, True])
+def test_who_began_from_a_promised_state_starts_again_if_it_was_not_written(is_written: bool) -> None:
+    cache = manager()
+    admit(cache, 0, TOKENS[:20])
+    assert cache.reserve(0, Bound(16))
+    cache.promise(1, 0, TOKENS[:20], 16)
+    (write,) = cache.grant_checkpoints(1, {0: chunk(0, 16)})
+    start = cache.find_start(1, TOKENS[:20], step=2)
+    assert cache.admit(1, 2, start) == 16
+    assert cache.settle_promises(1, (), [write.id] if is_written else []) == (set() if is_written else {1})

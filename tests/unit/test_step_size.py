@@ -7,14 +7,21 @@ from typing import Any
 import pytest
 import torch
 
-from outrider.core import Limits, ScheduledBatch
+from outrider.cache.manager import CacheManager
+from outrider.cache.pages import PagePool
+from outrider.core import Finish, Limits, ScheduledBatch
+from outrider.core.input_part import InputPart
 from outrider.runner.batch import PackedBatch
 from outrider.runner.interface import StepOutOfMemory
 from outrider.runner.memory import naming_lack_of_memory
+from outrider.sched.request import Request
+from outrider.sched.scheduler import Scheduler
 from outrider.sched.step_size import FIRST_WAIT, LEAST_TOKENS, StepSize
 from tests.engine.harness import Ask, Rig, greedy, prompt_of, tiny_model, tokens_of
 from tests.engine.recurrent_rig import HYBRIDS
 from tests.engine.recurrent_rig import hybrid as hybrid_of
+from tests.unit.hash_mixer import make_layout
+from tests.unit.made_requests import made_request
 
 LIMITS = Limits(max_requests=64, max_batched_tokens=512, max_len=256, max_drafts=0, vocab_size=100)
 HOST = RuntimeError("[enforce fail at alloc_cpu.cpp:1] DefaultCPUAllocator: can't allocate memory: 9 bytes.")
@@ -42,6 +49,32 @@ def test_a_size_has_a_least() -> None:
         assert size.tokens >= size.requests >= 1
     assert (size.requests, size.tokens) == (1, LEAST_TOKENS)
     assert not size.shrink(1, 3)
+
+
+class Uncut(InputPart):
+    """A prompt whose first tokens must be computed in one step."""
+
+    def __init__(self, end: int) -> None:
+        self.end = end
+
+    def last_cut(self, position: int) -> int:
+        return 0 if position < self.end else position
+
+    def next_cut(self, position: int) -> int:
+        return self.end if 0 < position < self.end else position
+
+
+def test_a_prompt_that_no_smaller_step_can_hold_waits_for_a_larger_one() -> None:
+    """No step passes meanwhile, after which the size would grow by itself."""
+    cache = CacheManager(make_layout((4, 0)), PagePool(500), LIMITS)
+    sched = Scheduler(cache, LIMITS)
+    sched.add(Request(0, made_request(range(90)), 100))
+    assert sched.schedule() is not None
+    sched.end(0, Finish.ABORT)
+    sched.recover("no memory", lacked_memory=True)
+    sched.add(Request(1, made_request(range(80), parts=(Uncut(80),)), 90))
+    batch = next(filter(None, (sched.schedule() for _ in range(8))))
+    assert batch.num_known == [80]
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError("none"), HOST])

@@ -13,10 +13,12 @@ from outrider.cache.pages import PagePool
 from outrider.core import Finish, Limits, RequestResult, ScheduledBatch, StepResult
 from outrider.core.params import SamplingParams
 from outrider.features.adapters.slots import AdapterSlots
+from outrider.sched.giving_way import MOST_GIVEN_WAY, Tenure
 from outrider.sched.request import Request, State
 from outrider.sched.row_resources import PATIENCE
 from outrider.sched.scheduler import Scheduler
 from outrider.sched.shares import NO_TENANT, TenantShares
+from outrider.sched.waiting import WaitingRequests
 from tests.unit.hash_mixer import make_layout
 from tests.unit.made_requests import made_request
 
@@ -177,6 +179,24 @@ def test_a_request_that_needs_most_of_the_pool_ends_beside_another_tenant(prompt
             sched.add(asked(index := index + 1, "one", prompt=10, new=small))
         step(sched)
     assert index > ended
+
+
+def test_pages_that_others_give_up_for_a_request_are_kept_for_it() -> None:
+    """From the step in which it lacks them, to the end of the next step in which it lacks none."""
+    tenure, waiting = Tenure(), WaitingRequests()
+    holder, other = asked(0, "one"), asked(1, "two")
+    for _ in range(MOST_GIVEN_WAY):
+        assert tenure.holder is None
+        tenure.give_way(holder)
+    holder.state = State.RUNNING
+    tenure.begin_step()
+    assert tenure.holder is holder and not tenure.keeps_out(other, waiting), "it lacks nothing yet"
+    tenure.lack()
+    assert tenure.keeps_out(other, waiting) and not tenure.keeps_out(holder, waiting)
+    tenure.begin_step()
+    assert tenure.keeps_out(other, waiting), "another request gives up its pages now"
+    tenure.begin_step()
+    assert not tenure.keeps_out(other, waiting)
 
 
 def test_large_requests_of_many_tenants_end_one_after_another() -> None:
