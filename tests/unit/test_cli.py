@@ -103,7 +103,7 @@ def test_help_is_quick_shows_examples_and_leaves_torch_alone() -> None:
 
 @pytest.mark.parametrize("command", ["generate", "chat", "verify", "run-batch", "env", "models", "demo", "bench",
                                      "bench throughput", "bench latency", "bench steps", "bench spec", "bench exact",
-                                     "bench quality", "train-drafter"])
+                                     "bench quality", "bench cpu", "train-drafter"])
 def test_every_command_has_help_with_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         cli.main([*command.split(), "--help"])
