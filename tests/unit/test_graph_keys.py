@@ -114,8 +114,8 @@ def test_large_steps_with_prompts_run_at_their_own_size() -> None:
     (batch_of([]), PLAIN, Uncaptured.NO_REQUESTS),
     (batch_of([0] * 65), PLAIN, Uncaptured.TOO_MANY_REQUESTS),
     (batch_of([0], num_known=513), PLAIN, Uncaptured.TOO_MANY_TOKENS),
-], ids=["all logprobs", "many logprobs", "unplaced", "prompt logprobs", "hidden states", "embeddings", "spans", "no requests",
-        "too many requests", "too many tokens"])
+], ids=["all logprobs", "many logprobs", "unplaced", "prompt logprobs", "hidden states", "embeddings", "spans",
+        "no requests", "too many requests", "too many tokens"])
 def test_what_no_graph_serves_runs_eagerly(batch: ScheduledBatch, state: Any, reason: Uncaptured) -> None:
     assert graphs().key_for(batch, state) is reason
 
