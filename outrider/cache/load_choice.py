@@ -46,7 +46,7 @@ class Mean:
 
 
 @dataclass(slots=True)
-class PromptSteps:
+class TimedSteps:
     """When the steps in flight were scheduled, and the prompt tokens in them."""
 
     tokens: dict[int, int] = field(default_factory=dict)  # by step
@@ -58,7 +58,7 @@ class LoadChoice:
     """Times are those of the monotonic clock."""
 
     def __init__(self) -> None:
-        self._steps = PromptSteps()
+        self._steps = TimedSteps()
         self._most_tokens = 0
         self._token = Mean()  # seconds of a prompt token
         self._trip = Mean()

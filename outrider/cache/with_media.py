@@ -11,6 +11,7 @@ storage."""
 
 from __future__ import annotations
 
+import enum
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,11 @@ from outrider.core.page_moves import LoadedPages, PageLoad, PageMoves
 MOST_LOADS = 3  # of one request: what was loaded may be evicted again before the request starts
 LOAD_PATIENCE = 10.0  # seconds that a load may take, beside those that computing the tokens would take
 _load_ids = count(1)  # unique in a process: a worker may still carry out a load of an earlier scheduler
+
+
+class News(enum.Enum):
+    ASKED = "the request waits for a report of what other engines have stored"
+    TOLD = "a report has come since it asked"
 
 
 @dataclass(slots=True)
@@ -63,6 +69,7 @@ class CacheWithMedia(CacheManager):
         self._unsent: list[PageLoad] = []
         self._cancelled: list[int] = []
         self._asks_news = False
+        self._news: dict[int, News] = {}  # by request
         self._computed: dict[int, int] = {}  # by request: prompt tokens that were scheduled, or found
         self.choice = LoadChoice()
 
@@ -89,8 +96,7 @@ class CacheWithMedia(CacheManager):
             return False
         self.media.leave_alone({})  # rests may have ended since the last report
         reach = self._wide.reach(request_id, token_ids, inputs)
-        if len(token_ids) - reach > self._smallest_page and self.media.has_old_news:
-            self._asks_news = True  # other engines may have stored more
+        if len(token_ids) - reach > self._smallest_page and self._waits_for_news(request_id):
             return True
         if reach <= hit:
             return False
@@ -109,6 +115,14 @@ class CacheWithMedia(CacheManager):
             return False
         self._load(request_id, arrival, LOAD_PATIENCE + self.choice.compute_seconds(reach - hit))
         return True
+
+    def _waits_for_news(self, request_id: int) -> bool:
+        """Whether the request waits to hear what other engines have stored. It asks once at most: the next report may
+        take longer than news are new."""
+        if request_id not in self._news and self.media.has_old_news:
+            self._news[request_id] = News.ASKED
+            self._asks_news = True
+        return self._news.get(request_id) is News.ASKED
 
     def _why_not(self, arrival: Arrival, num_tokens: int) -> str | None:
         """Why pages that would spare so many tokens are not loaded, in words for a metric."""
@@ -161,6 +175,7 @@ class CacheWithMedia(CacheManager):
 
     def admit(self, request_id: int, row: int, start: Start) -> int:
         self._num_loads.pop(request_id, None)
+        self._news.pop(request_id, None)
         self._computed[request_id] = start.hit
         if request_id in self._session_of:
             found = self._pages_of_prefix(request_id, start.token_ids, start.hit)
@@ -240,6 +255,7 @@ class CacheWithMedia(CacheManager):
         if report.opened is not None:
             self.media.open(report.opened)
         self.media.take_news(report.found, is_shared=report.is_shared)
+        self._news = dict.fromkeys(self._news, News.TOLD)
         forgotten = min(self._pending.num_forgotten, len(report.stored))
         self._pending.num_forgotten -= forgotten
         self._pending.num_stores = max(0, self._pending.num_stores - len(report.stored))  # some may precede a failure
@@ -327,6 +343,7 @@ class CacheWithMedia(CacheManager):
         self._cancel_loads()
         self.queue.clear()
         self.choice.forget_steps()
+        self._news = dict.fromkeys(self._news, News.TOLD)  # the report may be lost
         cancelled, self._cancelled = self._cancelled, []
         super().forget_unsettled(changes)
         self.pool.arriving = self._pending = Pending()
@@ -353,6 +370,7 @@ class CacheWithMedia(CacheManager):
         self._num_loads.pop(request_id, None)
         self._session_of.pop(request_id, None)
         self._computed.pop(request_id, None)
+        self._news.pop(request_id, None)
         load = self._waits_for.pop(request_id, None)
         if load is not None:
             self._pending.loads[load].requests.discard(request_id)

@@ -86,6 +86,10 @@ def _table(args: argparse.Namespace) -> CostTable:
     if args.ranks > MOST_RANKS:
         raise UsageError(f"--ranks must be at most {MOST_RANKS}, the devices of one machine; got {args.ranks}")
     table = replace(table, host=replace(table.host, start=table.host.start + args.front_ms * 1e-3))
+    if len({place.name for place in args.tier}) < len(args.tier):
+        raise UsageError("--tier: give host and disk at most once each")
+    if args.tier:
+        table = replace(table, places=tuple(sorted(args.tier, key=lambda place: place.name != "host")))
     return over_ranks(table, args.ranks, Link(args.link_gb_s * 1e9, args.link_us * 1e-6))
 
 

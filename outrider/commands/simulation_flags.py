@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import argparse
 
-from outrider.commands.flag_values import count_flag, counts_flag, number_flag
+from outrider.commands.flag_values import count_flag, counts_flag, number_flag, whole_flag
 from outrider.commands.simulated_routing import ROUTERS
+from outrider.core.fields import INT64
+from outrider.simulation.places import PlaceCosts
 
+DISK_UNIT, DISK_HEAD = 4096, 96  # bytes: of the room that a file takes, and of what is written before a page
 SIMULATE_EXAMPLES = """examples:
   outrider bench costs smollm2 -o costs.json
   outrider simulate costs.json --rate 0.5,1,2
   outrider simulate costs.json --rate 200 --replicas 32,64,128 --router prefix --prefixes 100 --prefix-len 1000
   outrider simulate costs.json --concurrency 64 --input-len lognormal:512:0.8 --output-len lognormal:128:0.5
+  outrider simulate costs.json --trace trace.jsonl --tier host:64GiB:50 --tier disk:1TiB:5
   outrider simulate costs.json --trace trace.jsonl --ranks 4 --link-gb-s 400 --link-us 8
 
 Runs the engine's own scheduler, cache and choice of drafts in simulated time. The last line of the output is JSON.
 """
+
+
+def place_flag(text: str) -> PlaceCosts:
+    """Read a place for cached pages: its name, its size and its speed."""
+    name, _, rest = text.partition(":")
+    size, _, speed = rest.partition(":")
+    if name not in ("host", "disk") or not size or not speed:
+        raise argparse.ArgumentTypeError(f"{text!r} must be host or disk, a size and gigabytes per second, as "
+                                         "host:64GiB:50")
+    size_bytes = whole_flag(1, INT64)(size)
+    bandwidth = number_flag(1e-6, 1e9)(speed) * 1e9
+    return PlaceCosts(name, size_bytes, bandwidth, *((DISK_UNIT, DISK_HEAD) if name == "disk" else ()))
 
 
 def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +42,8 @@ def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
                              "(default: %(default)s)")
     parser.add_argument("--router", choices=tuple(ROUTERS), default="least-load",
                         help="how requests find a replica (default: %(default)s)")
+    parser.add_argument("--tier", type=place_flag, action="append", default=[], metavar="PLACE:SIZE:GB/S",
+                        help="where pages lie beyond the device, as host:64GiB:50 or disk:1TiB:5; may be repeated")
     parser.add_argument("--ranks", type=count_flag, default=1, metavar="N",
                         help="devices of each replica, by tensor parallelism; estimated (default: %(default)s)")
     parser.add_argument("--link-gb-s", type=number_flag(1e-6, 1e9), default=400.0, metavar="X",

@@ -32,6 +32,7 @@ from outrider.server.work import DONE, LAST_SECONDS, event
 
 RETRIED = (429, 503)  # answers that another replica may better: its queue is full, or it has no engine just then
 MOST_DEATHS = 1  # a request during which more replicas died is not tried again: it may be what killed them
+SESSIONS = "/v1/cache_sessions/"  # any replica may have pages of a session
 LONG_BODY = 1 << 14  # bytes; longer bodies are read for the router in a thread
 WRITTEN_HERE = (b"x-request-id", b"date")
 log = logging.getLogger("outrider")
@@ -95,7 +96,10 @@ class ReplicaFront:
                                                                           exchange.headers, exchange.body))
                 case _, path if path in ADMIN_PATHS:
                     await exchange.answer_whole(*await ask_all(self.replicas, exchange.method, exchange.target,
-                                                               exchange.headers, exchange.body))
+                                                               exchange.headers, body))
+                case "DELETE", path if path.startswith(SESSIONS):
+                    await exchange.answer_whole(*await ask_all(self.replicas, exchange.method, exchange.target,
+                                                               exchange.headers, body))
                 case _:
                     await self._pass_on(exchange)
         except ApiError as error:

@@ -16,6 +16,7 @@ from outrider.core import ScheduledBatch
 from outrider.core.costs import ReadCost, interpolate
 from outrider.core.fields import INT64, Count, Range
 from outrider.runner.interface import BoundedSteps, MeasuredDrafting, WorkerInfo
+from outrider.simulation.places import PlaceCosts
 from outrider.simulation.plain_data import from_plain, to_plain
 
 MOST_REQUESTS = 1 << 30
@@ -91,6 +92,7 @@ class CostTable:
     acceptance: tuple[Chance, ...] = ()  # chance that a draft is accepted if those before it were, by position
     submits_early: bool = False  # with one step in flight: the next is submitted before new requests are looked at
     enable_prefix_caching: bool = True
+    places: tuple[PlaceCosts, ...] = ()  # beyond the device, in the order in which they are asked for pages
 
     def step(self, batch: ScheduledBatch) -> float:
         """Return the seconds that the device takes for a batch."""
@@ -163,7 +165,7 @@ class CostTable:
             raise ValueError(f"{path} is not a cost table (its format is not {FORMAT!r}): make one with `outrider "
                              "bench costs MODEL -o FILE`")
         try:
-            table = from_plain(content, (cls, ModelFacts, HostCosts, DecodeSteps, PromptSteps))
+            table = from_plain(content, (cls, ModelFacts, HostCosts, DecodeSteps, PromptSteps, PlaceCosts))
             if not isinstance(table, cls):
                 raise ValueError(f"the file holds a {type(table).__name__}, not a cost table")
             table.check()

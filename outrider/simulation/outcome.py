@@ -52,6 +52,7 @@ class Outcome:
     page_use: list[float] = field(default_factory=list)  # share of a replica's pages, when a request ends
     num_queried_tokens: int = 0  # prompt tokens that were looked up in the cache
     num_hit_tokens: int = 0
+    loaded_pages: Counter[str] = field(default_factory=Counter)  # by the place beyond the device
     num_preemptions: int = 0
     num_steps: int = 0
     drafts: DraftTally = field(default_factory=DraftTally)
@@ -70,6 +71,8 @@ class Outcome:
             "prefix_hit_rate": self.num_hit_tokens / self.num_queried_tokens if self.num_queried_tokens else 0.0,
             "preemptions": self.num_preemptions,
         }
+        if self.loaded_pages:
+            result["loaded_pages"] = dict(self.loaded_pages)
         for name, values in (("ttft", self.first_token), ("e2el", self.whole)):
             result |= _times(name, [(value * 1e3, 1) for value in sorted(values)])
         result |= _times("itl", [(gap * GAP_UNIT * 1e3, count) for gap, count in gaps])

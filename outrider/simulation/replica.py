@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from outrider.sched.request import Request
 from outrider.simulation.cost_table import CostTable, visible
 from outrider.simulation.device import SimulatedDevice, tokens_of
 from outrider.simulation.outcome import GAP_UNIT, Outcome
+from outrider.simulation.places import POLL_SECONDS, SimulatedPlaces
 from outrider.simulation.trace import TracedRequest
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None, seed=0, ignore_eos=True, detokenize=False)
@@ -60,8 +61,11 @@ class PlannedTurns:
 class SimulatedReplica:
     def __init__(self, table: CostTable, outcome: Outcome, *, seed: int = 0, skips: bool = True) -> None:
         """skips: simulate many turns that only decode at once. This is faster and does not change the counts."""
-        self._table, self._outcome, self._skips = table, outcome, skips
-        self.scheduler = make_scheduler(table.info, enable_prefix_caching=table.enable_prefix_caching)
+        self._table, self._outcome = table, outcome
+        self._skips = skips and not table.places  # loads may end at any turn
+        self._places = SimulatedPlaces(table.places, table.info.layout.page_bytes)
+        self.scheduler = make_scheduler(table.info, enable_prefix_caching=table.enable_prefix_caching,
+                                        features=[self._places] if table.places else [])
         self._depth = table.info.limits.steps_in_flight
         self._submits_early = table.submits_early and self._depth == 1
         self._device = SimulatedDevice(table.acceptance, seed)
@@ -111,6 +115,7 @@ class SimulatedReplica:
         outcome.busy.append(self.busy)
         outcome.num_queried_tokens += cache.stats.queried_tokens
         outcome.num_hit_tokens += cache.stats.hit_tokens
+        outcome.loaded_pages.update(self._places.media.stats.num_loaded)
         outcome.num_preemptions += self.scheduler.stats.num_preemptions
         outcome.num_steps += self.scheduler.stats.num_steps
 
@@ -127,7 +132,7 @@ class SimulatedReplica:
         batch = self.scheduler.schedule()
         if batch is None:
             return False
-        seconds = self._table.step(batch)
+        seconds = self._table.step(batch) if batch.num_requests or not self._table.places else POLL_SECONDS
         self._device_free = max(now, self._device_free) + seconds
         self.busy += seconds
         self._in_flight.append(InFlight(batch, self._device_free))
@@ -143,7 +148,7 @@ class SimulatedReplica:
 
     def _take_result(self, now: float) -> list[TracedRequest]:
         batch, _ = self._in_flight.popleft()
-        result = self._device.run(batch)
+        result = replace(self._device.run(batch), moved=self._places.carry_out(batch, now))
         if any(part.finish for part in result.requests):
             self._outcome.page_use.append(self.scheduler.cache.usage())
         return [ask for _, part in self.scheduler.update(result) if (ask := self._observe(part, now)) is not None]

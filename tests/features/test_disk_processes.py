@@ -129,3 +129,21 @@ def test_a_live_writer_is_not_taken_for_a_killed_one(tmp_path: Path) -> None:
             assert second.flush() and half.exists()
             assert second._folder.live_writers() == {store._writer._number, second._writer._number}
         assert os.listdir(tmp_path / "cache" / "writers") == [f"{store._writer._number:016x}"]
+
+
+def test_a_store_knows_whether_others_use_the_folder(tmp_path: Path) -> None:
+    with opened(tmp_path / "cache") as first:
+        assert not first.is_shared and not first.take_found()
+        put(first, key_of(1))
+        first.flush(60)
+        with opened(tmp_path / "cache") as second:
+            assert second.is_shared and second.keys() == [key_of(1)] and not second.take_found()
+            put(second, key_of(2))
+            assert second.flush(60) and first.flush(60)
+            assert first.is_shared and first.take_found() == [key_of(2)] and not first.take_found()
+            assert not second.take_found(), "what a store has written itself is no news"
+            put(first, key_of(3))
+            first.flush(60)
+            first.drop([key_of(3)])
+            assert first.flush(60) and second.flush(60)
+            assert not second.take_found(), "what is gone is told as found"

@@ -257,6 +257,8 @@ def test_what_concerns_all_replicas_is_asked_of_all() -> None:
             await reply(writer, {"freed_bytes": 10, "seconds": float(number)})
         elif path == b"/reset_prefix_cache":
             await reply(writer, {"success": number == 0})
+        elif path == b"/v1/cache_sessions/mine":
+            await reply(writer, {"id": "mine", "deleted": 1})
         elif path == b"/metrics":
             await reply(writer, b'# HELP vllm:n N.\nvllm:n{engine="0"} 7\n')
         elif path.startswith(b"/v1/responses/resp-1") and number != 1:
@@ -268,6 +270,7 @@ def test_what_concerns_all_replicas_is_asked_of_all() -> None:
         async with fronted(answer, answer) as (client, scripts):
             assert (await client.post("/sleep?level=1")).json() == {"freed_bytes": 20, "seconds": 1.0}
             assert (await client.post("/reset_prefix_cache")).json() == {"success": False}
+            assert (await client.delete("/v1/cache_sessions/mine")).json() == {"id": "mine", "deleted": 2}
             metrics = (await client.get("/metrics")).text
             assert 'vllm:n{engine="0"} 7\nvllm:n{engine="1"} 7\n' in metrics
             assert (await client.get("/v1/responses/resp-1")).json() == {"replica": 1}

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import shutil
-import time
 from pathlib import Path
 
 import pytest
 
+from outrider.cache import media
 from outrider.core.params import SamplingParams
 from outrider.engine.maintenance import Maintenance
 from outrider.features.adapters.loads import AdapterRegistry
+from outrider.features.tiers.disk import DiskStore
+from outrider.features.tiers.mover import PageMover
 from outrider.kernels import cpu as native
 from outrider.llm import LLM
 from outrider.lora_request import LoRARequest
@@ -139,8 +141,19 @@ def test_preempted_requests_come_back_from_the_host(tmp_path: Path) -> None:
         assert rig.scheduler.stats.num_preemptions and stats_of(rig).num_loaded["host"]
 
 
+def disk_of(rig: Rig) -> DiskStore:
+    """The store of an engine, whose thread writes and looks for what others have written."""
+    (mover,) = [part for part in rig.step._parts if isinstance(part, PageMover)]
+    (store,) = mover._media
+    assert isinstance(store, DiskStore)
+    return store
+
+
 @pytest.mark.parametrize("name", ["full", "full and sliding", "gated delta"])
-def test_a_running_engine_finds_what_another_one_stores(name: str, tmp_path: Path) -> None:
+def test_a_running_engine_finds_what_another_one_stores(name: str, tmp_path: Path,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(media, "LONE_NEWS_SECONDS", 0.0)
+    monkeypatch.setattr(media, "NEWS_SECONDS", 0.0)
     kind = KINDS[name]
     asks = [Ask(prompt_of(seed, 70, kind.vocab), greedy(4, logprobs=2)) for seed in range(3)]
     tier = {"disk_cache_dir": str(tmp_path / "cache")}
@@ -149,7 +162,7 @@ def test_a_running_engine_finds_what_another_one_stores(name: str, tmp_path: Pat
         second.run([asks[0]])  # both know the folder
         for one, other, ask in ((first, second, asks[1]), (second, first, asks[2])):
             expected = answers_of(one.run([ask]))
-            time.sleep(1.0)  # both write, and both look, several times a second
+            assert disk_of(one).flush(60) and disk_of(other).flush(60)
             outputs = other.run([ask])
             assert cached_of(outputs)[0] >= 48, "what the other engine has stored is not found"
             assert_equal(answers_of(outputs), expected)
@@ -162,5 +175,5 @@ def test_what_an_engine_has_forgotten_is_not_found_again(tmp_path: Path) -> None
     with kind.open(tmp_path, disk_cache_dir=str(tmp_path / "cache")) as rig:
         rig.run([ask])
         rig.engine.forget_cached()  # perhaps before the files are written
-        time.sleep(0.8)
+        disk_of(rig).flush(60)
         assert cached_of(rig.run([ask])) == [0]

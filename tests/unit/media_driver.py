@@ -13,6 +13,7 @@ from outrider.cache.groups import CacheLayout
 from outrider.cache.manager import CacheManager
 from outrider.cache.media import PageMedia
 from outrider.cache.observed_pool import ObservedPool, PageQueue
+from outrider.cache.sessions import CacheSession, CacheSessions
 from outrider.cache.with_media import CacheWithMedia
 from outrider.core import ScheduledBatch, StepResult
 from outrider.core.page_moves import LoadedPages, MovesReport, OpenedPlaces, PageLoad, PageMoves
@@ -48,6 +49,10 @@ class Faults:
     refused: float = 0.0  # share of stores
     lost: float = 0.0  # of loads
     latest: int = 0  # steps that a load may take
+    late: float = 0.0  # share of loads that are given up, of which some pages have come
+    resting: float = 0.0  # share of reports that say that a place is left alone
+    named: float = 0.0  # share of requests with a session
+    told: float = 0.0  # share of reports with pages that others have stored, known ones too
 
 
 @dataclass
@@ -80,14 +85,39 @@ class MediaRunner(HashMixerRunner):
         self.coming = [own for own in self.coming if own.load.id not in moves.cancelled]
         self.moved["cancelled"] += len(moves.cancelled)
         self.coming += [Coming(load, self.chance.randint(0, self.faults.latest)) for load in moves.loads]
+        for key in moves.dropped:
+            self.moved["dropped"] += sum(place.pages.pop(key, None) is not None for place in self.places)
+        self.moved["pinned"] += sum(len(pin.keys) for pin in moves.pins if pin.until)
         for own in self.coming:
             own.steps -= 1
             if own.steps < 0:
-                report.loaded.append(LoadedPages(own.load.id, tuple(self._load(*each) for each in own.load.pages)))
+                report.loaded.append(self._end(own.load))
         self.coming = [own for own in self.coming if own.steps >= 0]
+        self._tell(report)
         if moves.asks_places:
             report.opened = OpenedPlaces(self.domain, {place.name: list(place.pages) for place in self.places})
         return replace(result, moved=report)
+
+    def _end(self, load: PageLoad) -> LoadedPages:
+        is_late = self.chance.random() < self.faults.late
+        self.moved["late"] += is_late
+        places = [self._miss(page) if is_late and self.chance.random() < 0.5 else self._load(page, key)
+                  for page, key in load.pages]
+        return LoadedPages(load.id, tuple(places), is_late)
+
+    def _tell(self, report: MovesReport) -> None:
+        report.is_shared = True
+        if self.chance.random() < self.faults.resting:
+            report.rests = {self.chance.choice(self.places).name: self.chance.choice([1e-4, 1e-2])}
+            self.moved["rests"] += 1
+        if self.chance.random() < self.faults.told:
+            place = self.chance.choice(self.places)
+            report.found = [(place.name, self.chance.sample(list(place.pages), min(9, len(place.pages))))]
+            self.moved["told"] += 1
+
+    def _miss(self, page: int) -> None:
+        self._fill(page, POISON)
+        self.moved["failed"] += 1
 
     def _store(self, moves: PageMoves, report: MovesReport) -> None:
         for page, key, _ in moves.stores:
@@ -112,8 +142,7 @@ class MediaRunner(HashMixerRunner):
                 self._group_of[page], self._is_filled[page] = content.group, content.is_filled
                 self.moved[place.name] += 1
                 return place.name
-        self._fill(page, POISON)
-        self.moved["failed"] += 1
+        self._miss(page)
         return None
 
 
@@ -137,7 +166,15 @@ class MediaDriver(Driver):
         self.media = PageMedia([place.name for place in self._places])
         pool = WatchedMediaPool(num_pages, PageQueue(self.media, len(layout.groups)))
         return pool, CacheWithMedia(layout, pool, self.limits, lookahead=self.scenario.lookahead,
-                                    enable_prefix_caching=self.scenario.prefix_caching)
+                                    enable_prefix_caching=self.scenario.prefix_caching,
+                                    sessions=CacheSessions(self.scenario.seed % 100))
+
+    def _make_request(self, index: int) -> None:
+        super()._make_request(index)
+        request, chance = self.requests[-1], Random(self.scenario.seed + index)
+        if chance.random() < self._faults.named:
+            session = CacheSession(chance.choice("ab"), str(chance.randrange(2)))
+            request.input = request.input.with_part(session)
 
     def _make_device(self, layout: CacheLayout, num_pages: int) -> HashMixerRunner:
         device = MediaRunner(layout.groups, num_pages, self.limits, self.rng, lookahead=self.scenario.lookahead,
@@ -156,15 +193,28 @@ class MediaDriver(Driver):
             return
         while self._steps:
             self._read_result()
-        match self.rng.randrange(3):
+        match self.rng.randrange(4):
             case 0:
                 self.cache.forget_cached()
             case 1:  # as before memory sleeps
                 self.scheduler.preempt_all()
                 self.cache.forget_all()
                 self.counts["rests while pages come"] += bool(self.device.coming)
-            case _:
+            case 2:
                 self.scheduler.preempt_all()
+            case _:
+                self._drop_session()
+
+    def _drop_session(self) -> None:
+        sessions = self.cache.sessions
+        if sessions._sessions:
+            key = self.rng.choice(sorted(sessions._sessions))
+            pages = dict(sessions._sessions[key].pages)
+            found = sessions._sessions[key].found
+            held = {name for other, own in sessions._sessions.items() if other != key for name in own.pages}
+            assert self.cache.drop_session(CacheSession(*key)) and key not in sessions._sessions
+            for name in pages:
+                assert name in found or name in held or not self.media.is_stored(name), "a dropped page is found"
 
     def add_to(self, totals: Any) -> None:
         super().add_to(totals)

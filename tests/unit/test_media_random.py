@@ -8,13 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.cache import media
 from tests.unit.media_driver import Faults, MediaDriver, Place
 from tests.unit.schedule_driver import Scenario, Totals
 from tests.unit.test_scheduler_random import SEEDS
 
 LAYOUTS = st.sampled_from([((4, 0),), ((4, 0), (4, 5)), ((2, 0), (4, 3)), ((4, 0), (4, -4)), ((4, 0), (2, 0))])
 FAULTS = st.builds(Faults, refused=st.sampled_from([0, 0.1, 0.5]), lost=st.sampled_from([0, 0.1, 0.5]),
-                   latest=st.integers(0, 4))
+                   latest=st.integers(0, 4), late=st.sampled_from([0, 0.2]), resting=st.sampled_from([0, 0.1]),
+                   named=st.sampled_from([0, 0.5]), told=st.sampled_from([0, 0.2]))
 
 
 NONE = st.just(0)
@@ -55,6 +57,13 @@ def test_places_that_fail() -> None:
 
 def test_recurrent_states() -> None:
     run(150, FAULTS, state_pages=st.integers(1, 3)).needs("pages failed", "restored states")
+
+
+def test_sessions_and_late_loads_and_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every request that misses asks what others have stored."""
+    monkeypatch.setattr(media, "NEWS_SECONDS", 0.0)
+    run(150, FAULTS, state_pages=st.integers(0, 2), disturb_rate=0.05).needs(
+        "pages late", "pages rests", "pages told", "pages pinned", "pages dropped")
 
 
 def test_resets_and_rests_while_pages_come() -> None:

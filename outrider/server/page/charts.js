@@ -102,12 +102,23 @@ function facts(now) {
   document.querySelector("main").classList.toggle("plain", !hasDrafter);
   for (const part of [...document.querySelectorAll(".drafts"), $("legend")]) part.hidden = !hasDrafter;
 }
+function showPlaces(now, then, seconds) {  // caches beyond the device: their bytes a second, and their pages
+  const places = Object.keys(now).map(name => name.match(/^cache_(\w+)_pages_loaded_total$/)?.[1]).filter(Boolean);
+  $("places").hidden = !places.length;
+  if (!places.length) return;
+  [".one", ".two"].forEach((part, k) => {
+    const name = places[k], n = key => Math.round(one(now, `cache_${name}_${key}`)).toLocaleString("en");
+    $("places").querySelector(part).textContent = name ? `${name}: ${n("pages_loaded_total")} hits, ${n("pages")} kept` : "";
+  });
+  show("places", ...places.slice(0, 2).map(name => rate(now, then, `cache_${name}_bytes_loaded_total`) / 1e6 / seconds));
+}
 function showRates(now, then) {
   const seconds = Math.max(now.time - then.time, 1e-3);
   show("tokens", rate(now, then, "generation_tokens_total") / seconds);
   show("ttft", percentile(now, then, "time_to_first_token_seconds", .5), percentile(now, then, "time_to_first_token_seconds", .99));
   show("itl", percentile(now, then, "inter_token_latency_seconds", .5), percentile(now, then, "inter_token_latency_seconds", .99));
   show("queue", one(now, "num_requests_running"), one(now, "num_requests_waiting"));
+  showPlaces(now, then, seconds);
   show("pages", 100 * one(now, "kv_cache_usage_perc"));
   const groups = (now.kv_cache_group_usage_perc ?? []).map(g => `${g.labels.group} ${written(100 * g.value)}`);
   $("groups").textContent = groups.length > 1 ? groups.join(", ") : "";
