@@ -77,11 +77,12 @@ class StepParts:
 
     @property
     def takes_extra_keys(self) -> bool:
-        """Whether every layer lets tokens attend to later tokens, as images with two-way attention need. Exact mode
-        excludes this, because such steps use another backend, which is not exact."""
+        """Whether every layer lets tokens attend to later tokens, as inputs with two-way attention need. For a model
+        that was trained with them, another backend computes these steps, on a GPU not exactly."""
         layers = self.model.attention_layers
         is_trained = all(getattr(layer, "reach", RangeReach.WHOLE) is not RangeReach.WHOLE for layer in layers)
-        return self.layout.keeps_only_keys and (self.backend.takes_masks or (is_trained and not self.exact))
+        return self.layout.keeps_only_keys and (
+            self.backend.takes_masks or (is_trained and (self.backend.has_exact_ranges or not self.exact)))
 
     def make_step(self, limits: Limits, num_pages: int) -> DeviceStep:
         model, drafter, device = self.model, self.drafter, self.model.device

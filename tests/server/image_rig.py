@@ -3,6 +3,7 @@ becomes a few tokens of text, so that the answer is real."""
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,7 +35,7 @@ class ImageEngine:
     """Stands in for the engine's check of prompts with images."""
 
     def __init__(self, *, sees: bool = True, **settings: Any) -> None:
-        self.prompts: list[dict[str, Any]] = []
+        self.prompts: deque[dict[str, Any]] = deque(maxlen=1)  # the last one: its images may be large
         given = {"max_model_len": 200, "num_pages": 256} | settings
         self.rig = Rig(tiny_model("llama", torch.float32), tokenizer=image_tokenizer(), **given)
         object.__setattr__(self.rig.engine.model, "takes_images", sees)

@@ -38,7 +38,7 @@ class ImagesOnDevice(WorkerFeature):
         self._encoder: ImageEncoder | None = None  # of the last step that was made, which is the one that serves
 
     def limit(self, limits: Limits, model: Model, drafter: Drafter | None) -> Limits:
-        processor = read_processor_config(Path(model.file_name).parent)
+        processor = read_processor_config(Path(model.file_name))
         given = self._config.limit_mm_per_prompt or {}
         longest = min(limits.max_len, longest_image(model, processor, image_size(given)))
         own = SeeingLimits(part_type_of(model).__name__, most_images(given), longest, model.placeholders,

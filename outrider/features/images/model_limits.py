@@ -35,13 +35,19 @@ class SeeingLimits(LimitsPart):
         return KINDS[self.kind]
 
 
-def read_processor_config(folder: Path) -> dict[str, Any] | None:
-    """Return the content of the model's image processor config, or None if the folder has none."""
+def read_processor_config(model_file: Path) -> dict[str, Any] | None:
+    """The content of the file that says how a model's images are prepared; None if there is none. model_file: the file
+    that describes the model. The vision part beside a GGUF file says it too."""
     for name in FILES:
-        if (path := folder / name).is_file():
+        if (path := model_file.parent / name).is_file():
             found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             return found
-    return None
+    if model_file.suffix != ".gguf":
+        return None
+    from outrider.models.sources.gguf_seeing import vision_parts
+    from outrider.models.vision.mmproj import read_projector
+
+    return next((read_projector(path).image_settings for path in vision_parts(model_file)), None)
 
 
 @cache

@@ -98,8 +98,9 @@ def check_served(model: ServedModel, count: int) -> SeeingLimits:
         raise ValueError(f"At most {limits.most} image(s) may be provided in one prompt, got {count}: give fewer, or "
                          f"start the engine with limit_mm_per_prompt={{'image': {count}}}")
     if issubclass(limits.part_type, TwoWayImages) and not model.takes_extra_keys:
-        raise ValueError("images of this model are not served with exact=True, because their tokens attend to each "
-                         "other in both directions, which exact attention cannot compute: leave exact out")
+        raise ValueError("images of this model are not served with exact=True on this device, because their tokens see "
+                         "each other in both directions, which only the CPU's attention computes exactly: leave exact "
+                         "out")
     return limits
 
 

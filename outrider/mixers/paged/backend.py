@@ -117,6 +117,7 @@ class Backend(ABC):
     serves_rows: bool = False  # whether it can write all tokens and attend for some: it has `write_fused`
     reads_shared_once: bool = False  # whether it reads pages that several requests hold once for several of them
     takes_masks: bool = False  # whether it serves layers with masks and batches with extra keys
+    has_exact_ranges: bool = False  # whether its layers with windows compute extra keys exactly (`range_backend.py`)
     takes_sinks: bool = True  # whether it serves layers with sinks
     needs_whole_parts: bool = False  # whether pages must lie apart by a multiple of every part of a layer's cache
     skips_collected: bool = False  # whether it skips attention in steps whose launches are only collected
@@ -262,7 +263,7 @@ class PagedMixer(Mixer):
             num_pages, device = self._pool_shape
             caches = [cache for layer, cache, _ in self._layers.values() if layer.reach is not RangeReach.NOTHING]
             make: Callable[..., Backend] = import_attribute("outrider.mixers.paged.range_backend:make_range_backend")
-            self._range_backend = make(device, caches)
+            self._range_backend = make(device, caches, self.backend)
             self._range_backend.attach(num_pages, device)
         return self._range_backend
 

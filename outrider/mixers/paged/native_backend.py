@@ -50,6 +50,7 @@ class Plan:
 
 class NativeBackend(Backend):
     name = "native"
+    has_exact_ranges = True
 
     def plan(self, view: BatchView, group: Group) -> Plan:
         check_rows(view, group)

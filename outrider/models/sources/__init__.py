@@ -14,6 +14,7 @@ from outrider.models.sources.smollm2 import smollm2_file
 __all__ = ["DEFAULT_MODEL", "ModelSource", "SourceError", "folder_source", "gguf_source", "resolve", "tokenizer_files"]
 
 DEFAULT_MODEL = "smollm2"
+VISION_PART = "mmproj"  # in the name of a GGUF file with the vision part of a model
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -25,7 +26,7 @@ def resolve(model: str | Path, revision: str | None = None, weights: bool = True
     if path.is_dir():
         return _local_folder(path)
     if path.is_file():
-        return gguf_source(path)
+        return _with_vision(gguf_source(path))
     name = str(model)
     if name == DEFAULT_MODEL:
         return gguf_source(smollm2_file(), name=DEFAULT_MODEL)
@@ -51,14 +52,23 @@ def _local_folder(path: Path) -> ModelSource:
     """Return the source of a local folder. If the folder has no config.json and a single GGUF file, this file is the
     source."""
     if not (path / "config.json").exists():
-        files = sorted(path.glob("*.gguf"))
+        files = sorted(file for file in path.glob("*.gguf") if VISION_PART not in file.name.lower())
         if len(files) == 1:
-            return gguf_source(files[0])
+            return _with_vision(gguf_source(files[0]))
         if files:
             raise SourceError(f"{path} holds several GGUF files. Give the path of one: "
                               f"{', '.join(f.name for f in files)}")
         raise SourceError(f"{path} is not a model: it holds neither config.json nor a .gguf file")
     return folder_source(path)
+
+
+def _with_vision(source: ModelSource) -> ModelSource:
+    """Join a GGUF file with the vision part beside it, if there is one."""
+    if not any(VISION_PART in path.name.lower() for path in source.path.parent.glob("*.gguf")):
+        return source
+    from outrider.models.sources.gguf_seeing import with_projector
+
+    return with_projector(source)  # type: ignore[arg-type]
 
 
 def gguf_source(path: Path, name: str | None = None, *, maps_file: bool = True) -> ModelSource:
