@@ -7,12 +7,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from outrider.cache.events import STATE_BYTES, PageContent
 from outrider.cache.media import PageMedia
 from outrider.cache.pages import PageKey, PagePool
-from outrider.core.page_moves import PageStore
+from outrider.core.page_moves import MOST_STORE_BYTES, PageStore
 
 
 class PageQueue:
@@ -22,10 +23,11 @@ class PageQueue:
         self.media, self._state_group = media, state_group
         self.is_boundary = True  # of the pages that are published now
         self._stores: dict[int, PageStore] = {}
+        self._reused: list[PageStore] = []  # of pages that the next batch overwrites
         self.told: dict[bytes, tuple[PageKey, PageContent]] = {}  # of pages to be stored, if events are recorded
 
     def __len__(self) -> int:
-        return len(self._stores)
+        return len(self._stores) + len(self._reused)
 
     def add(self, page: int, page_key: PageKey, content: PageContent | None = None) -> None:
         if not self.media.is_open:
@@ -46,16 +48,27 @@ class PageQueue:
             if not self.media.has(self.media.key_of(group, digest)):
                 self.add(page, page_key)
 
+    def reuse(self, page: int, *, was_blank: bool) -> None:
+        """Note that the next batch overwrites a page. It must be copied first, unless it was blank: then it has no
+        content any more."""
+        store = self._stores.pop(page, None)
+        if store is not None and not was_blank:
+            self._reused.append(store)
+
     def take(self, pool: PagePool) -> list[PageStore]:
-        """Return the pages to store, and forget them. Blank pages are left out, because their bytes are undefined from
-        now on."""
-        blank = set(pool.blank_pages()) if self._stores else ()
-        stores = [store for page, store in self._stores.items() if page not in blank]
-        self._stores.clear()
+        """Return the pages to store with the next batch: all that it overwrites, and others up to MOST_STORE_BYTES. The
+        rest waits for later batches. Blank pages are left out, because they have no content any more."""
+        stores, self._reused = self._reused, []
+        most = max(1, MOST_STORE_BYTES // max(1, self.media.stats.page_bytes))
+        for page in list(islice(self._stores, most)):
+            store = self._stores.pop(page)
+            if not pool.is_blank(page):
+                stores.append(store)
         return stores
 
     def clear(self) -> None:
         self._stores.clear()
+        self._reused.clear()
         self.told.clear()
 
 
@@ -130,4 +143,7 @@ class ObservedPool(PagePool):
             key = self._key[page]
             assert key is not None, f"page {page} is cached without content"
             self.queue.evict(page, key)
-        return super().allocate(group, is_overwritten=is_overwritten)
+        was_blank = self._num_blank > 0
+        page = super().allocate(group, is_overwritten=is_overwritten)
+        self.queue.reuse(page, was_blank=was_blank)
+        return page

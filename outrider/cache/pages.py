@@ -142,6 +142,10 @@ class PagePool:
             self._last_group[page] = UNCLEAN
         self._blank.setdefault(UNCLEAN, []).extend(sorted(blank, reverse=True))
 
+    def is_blank(self, page: int) -> bool:
+        """Whether the page has no content and no holder."""
+        return not self._holders[page] and self._key[page] is None
+
     def blank_pages(self) -> list[int]:
         return [page for own in self._blank.values() for page in own]
 

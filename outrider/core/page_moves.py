@@ -12,6 +12,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
+MOST_STORE_BYTES = 32 << 20  # of the pages that one batch copies to other storage, unless more are about to be overwritten
+
+
 class PageStore(NamedTuple):
     """An order to copy a page to every storage that lacks it."""
 

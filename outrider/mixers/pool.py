@@ -69,15 +69,15 @@ class DevicePool:
         """Zero the pages that a step needs cleared before it runs. Pages are filled as wide integers, because filling
         takes its time per element, whatever the element's size."""
         if changes.cleared:
-            self._wide.index_fill_(0, to_device(changes.cleared, torch.int64, self.data.device), 0)
+            self.wide.index_fill_(0, to_device(changes.cleared, torch.int64, self.data.device), 0)
 
     def poison(self, pages: torch.Tensor) -> None:
         """Set every bit of these pages, which makes NaN of every float type. Tests poison free pages, so that a kernel
         that wrongly reads them is found."""
-        self._wide.index_fill_(0, pages, -1)
+        self.wide.index_fill_(0, pages, -1)
 
     @property
-    def _wide(self) -> torch.Tensor:
+    def wide(self) -> torch.Tensor:
         """View the pages as wide integers."""
         return self.data.view(torch.int64 if self.layout.page_bytes % 8 == 0 else torch.int8)
 

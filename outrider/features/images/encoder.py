@@ -84,4 +84,4 @@ class ImageEncoder(InputEncoder):
         return self.tower.encode(torch.from_numpy(image.patches).to(self._device), image.grid)
 
     def _on_device(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows if rows.device == self._device else send(rows, self._device)
+        return rows if rows.device.type == self._device.type else send(rows, self._device)

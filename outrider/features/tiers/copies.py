@@ -10,7 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from outrider.core.page_moves import MOST_STORE_BYTES
 from outrider.features.tiers.loader import StagedPage
+from outrider.kernels.buffers import to_device
 from outrider.mixers.pool import DevicePool
 
 Store = Callable[[memoryview], None]  # takes the bytes of a page
@@ -76,6 +78,22 @@ class HostCopies(PageCopies):
         return filled
 
 
+class Scratch:
+    """Memory of the device for pages that are on their way to the host, and the event after the last such copy."""
+
+    def __init__(self, pool: DevicePool) -> None:
+        num_pages = max(1, MOST_STORE_BYTES // pool.layout.page_bytes)
+        self.pages = torch.empty(num_pages, pool.wide.shape[1], dtype=pool.wide.dtype, device=pool.data.device)
+        self.ended = torch.cuda.Event()
+
+    def gather(self, pool: DevicePool, pages: Sequence[int]) -> torch.Tensor:
+        """Copy pages to this memory, once it is free, and return the copies."""
+        torch.cuda.current_stream().wait_event(self.ended)
+        copies = self.pages[:len(pages)]
+        torch.index_select(pool.wide, 0, to_device(pages, torch.int64, self.pages.device), out=copies)
+        return copies
+
+
 @dataclass(slots=True)
 class Queued:
     """Copies that were queued together, and the CUDA event recorded after them."""
@@ -89,9 +107,9 @@ class StreamCopies(PageCopies):
     """PageCopies on a GPU, between pages and pinned host memory, with one stream for each direction. The host never
     waits for them.
 
-    Pages are read before this step overwrites any of them: on the device, the step's stream waits for the stream of
-    stores. Filled pages are given to requests only after the copy's event, so no step waits for loads. Buffers live
-    until that event. This class has not run on a GPU yet."""
+    Before the step's own work, which may overwrite the pages, its stream copies them to a scratch on the device. The
+    slower copy to the host runs beside the step. Filled pages are given to requests only after the copy's event, so no
+    step waits for loads. Buffers live until that event."""
 
     keeps_buffers = True
 
@@ -100,23 +118,30 @@ class StreamCopies(PageCopies):
         self._to_host, self._to_device = torch.cuda.Stream(), torch.cuda.Stream()
         self._queued: deque[Queued] = deque()
         self._misses: list[StagedPage] = []
+        self._scratches = deque([Scratch(pool), Scratch(pool)])
 
     def make_buffer(self, num_bytes: int) -> memoryview:
         return buffer_of(torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True))
 
     def store(self, pages: Sequence[tuple[int, Store]]) -> None:
-        if not pages:
-            return
-        main = torch.cuda.current_stream()
-        self._to_host.wait_stream(main)  # the steps that wrote the pages
-        stores: list[tuple[memoryview, Store]] = []
+        most = len(self._scratches[0].pages)
+        for first in range(0, len(pages), most):
+            self._store(pages[first:first + most])
+
+    def _store(self, pages: Sequence[tuple[int, Store]]) -> None:
+        """Copy at most as many pages as a scratch holds."""
+        scratch, page_bytes = self._scratches[0], self._pool.layout.page_bytes
+        self._scratches.rotate()
+        copies = scratch.gather(self._pool, [page for page, _ in pages])
+        self._to_host.wait_stream(torch.cuda.current_stream())
+        # All buffers have one size, so that torch finds the last ones again: to pin memory takes long.
+        buffer = torch.empty(len(scratch.pages) * page_bytes, dtype=torch.uint8, pin_memory=True)
         with torch.cuda.stream(self._to_host):
-            for page, store in pages:
-                buffer = torch.empty(self._pool.layout.page_bytes, dtype=torch.uint8, pin_memory=True)
-                buffer.copy_(self._pool.data[page].view(torch.uint8), non_blocking=True)
-                stores.append((buffer_of(buffer), store))
+            buffer[:copies.nbytes].copy_(copies.view(torch.uint8).view(-1), non_blocking=True)
+            scratch.ended.record()
+        data = buffer_of(buffer)
+        stores = [(data[index * page_bytes:(index + 1) * page_bytes], store) for index, (_, store) in enumerate(pages)]
         self._queue(self._to_host, Queued(torch.cuda.Event(), stores, []))
-        main.wait_stream(self._to_host)  # before the step overwrites them
 
     def fill(self, staged: Sequence[StagedPage]) -> None:
         found = [each for each in staged if each.place is not None]

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
 from outrider.core.host_memory import available_bytes
 from outrider.features.tiers.eviction import EvictionOrder
 from outrider.features.tiers.medium import Lease
@@ -36,6 +38,11 @@ class HostStats:
 class _Placement:
     cells: tuple[int, ...]
     length: int
+
+
+def copy_bytes(target: memoryview, source: memoryview) -> None:
+    """Copy bytes of one length, by numpy: other threads run meanwhile, unlike with an assignment of memoryviews."""
+    np.frombuffer(target, dtype=np.uint8)[:] = np.frombuffer(source, dtype=np.uint8)
 
 
 class HostStore:
@@ -87,7 +94,7 @@ class HostStore:
                 return False
             for i, cell in enumerate(cells):
                 part = data[i * self._cell_bytes:(i + 1) * self._cell_bytes]
-                self._cell(cell)[:len(part)] = part
+                copy_bytes(self._cell(cell)[:len(part)], part)
             self._placed[key] = _Placement(cells, len(data))
             self._order.add(key, is_kept=boundary)
             self._stats.stored += 1
@@ -103,7 +110,7 @@ class HostStore:
                 return False
             for i, cell in enumerate(placement.cells):
                 part = target[i * self._cell_bytes:(i + 1) * self._cell_bytes]
-                part[:] = self._cell(cell)[:len(part)]
+                copy_bytes(part, self._cell(cell)[:len(part)])
             self._stats.loaded += 1
             return True
 

@@ -103,11 +103,11 @@ class Loader:
             self._changed.notify_all()
 
     def take(self, wait_seconds: float = 0.0) -> list[StagedPage]:
-        """Return the pages that were read since the last call, and those of loads that are out of time. Waits for the
-        first one if there is none."""
+        """Return the pages that were read since the last call, and those of loads that are out of time. Waits until
+        nothing more can be read before this call returns."""
         with self._changed:
-            if wait_seconds and not self._staged and any(not load.is_done for load in self._open):
-                self._changed.wait(wait_seconds)
+            if wait_seconds:
+                self._changed.wait_for(self._is_at_rest, wait_seconds)
             self._watch(time.monotonic())
             staged, self._staged = self._staged, []
             self._changed.notify_all()
@@ -140,6 +140,9 @@ class Loader:
             self._thread.join(CLOSE_SECONDS)  # it may wait for a place that does not answer
 
     # With the lock
+
+    def _is_at_rest(self) -> bool:
+        return len(self._staged) >= self._most_staged or all(load.is_done for load in self._open)
 
     def _start_reader(self) -> None:
         self._reader = Reader()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 
@@ -10,6 +11,7 @@ from outrider.core.page_moves import PageStore
 
 CLOSE_SECONDS = 10.0
 MOST_BYTES = 1 << 30  # that wait for the thread
+PAUSE_SECONDS = 2e-5  # after a page, in which the thread of the steps can take the interpreter's lock at once
 
 
 class StoreThread:
@@ -54,3 +56,4 @@ class StoreThread:
             self._store(order, payload)
             with self._changed:
                 self._num_bytes -= len(payload)
+            time.sleep(PAUSE_SECONDS)
