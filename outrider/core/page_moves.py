@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-
-MOST_STORE_BYTES = 32 << 20  # of the pages that one batch copies to other storage, unless more are about to be overwritten
+MOST_STORE_BYTES = 32 << 20  # of pages that one batch copies to other storage, beside those that it overwrites
 
 
 class PageStore(NamedTuple):

@@ -96,10 +96,10 @@ class ReplicaFront:
                                                                           exchange.headers, exchange.body))
                 case _, path if path in ADMIN_PATHS:
                     await exchange.answer_whole(*await ask_all(self.replicas, exchange.method, exchange.target,
-                                                               exchange.headers, body))
+                                                               exchange.headers, exchange.body))
                 case "DELETE", path if path.startswith(SESSIONS):
                     await exchange.answer_whole(*await ask_all(self.replicas, exchange.method, exchange.target,
-                                                               exchange.headers, body))
+                                                               exchange.headers, exchange.body))
                 case _:
                     await self._pass_on(exchange)
         except ApiError as error:
