@@ -297,7 +297,7 @@ class DrafterGuards(StepPart):
         for guard in self._guards:
             if guard.has_written:
                 raise SpoiledRows(f"drafter {guard.record.drafter} wrote to the tensors of the engine's rows; all "
-                                  "requests are admitted anew")
+                                  "requests are admitted again. Correct the drafter")
 
     def report(self, found: Sequence[WrongValue]) -> DraftingReport:
         """Called when a step's result is read. Returns the faults since the last report. found: the faults that the

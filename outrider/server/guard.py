@@ -201,7 +201,7 @@ class Guard:
 
 
 def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the request's body exceeds {most} bytes")
+    return ApiError(413, f"the request's body exceeds {most} bytes: send less")
 
 
 class RootPath:
