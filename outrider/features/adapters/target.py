@@ -38,7 +38,7 @@ class Target(ABC):
 
     @abstractmethod
     def sizes(self, rank: int) -> tuple[int, int]:
-        """Return the number of elements of each of the two factors, on the rank that holds the most."""
+        """Return the number of elements of each of the two factors, on the rank with the largest part."""
 
     @abstractmethod
     def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
