@@ -19,7 +19,7 @@ WAIT_SECONDS = 600.0  # for a tensor, which a trainer may first have to gather
 
 
 class WeightGroup:
-    """One of the two processes of the connection."""
+    """This process's end of the connection between trainer and server."""
 
     def __init__(self, host: str, port: int, rank: int, join_seconds: float = JOIN_SECONDS,
                  wait_seconds: float = WAIT_SECONDS) -> None:

@@ -190,7 +190,7 @@ class LatentAttention(TokenMixer):
         return [product.format for product in first]
 
     def __call__(self, x: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
-        """Compute the layer for x [tokens, hidden]."""
+        """Compute attention for x [tokens, hidden]."""
         bound: BoundLatentLayer = context.attend.mixer(self.layer.index)
         shape = self.shape
         rope = RopeRows(angles.positions, angles.table, shape.rotates_pairs, shape.index_rope_at_end)

@@ -135,7 +135,7 @@ def api_error(error: Exception) -> ApiError:
             return bad_value(error)
         case EngineError():
             log.error("a request failed with the engine: %s", error)
-            return ApiError(503, "the engine failed while the request ran; it starts again", retry_after=5)
+            return ApiError(503, "the engine failed while the request ran; send it again", retry_after=5)
         case ParamsError():
             return ApiError(400, error.failure)
         case WeightsIncomplete():
