@@ -254,7 +254,7 @@ def test_an_adapter_answers_a_prompt_and_a_chat(folder: Path, tmp_path: Path, ca
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
     assert chat in outrider(capsys, "chat", folder, *flags).out
     assert "holds no adapter_config.json" in refused(capsys, "generate", folder, "--prompt", "one", "--lora", tmp_path)
-    assert "by name" in refused(capsys, "chat", "--url", "http://127.0.0.1:1", "--lora", tmp_path)
+    assert "name on the server" in refused(capsys, "chat", "--url", "http://127.0.0.1:1", "--lora", tmp_path)
 
 
 def test_prompts_from_files_and_standard_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
