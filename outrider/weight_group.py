@@ -21,7 +21,7 @@ HOST = "host"
 
 
 class WeightGroup:
-    """One of the processes."""
+    """This process's end of the connection between trainer and server."""
 
     def __init__(self, host: str, port: int, rank: int, num_processes: int = NUM_PROCESSES, *,
                  device: str | None = None, join_seconds: float = JOIN_SECONDS,

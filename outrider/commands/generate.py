@@ -109,7 +109,7 @@ def _json_value(place: str, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise UsageError(f"{place} is not valid JSON: {error}") from None
+        raise UsageError(f"{place} is not valid JSON ({error}): correct it") from None
 
 
 def _prompt_of(place: str, item: Any) -> str:

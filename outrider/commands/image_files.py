@@ -20,5 +20,5 @@ def image_url(path: str) -> str:
     data = file.read_bytes()
     kind = next((kind for begin, kind in KINDS.items() if data.startswith(begin)), None)
     if kind is None:
-        raise ValueError(f"{file} is no image of a known format: {', '.join(KINDS.values())}")
+        raise ValueError(f"{file} is not an image of these formats: {', '.join(KINDS.values())}. Convert it")
     return f"data:image/{kind};base64,{base64.b64encode(data).decode()}"

@@ -33,4 +33,4 @@ def check_plot(name: str | None) -> None:
         with TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise UsageError(f"--plot: no file can be written in {folder} ({error.strerror})") from error
+        raise UsageError(f"--plot: no file can be written in {folder} ({error.strerror}); name another") from error

@@ -317,7 +317,8 @@ def named_adapter(args: argparse.Namespace) -> LoRARequest | None:
     if args.lora is None:
         return None
     if not (Path(args.lora) / ADAPTER_CONFIG).is_file():
-        raise UsageError(f"--lora: {args.lora} is not a folder with a LoRA adapter: it holds no {ADAPTER_CONFIG}")
+        raise UsageError(f"--lora: {args.lora} is not a folder with a LoRA adapter: it holds no {ADAPTER_CONFIG}. "
+                         "Name one that does")
     return LoRARequest(Path(args.lora).name or "lora", 1, args.lora)
 
 

@@ -58,7 +58,7 @@ def _check_paths(given: Path, written: Path) -> None:
         if "://" in str(path) or ":/" in str(path):
             raise UsageError(f"{flag} {path}: only files of this machine are read and written: give a path")
     if not given.is_file():
-        raise UsageError(f"--input-file {given} is not a file")
+        raise UsageError(f"--input-file {given} is not a file: name one")
     if written.exists() and written.samefile(given):
         raise UsageError("--output-file is the input file: choose another")
 

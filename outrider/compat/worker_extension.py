@@ -18,7 +18,7 @@ NO_CLASS = "collective_rpc calls methods of a class of your own: start the engin
 
 
 def extension_class(place: str) -> type:
-    """The class at a place as "package.module.Class". Raises ValueError if there is none."""
+    """Return the class that is named as "package.module.Class". Raises ValueError if there is none."""
     module, _, name = place.rpartition(".")
     try:
         found = getattr(import_module(module), name)

@@ -16,7 +16,7 @@ class BatchPart:
 
 
 class RequestPart:
-    """The part of a request that concerns one feature, such as an adapter's name. The feature defines the subclass."""
+    """The part of a request that concerns one feature. The feature defines the subclass."""
 
     __slots__ = ()
     # Whether the feature decides which tokens may be sampled: it writes a mask for each logit row of the request, when

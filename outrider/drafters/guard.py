@@ -161,8 +161,8 @@ class DrafterGuards(StepPart):
 
     def bind(self, row_tensors: Sequence[torch.Tensor], limits: Limits, device: torch.device,
              make_view_of: Callable[[], ViewOf]) -> None:
-        """row_tensors: row state that drafters see and must not write to. make_view_of: makes the object that makes
-        batches of admitted rows. Called only if there are drafters."""
+        """Bind all drafters before the first step. Called only if there are drafters. row_tensors: row state that
+        drafters see and must not write to. make_view_of: makes the object that makes batches of admitted rows."""
         self._choice = ProposalChoice(len(self._guards), limits, device) if len(self._guards) > 1 else None
         self.is_on = torch.ones(len(self._guards), dtype=torch.int64, device=device)
         self._num_told_off = 0
@@ -297,7 +297,7 @@ class DrafterGuards(StepPart):
         for guard in self._guards:
             if guard.has_written:
                 raise SpoiledRows(f"drafter {guard.record.drafter} wrote to the tensors of the engine's rows; all "
-                                  "requests are admitted anew")
+                                  "requests are admitted again. Correct the drafter")
 
     def report(self, found: Sequence[WrongValue]) -> DraftingReport:
         """Called when a step's result is read. Returns the faults since the last report. found: the faults that the

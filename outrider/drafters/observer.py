@@ -14,7 +14,7 @@ class DraftObserver(StepPart):
     goes on in any case."""
 
     def bind(self, limits: Limits) -> None:
-        """Called once, before the first step, when no row holds a request."""
+        """Prepare for the first step. Called once, when no row holds a request."""
 
     def record(self, step: Step) -> None:
         """Called after a step has computed and accepted its tokens, before drafters run. The call is captured with the

@@ -65,7 +65,8 @@ def _custom(path: str, config: SpeculativeConfig, build: DraftBuild) -> Drafter:
         hint = " (its folder must be in PYTHONPATH)" if isinstance(error, ModuleNotFoundError) else ""
         raise ValueError(f"speculative_config: cannot import the drafter {path!r}: {words_of(error)}{hint}") from error
     if not callable(kind) or (isinstance(kind, type) and not issubclass(kind, Drafter)):
-        raise ValueError(f"speculative_config: {path} is not a subclass of outrider.drafters.base.Drafter")
+        raise ValueError(f"speculative_config: {path} is not a subclass of outrider.drafters.base.Drafter: "
+                         "derive it from this class")
     try:
         made = kind(config.num_speculative_tokens, build.target)
     except Exception as error:

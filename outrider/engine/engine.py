@@ -203,7 +203,7 @@ class Engine:
         """Wait for the steps in flight and end the engine. Requests that still run are never answered."""
         if self.is_forked:
             return
-        self.worker.end(EngineError("the engine was closed"))
+        self.worker.end(EngineError("the engine was closed: start a new one"))
         self.close_watchers()
         self.keepers.close()
         self.runner.close()

@@ -73,9 +73,9 @@ def read_size(text: str) -> int:
     """Parse a size of memory, such as 24GiB, 24G, 24 (GiB), 512MiB or 24GB, and return its bytes."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
     if found is None or (found[2].upper() not in UNITS):
-        raise ValueError(f"{text!r} is not a size of memory, as 24GiB")
+        raise ValueError(f"{text!r} is not a size of memory, such as 24GiB")
     number, unit = float(found[1]), found[2].upper()
     num_bytes = int(number * UNITS[unit])
     if num_bytes < MIB:
-        raise ValueError(f"{text!r} is too little memory for any model: give a size as 24GiB")
+        raise ValueError(f"{text!r} is too little memory for any model: give a size such as 24GiB")
     return num_bytes

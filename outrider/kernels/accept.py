@@ -85,12 +85,12 @@ def _by_request(values: torch.Tensor, first_logit: torch.Tensor, reached: torch.
 
 
 def _is_stop(tokens: torch.Tensor, row: torch.Tensor, rules: StopRules) -> torch.Tensor:
-    """[R, K + 1] bool: whether each of these tokens is a stop id of its row."""
+    """Return [R, K + 1] bool: whether each of these tokens is a stop id of its row."""
     ids = rules.stop_ids[row]
     is_id = torch.arange(ids.shape[1], device=row.device) < rules.num_stop_ids[row][:, None]
     return ((tokens[:, :, None] == ids[:, None, :]) & is_id[:, None, :]).any(dim=2)
 
 
 def _first(found: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """[R]: the first index at which found [R, K + 1] is true; K + 1 if there is none."""
+    """Return [R]: the first index at which found [R, K + 1] is true; K + 1 if there is none."""
     return torch.where(found, step, step.shape[0]).amin(dim=1)

@@ -305,9 +305,9 @@ def plan_first_slots(admitted: AdmittedRows, tables: Tables, own: DrafterCacheSt
 
 def _valid_in_hit(table: torch.Tensor, page_tokens: int, needed: torch.Tensor, begin: torch.Tensor,
                   page_valid: torch.Tensor) -> torch.Tensor:
-    """[requests]: the slot from which on all slots of the prefix hit are valid. Before it some were evicted or never
-    filled by the drafter. Pages that have left a window are not needed. If a hit ends within a page of this group, the
-    slots in that page are missing."""
+    """Return [requests]: the slot from which on all slots of the prefix hit are valid. Before it some were evicted or
+    never filled by the drafter. Pages that have left a window are not needed. If a hit ends within a page of this
+    group, the slots in that page are missing."""
     pages, columns = table.long(), torch.arange(table.shape[1], device=table.device)
     in_hit = (columns >= needed[:, None]) & (columns < (begin // page_tokens)[:, None])
     is_broken = in_hit & ((pages == NULL_PAGE) | ~page_valid[pages])

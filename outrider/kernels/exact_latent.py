@@ -78,7 +78,8 @@ def dense_latent_attention(q: Tensor, cache: Tensor, contexts: TokenContexts, nu
 
 
 def _every_position(contexts: TokenContexts, num_positions: int) -> Tensor:
-    """[tokens, num_positions]: the visible positions in order, then NOT_CHOSEN, as an indexer would list them."""
+    """Return [tokens, num_positions]: the visible positions in order, then NOT_CHOSEN, as an indexer would list
+    them."""
     listed = contexts.first[:, None] + torch.arange(num_positions, device=contexts.first.device)
     return torch.where(listed < contexts.stop[:, None], listed, NOT_CHOSEN)
 

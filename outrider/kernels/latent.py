@@ -121,7 +121,7 @@ def latent_values(q: Tensor, cache: Tensor, contexts: TokenContexts, positions: 
 
 
 def every_position(contexts: TokenContexts, num_positions: int) -> Tensor:
-    """[tokens, num_positions]: each position that the token row sees; NOT_CHOSEN in place of the others."""
+    """Return [tokens, num_positions]: each position that the token row sees, and NOT_CHOSEN in place of all others."""
     every = torch.arange(num_positions, device=contexts.first.device)
     return torch.where(_is_visible(every, contexts), every, NOT_CHOSEN)
 
@@ -133,12 +133,12 @@ def _chunks(num_rows: int, row_elements: int) -> Iterator[slice]:
 
 
 def _is_visible(positions: Tensor, contexts: TokenContexts) -> Tensor:
-    """[tokens, positions] whether a token row sees a position."""
+    """Return [tokens, positions]: whether a token row sees a position."""
     return (positions >= contexts.first[:, None]) & (positions < contexts.stop[:, None])
 
 
 def _index_scores(q: Tensor, weights: Tensor, keys: Tensor, pages: Tensor, scales: Tensor | None) -> Tensor:
-    """[rows, positions] the scores of every position, invisible ones included. pages [rows, columns]."""
+    """Return [rows, positions]: the scores of every position, invisible ones included. pages [rows, columns]."""
     wide = torch.promote_types(q.dtype, torch.float32)
     rows, columns, page_tokens = len(q), pages.shape[1], keys.shape[1]
     scores = torch.empty(rows, columns, page_tokens, dtype=wide, device=q.device)
@@ -159,11 +159,11 @@ def as_numbers(keys: Tensor, scales: Tensor | None, cells: tuple[Tensor, ...], w
 
 
 def best_positions(scores: Tensor, contexts: TokenContexts, top_k: int) -> Tensor:
-    """[rows, top_k]: the visible positions with the highest scores [rows, positions], ascending, then NOT_CHOSEN.
+    """Return [rows, top_k]: the visible positions with the highest scores [rows, positions], ascending, then
+    NOT_CHOSEN.
 
     The sort is stable, since a library's top-k may take any of equal scores. Scores of invisible positions may be NaN,
-    so they are replaced by -inf, and visible scores are kept above that, so that every visible position ranks first.
-    """
+    so they are replaced by -inf, and visible scores are kept above that, so that every visible position ranks first."""
     num_keys = scores.shape[1]
     is_visible = _is_visible(torch.arange(num_keys, device=scores.device), contexts)
     finite = scores.clamp_min(torch.finfo(scores.dtype).min)

@@ -70,11 +70,10 @@ def write_pooled_keys(packed: Tensor, weights: PoolWeights, cells: PoolCells, co
 
 
 def list_blocks(contexts: TokenContexts, chosen: Tensor, blocks: TokenBlocks) -> Tensor:
-    """[tokens, (most chosen + 1) * size - 1]: the positions of the chosen blocks and of the tokens after the last whole
-    block, then NOT_CHOSEN. A context that has no more positions than that is listed completely.
+    """Return [tokens, (most chosen + 1) * size - 1]: the positions of the chosen blocks and of the tokens after the
+    last whole block, then NOT_CHOSEN. A context that has no more positions than that is listed completely.
 
-    chosen [tokens, most chosen]: indices among the keys of blocks, ascending, then NOT_CHOSEN.
-    """
+    chosen [tokens, most chosen]: indices among the keys of blocks, ascending, then NOT_CHOSEN."""
     size, anchor = blocks.size, blocks.anchor
     entry = torch.arange((chosen.shape[1] + 1) * size - 1, device=chosen.device)
     whole = (contexts.stop - anchor).clamp_min(0) // size

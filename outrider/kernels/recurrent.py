@@ -182,7 +182,7 @@ def _unit_lengths(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _finite_so_far(*inputs: Tensor) -> Tensor:
-    """[tokens]: whether a token and all tokens before it are finite in all of these inputs [tokens, ..]."""
+    """Return [tokens]: whether a token and all tokens before it are finite in all of these inputs [tokens, ..]."""
     largest = torch.stack([part.abs().flatten(1).amax(dim=1) for part in inputs]).amax(dim=0)
     return (~(largest < torch.inf)).cumsum(dim=0) == 0
 
@@ -221,11 +221,11 @@ def _unchunked(y: Tensor, num_tokens: int) -> Tensor:
 
 
 def _decay_between(log_decay: Tensor) -> Tensor:
-    """log_decay [.., tokens] -> [.., i, j]: the share of token j's addition that is left at token i; 0 for j after i.
+    """Compute log_decay [.., tokens] -> [.., i, j]: the share of token j's addition that is left at token i; 0 for j
+    after i.
 
     The logarithms of the tokens between i and j are added up. Differences of sums from the start would lose small steps
-    beside large ones.
-    """
+    beside large ones."""
     size = log_decay.shape[-1]
     later = torch.ones(size, size, dtype=torch.bool, device=log_decay.device).tril(-1)
     sums = torch.where(later, log_decay[..., None], 0).cumsum(dim=-2)

@@ -240,7 +240,7 @@ def _attend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, table: Tensor, visible: Tensor, scale: float, softcap: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """q [tokens, heads, dim]; table [tokens, columns]; visible [tokens, keys]."""
+    """Attend with q [tokens, heads, dim] to the visible keys; table [tokens, columns]; visible [tokens, keys]."""
     tokens, heads, dim = q.shape
     kv_heads = k_cache.shape[2]
     shape = (tokens, visible.shape[1], kv_heads, dim)

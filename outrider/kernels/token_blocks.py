@@ -111,8 +111,8 @@ def exact_block_attention(q: Tensor, k_cache: Tensor, v_cache: Tensor, contexts:
 
 
 def every_block(contexts: TokenContexts, count: int) -> Tensor:
-    """[tokens, count]: the indices of all blocks that a token row sees, from what `TokenBlocks.visible` returned, then
-    NOT_CHOSEN. No token row may see more than `count` blocks."""
+    """Return [tokens, count]: the indices of all blocks that a token row sees, from the result of
+    `TokenBlocks.visible`, then NOT_CHOSEN. No token row may see more than `count` blocks."""
     places = contexts.first[:, None] + torch.arange(count, device=contexts.first.device)
     return torch.where(places < contexts.stop[:, None], places, NOT_CHOSEN).int()
 

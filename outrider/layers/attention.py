@@ -77,7 +77,8 @@ class SelfAttention(TokenMixer):
         return [("", self.qkv), ("o_proj", self.out), *norms]
 
     def __call__(self, x: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
-        """x: [tokens, hidden]. q and k heads are adjacent in memory, so one operation norms and rotates both."""
+        """Compute attention for x [tokens, hidden]. q and k heads are adjacent in memory, so one operation norms and
+        rotates both."""
         return self.out(self.mix(self.qkv(x, context), angles, context), context)
 
     def for_rows(self, x: torch.Tensor, angles: Angles, context: StepContext, rows: WantedRows) -> torch.Tensor:

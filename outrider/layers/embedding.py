@@ -39,7 +39,7 @@ class Embedding(FormatModule[EmbeddingFormat]):
         """Do nothing: a lookup is exact in any mode. A tied head tells the format which products it needs."""
 
     def __call__(self, tokens: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """tokens: [tokens] int64. Returns [tokens, hidden]."""
+        """Return the embeddings [tokens, hidden] of tokens [tokens] int64."""
         x = self.changed(tokens, context)
         return x if context.given_rows is None else context.given_rows.put_into(x)
 

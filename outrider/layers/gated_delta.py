@@ -161,7 +161,7 @@ class GatedDelta(TokenMixer):
         return ("", self.enter), ("", self.mixer), ("norm", self.norm), ("out_proj", self.out)
 
     def __call__(self, x: Tensor, angles: Angles, context: StepContext) -> Tensor:
-        """x: [tokens, hidden]. `angles` are not used: the layer has no rope."""
+        """Compute the layer for x [tokens, hidden]. `angles` are not used: the layer has no rope."""
         conv_in, z, b, a = self.enter(x, context).split(self.sizes, dim=-1)
         recurrent: RecurrentLayer = context.attend.mixer(self.index)
         return self.out(self.norm(recurrent(conv_in, (a, b)), z), context)

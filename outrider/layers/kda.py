@@ -158,7 +158,7 @@ class KDA(TokenMixer):
                 (self.names.out, self.out)]
 
     def __call__(self, x: Tensor, angles: Angles, context: StepContext) -> Tensor:
-        """x: [tokens, hidden]. `angles` are not used: the layer has no rope."""
+        """Compute the layer for x [tokens, hidden]. `angles` are not used: the layer has no rope."""
         conv_in, b, decay, gate = self.enter(x, context).split(self.sizes, dim=-1)
         for second in self.decay.values():
             decay = second(decay, context)

@@ -135,7 +135,8 @@ class Compression(Module):
         return [("", product) for product in self.products]
 
     def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """x [tokens, hidden] -> [tokens, q | latent | rope | index key | head weights | gate]."""
+        """Compute the joint product: x [tokens, hidden] -> [tokens, q | latent | rope | index key | head weights |
+        gate]."""
         made = [product(x, context) for product in self.products]
         return made[0] if len(made) == 1 else torch.cat(made, dim=1)
 
@@ -189,7 +190,7 @@ class LatentAttention(TokenMixer):
         return [product.format for product in first]
 
     def __call__(self, x: torch.Tensor, angles: Angles, context: StepContext) -> torch.Tensor:
-        """x: [tokens, hidden]."""
+        """Compute attention for x [tokens, hidden]."""
         bound: BoundLatentLayer = context.attend.mixer(self.layer.index)
         shape = self.shape
         rope = RopeRows(angles.positions, angles.table, shape.rotates_pairs, shape.index_rope_at_end)

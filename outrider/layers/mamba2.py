@@ -143,7 +143,7 @@ class Mamba2(TokenMixer):
         return (self.enter.format,)
 
     def __call__(self, x: Tensor, angles: Angles, context: StepContext) -> Tensor:
-        """x: [tokens, hidden]. `angles` are not used: the layer has no rope."""
+        """Compute the layer for x [tokens, hidden]. `angles` are not used: the layer has no rope."""
         z, conv_in, dt = self.enter(x, context).split(self.sizes, dim=-1)
         recurrent: RecurrentLayer = context.attend.mixer(self.index)
         return self.out(self.norm(recurrent(conv_in, (dt,)), z), context)

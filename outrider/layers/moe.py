@@ -207,7 +207,7 @@ class MoE(FeedForward):
         return [*shared, self.experts.format if self.latent is None else self.latent[0].format]
 
     def __call__(self, x: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """x: [tokens, hidden]."""
+        """Compute the layer for x [tokens, hidden]."""
         mixed = self._mix(x, context)
         return mixed if self._group is None else self._group.sum(mixed)
 

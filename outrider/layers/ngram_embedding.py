@@ -155,7 +155,8 @@ class NgramEmbedding(StreamAdder):
                 ("norm_query", self.query_norm), ("norm_conv", self.conv_norm), ("conv1d", self.mixer)]
 
     def __call__(self, streams: Tensor, ids: Tensor, context: StepContext) -> Tensor:
-        """ids [tokens, order]: a token's own id and those before it, nearest first, -1 where there is none."""
+        """Return the addition to the streams. ids [tokens, order]: a token's own id and those before it, nearest first,
+        -1 where there is none."""
         width = streams.shape[1]
         projected = self.project(self.table(ids[:, 0], ids[:, 1:]), context)
         keys, queries = self.key_norm(projected[:, :width]), self.query_norm(streams)

@@ -154,7 +154,7 @@ class GatedNorm(Module):
             self._shared.set_exact(exact)
 
     def __call__(self, y: Tensor, z: Tensor) -> Tensor:
-        """y and z [tokens, size]."""
+        """Return the gated norm of y, both y and z [tokens, size]."""
         if self._shared is None:
             return self._norm(y, z, self.weight, self.group_size, self.eps, self.gate_first, self.activation)
         x = ops.silu_mul(torch.cat((widened(z), widened(y)), dim=1))

@@ -71,7 +71,7 @@ class Router(Module):
         self._route = ops.route.variant(exact)
 
     def __call__(self, x: torch.Tensor, context: StepContext) -> Routed:
-        """x: [tokens, hidden]. Returns ids and weights, [tokens, k] each."""
+        """Choose experts for x [tokens, hidden]. Returns ids and weights, [tokens, k] each."""
         routed = self._route(self.gate.wide(x, context), self.rule, self.bias, self.expert_scale)
         if self.routing_override is not None:
             routed = Routed(self.routing_override(self.index, x.shape[0]), routed.weights)

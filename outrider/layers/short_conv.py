@@ -91,7 +91,7 @@ class ShortConv(TokenMixer):
         return ("in_proj", self.enter), ("conv", self.mixer), ("out_proj", self.out)
 
     def __call__(self, x: Tensor, angles: Angles, context: StepContext) -> Tensor:
-        """x: [tokens, hidden]. `angles` are not used: the layer has no rope."""
+        """Compute the layer for x [tokens, hidden]. `angles` are not used: the layer has no rope."""
         b, c, inner = self.enter(x, context).chunk(3, dim=-1)
         recurrent: RecurrentLayer = context.attend.mixer(self.index)
         return self.out(recurrent(b * inner, ()).mul_(c), context)

@@ -137,7 +137,7 @@ class StreamAdder(Module):
     """A part of a layer that adds to every stream directly."""
 
     def __call__(self, streams: torch.Tensor, inputs: torch.Tensor, context: StepContext) -> torch.Tensor:
-        """streams [tokens, num_streams x hidden], inputs of the token rows."""
+        """Return the addition to streams [tokens, num_streams x hidden]. inputs: the layer's extra inputs."""
         raise NotImplementedError
 
 

@@ -204,7 +204,7 @@ class Gemma4Layer(DecoderLayer):
         self, delta: Delta, residual: torch.Tensor, angles: Angles, context: StepContext,
         per_layer_input: torch.Tensor | None = None,
     ) -> tuple[Delta, torch.Tensor]:
-        """per_layer_input: [tokens, size], in models with per-layer inputs."""
+        """Compute the layer. per_layer_input: [tokens, size], in models with per-layer inputs."""
         x, residual = self.input_norm.add_norm(delta, residual)
         return self._after_attention(self.attention(x, angles, context), residual, per_layer_input, context)
 

@@ -135,7 +135,8 @@ class SlotRotary(Rotary):
         self.table = table if table.is_meta else torch.cat((table[:1], table[:-1]))
 
     def of_step(self, positions: torch.Tensor, components: torch.Tensor | None) -> Angles:
-        """components: the position components of the token before each slot, by which the slot's token is rotated."""
+        """Return the angles of a step's token rows. components: the position components of the token before each slot,
+        by which the slot's token is rotated."""
         return self.at(positions) if components is None else self._rotary.of_step(positions, components)
 
 

@@ -51,7 +51,7 @@ class UpdatedWeights:
     encoders."""
 
     def __init__(self, model: Model, modules: Sequence[LayeredModule], encoders: Collection[InputEncoder] = ()) -> None:
-        """modules: the modules of the drafters."""
+        """modules: the drafters' modules. Those for multi-token prediction are updated together with the model."""
         self._model, self._encoders = model, encoders
         self._heads = [module for module in modules if isinstance(module, MTPHead)]
         self.slots: dict[str, WeightSlot] = dict(model.weights())

@@ -26,8 +26,8 @@ class ListedRows:
 
     @classmethod
     def from_lists(cls, lists: Sequence[tuple[range, int]], device: torch.device) -> ListedRows:
-        """lists: a pair for each list, in the order in which the entries of the lists are stored: the logit rows that
-        use the list, and the number of its entries."""
+        """Make the rows from lists: a pair for each list, in the order in which the entries of the lists are stored:
+        the logit rows that use the list, and the number of its entries."""
         rows, firsts, lens, first = list[int](), list[int](), list[int](), 0
         for own, num in lists:
             rows += own

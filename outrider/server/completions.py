@@ -62,7 +62,7 @@ async def _read_embeds(service: Service, given: str | list[str]) -> list[PromptI
     files, most = [given] if isinstance(given, str) else given, service.config.max_prompts
     if not 1 <= len(files) <= most:
         raise ApiError(400, f"prompt_embeds has {len(files)} prompts, and one request may have from 1 to "
-                            f"{most}", param="prompt_embeds")
+                            f"{most}: send fewer", param="prompt_embeds")
     limits = service.host.llm.engine.limits
 
     def work() -> list[PromptInput]:

@@ -149,7 +149,7 @@ class EngineHost:
                 self._restart(now)
             return
         if not self._has_worker(llm):
-            llm.fail("its worker has died")
+            llm.fail("its worker process has died")
             return
         steps = llm.engine.stats.num_steps
         is_paused = llm.engine.pause.is_on  # it sleeps, say: requests wait for an administrator

@@ -210,7 +210,7 @@ def _replay(body: bytes, receive: Receive) -> Receive:
 
 
 def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the request's body exceeds {most} bytes")
+    return ApiError(413, f"the request's body exceeds {most} bytes: send less")
 
 
 class RootPath:

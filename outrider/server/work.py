@@ -49,7 +49,8 @@ class Work(Response):
                 work.result()
             elif not gone.done():
                 await _cancelled(work)
-                await self._fail(send, ApiError(504, f"the request took longer than {self._timeout:g} seconds"))
+                await self._fail(send, ApiError(504, f"the request took longer than {self._timeout:g} seconds: "
+                                                      "ask for fewer tokens"))
         except asyncio.CancelledError:  # the server ends, and has waited as long as it may
             await _cancelled(work)
             await self._fail(send, ApiError(503, "the server is stopping: send the request again", retry_after=5))
@@ -134,7 +135,7 @@ def api_error(error: Exception) -> ApiError:
             return bad_value(error)
         case EngineError():
             log.error("a request failed with the engine: %s", error)
-            return ApiError(503, "the engine failed while the request ran; it starts again", retry_after=5)
+            return ApiError(503, "the engine failed while the request ran; send it again", retry_after=5)
         case ParamsError():
             return ApiError(400, error.failure)
         case WeightsIncomplete():

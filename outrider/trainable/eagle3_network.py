@@ -60,7 +60,7 @@ class TextSlots:
 
     @property
     def _padded(self) -> torch.Tensor:
-        """[slots] the index of each slot when texts are padded: text * (length - 1) + slot - 1."""
+        """Return [slots]: the index of each slot when texts are padded: text * (length - 1) + slot - 1."""
         return self.places // self.length * (self.length - 1) + self.positions
 
     def pad(self, heads: torch.Tensor) -> torch.Tensor:

@@ -56,8 +56,8 @@ class BlockTrainee(Trainee):
                 yield PassOutput(own, output)
 
     def block_embeds(self, taught: TaughtTexts, anchors: torch.Tensor) -> torch.Tensor:
-        """[texts, blocks, rows, hidden]: the input embeddings of blocks. The first row of a block is the last known
-        token; all other rows are mask tokens."""
+        """Return [texts, blocks, rows, hidden]: the input embeddings of blocks. The first row of a block is the last
+        known token; all other rows are mask tokens."""
         ids = anchors.new_full((*anchors.shape, self.sizes.num_rows), self.sizes.mask_token)
         ids[..., 0] = taught.tokens.gather(1, anchors)
         embeds = self._target.embed_tokens.look_up(ids.flatten()).detach()

@@ -41,7 +41,7 @@ class DraftLogits:
 
     @torch.no_grad()
     def best(self, final: torch.Tensor) -> torch.Tensor:
-        """[tokens] the likeliest token of the whole vocabulary, not only of the draft vocabulary."""
+        """Return [tokens]: the likeliest token of the whole vocabulary, not only of the draft vocabulary."""
         parts = [self._whole(rows).argmax(dim=-1) for rows in final.split(LOGIT_ROWS)]
         return torch.cat(parts) if parts else final.new_empty(0, dtype=torch.int64)
 

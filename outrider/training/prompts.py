@@ -67,7 +67,7 @@ def _json(place: str, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{place} is not valid JSON: {error}") from None
+        raise ValueError(f"{place} is not valid JSON ({error}): correct it") from None
 
 
 def _encode(place: str, item: Any, tokenizer: Tokenizer | None, vocab_size: int) -> list[int]:

@@ -59,8 +59,8 @@ class TaughtTexts:
 
 
 def may_draft(lengths: torch.Tensor, answer_from: torch.Tensor, width: int, num_drafts: int) -> torch.Tensor:
-    """[texts, length] bool on the host: whether the next `num_drafts` tokens after a token are known and belong to the
-    answer. False at the first token of a text, because there is no hidden state before it."""
+    """Return [texts, length] bool on the host: whether the next `num_drafts` tokens after a token are known and belong
+    to the answer. False at the first token of a text, because there is no hidden state before it."""
     at = torch.arange(width)
     return (at >= (answer_from[:, None] - 1).clamp_min(1)) & (at + num_drafts < lengths[:, None])
 

@@ -103,7 +103,7 @@ def split_texts(texts: Sequence[TrainingText], share: float) -> SplitTexts:
 
 
 def count_answer_tokens(texts: Sequence[TrainingText], vocab_size: int) -> torch.Tensor:
-    """[vocabulary] how often each token occurs in the answers."""
+    """Return [vocabulary]: how often each token occurs in the answers."""
     counts = torch.zeros(vocab_size, dtype=torch.int64)
     for start in range(0, len(texts), 1024):
         said = [token for text in texts[start : start + 1024] for token in text.answer]

@@ -36,7 +36,7 @@ class UnrolledLayer:
         """Return None, because no operation is fused here: norms and rope are applied before the call."""
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """q [tokens, heads, dim], k and v [tokens, kv heads, dim]. Returns [tokens, heads * dim]."""
+        """Attend. q [tokens, heads, dim], k and v [tokens, kv heads, dim]. Returns [tokens, heads * dim]."""
         query, key, value = (part.unflatten(0, (self._num_texts, -1)).transpose(1, 2) for part in (q, k, v))
         self._keys.append(key)
         self._values.append(value)

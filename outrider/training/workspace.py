@@ -44,7 +44,7 @@ class Workspace:
         """Raise ValueError if the output folder is not empty, unless this run resumes the run in it."""
         existing = self._nearest_existing()
         if not existing.is_dir():
-            raise ValueError(f"--out: {existing} is not a folder")
+            raise ValueError(f"--out: {existing} is not a folder: name one")
         names = {path.name for path in self.folder.iterdir()} if self.folder.exists() else set()
         if self._settings.exists():
             if not resume:

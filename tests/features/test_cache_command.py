@@ -116,7 +116,7 @@ def test_clear(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize(("words", "message"), [
     (("list", "NOWHERE"), "there is no folder"),
-    (("list", "EMPTY"), "is not a disk cache: it is empty"),
+    (("list", "EMPTY"), "is not a disk cache, because it is empty"),
     (("clear", "HOME"), "is not a disk cache and not empty"),
     (("export", "CACHE", "--file", "x.tar"), "say which model with --model"),
     (("export", "CACHE", "--model", "third", "--file", "x.tar"), "holds no model 'third'; it holds: "),

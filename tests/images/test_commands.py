@@ -41,7 +41,7 @@ def test_a_file_becomes_a_data_url(tmp_path: Path, kind: str) -> None:
 
 def test_a_file_that_is_no_image(tmp_path: Path) -> None:
     (tmp_path / "x.png").write_text("text")
-    with pytest.raises(ValueError, match="no image of a known format"):
+    with pytest.raises(ValueError, match="is not an image of these formats"):
         image_url(str(tmp_path / "x.png"))
     with pytest.raises(ValueError, match="there is no file"):
         image_url(str(tmp_path / "y.png"))

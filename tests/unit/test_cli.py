@@ -160,7 +160,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     (["generate", "--logit-bias", '{" 5_0 ": 1}'], "the key ' 5_0 ' is not a token id"),
     (["generate", "--speculative-config", '{"method": "eagle3", "num_speculative_tokens": 1}'],
      "method 'eagle3' needs 'model'"),
-    (["bench", "throughput", "--shapes", "٣x4x5"], "is not BATCHxINxOUT"),
+    (["bench", "throughput", "--shapes", "٣x4x5"], "must be BATCHxINxOUT"),
     (["bench", "serve", "--base-url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1 ("),
     (["bench", "serve", "--save-result", "no/such/folder/file"], "--save-result: there is no folder"),
     (["bench", "serve", "--request-rate", "0"], "--request-rate must be a number above 0"),
@@ -177,7 +177,7 @@ def test_without_a_command_the_help_is_printed(capsys: pytest.CaptureFixture[str
     (["bench", "latency", "--input-len", "8"], "has no flag --input-len: write the shape, as --shapes 8x128x64"),
     (["-v", "generate"], "-v comes after the command: `outrider generate -v`"),
     (["generate", "--speculative-config", "ngram"], """write '{"method": "ngram", "num_speculative_tokens": 4}'"""),
-    (["bench", "throughput", "--shapes", "8x128"], "'8x128' is not BATCHxINxOUT"),
+    (["bench", "throughput", "--shapes", "8x128"], "'8x128' must be BATCHxINxOUT"),
     (["bench", "spec", "--prompts", "nowhere.json"], "there is no file nowhere.json"),
     (["generate", "--prompt", "x", "--system", "y"], "--system needs --chat"),
     (["generate", "--prompt", "x", "--chat-template", "default"], "--chat-template needs --chat"),
@@ -254,7 +254,7 @@ def test_an_adapter_answers_a_prompt_and_a_chat(folder: Path, tmp_path: Path, ca
     monkeypatch.setattr(sys, "stdin", io.StringIO("hi\n"))
     assert chat in outrider(capsys, "chat", folder, *flags).out
     assert "holds no adapter_config.json" in refused(capsys, "generate", folder, "--prompt", "one", "--lora", tmp_path)
-    assert "by name" in refused(capsys, "chat", "--url", "http://127.0.0.1:1", "--lora", tmp_path)
+    assert "name on the server" in refused(capsys, "chat", "--url", "http://127.0.0.1:1", "--lora", tmp_path)
 
 
 def test_prompts_from_files_and_standard_input(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],

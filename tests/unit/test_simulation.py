@@ -258,8 +258,8 @@ def test_sizes_of_features_are_left_out_of_a_cost_table(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     for text, message in (("[1]", "is not a cost table"), ("{", "cannot be read"),
-                          ('{"format": "outrider costs 1", "is": "Popen"}', "does not know"),
-                          ('{"format": "outrider costs 1", "is": "Limits", "x": 1}', "other fields")):
+                          ('{"format": "outrider costs 1", "is": "Popen"}', "has the unknown type"),
+                          ('{"format": "outrider costs 1", "is": "Limits", "x": 1}', "differs from this version")):
         path.write_text(text)
         with pytest.raises(ValueError, match=message):
             CostTable.read(path)

@@ -10,8 +10,8 @@ MODEL_DTYPE = "model"  # the element type of a part that is stored as the model 
 
 @dataclass(frozen=True)
 class Part:
-    """One tensor that a layer keeps in pages, with an entry for every token or for every page. The names of a layer's
-    parts tell them apart."""
+    """One tensor that a layer keeps in pages, with an entry for every token or for every page. The parts of a layer
+    have different names."""
 
     name: str
     shape: tuple[int, ...]  # shape of the values of one token or page

@@ -156,7 +156,7 @@ class ExpertsTarget(Target):
             if a[0] % count == 0:
                 return a[0] // count
         raise AdapterError(f"{pair.a} {list(a)} and {pair.b} {list(b)} do not fit {count} experts of {inputs} inputs: "
-                           "the adapter is for another base model")
+                           "the adapter is for another base model. Use its own")
 
     def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
         """Join the factors of all modules. Scales are folded into the second factor, because gate and up may have

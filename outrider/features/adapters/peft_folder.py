@@ -257,4 +257,4 @@ def _number(path: Path, key: str, value: Any) -> float:
 
 
 def _damaged(file: Path, error: Exception) -> AdapterError:
-    return AdapterError(f"{file} is truncated or damaged ({error})")
+    return AdapterError(f"{file} is truncated or damaged ({error}): fetch it again")

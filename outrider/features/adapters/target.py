@@ -38,7 +38,7 @@ class Target(ABC):
 
     @abstractmethod
     def sizes(self, rank: int) -> tuple[int, int]:
-        """Return the number of elements of each of the two factors, on the rank that holds the most."""
+        """Return the number of elements of each of the two factors, on the rank with the largest part."""
 
     @abstractmethod
     def factors(self, pairs: Sequence[NamedPair]) -> HeldFactors:
@@ -136,7 +136,8 @@ def _check_matrix(pair: FactorPair, num_inputs: int, num_outputs: int) -> int:
     rank = pair.a_shape[0] if pair.a_shape else 0
     if pair.a_shape != (rank, num_inputs) or pair.b_shape != (num_outputs, rank) or not rank:
         raise AdapterError(f"{pair.a} {list(pair.a_shape)} and {pair.b} {list(pair.b_shape)} do not fit the model, "
-                           f"whose weight is [{num_outputs}, {num_inputs}]: the adapter is for another base model")
+                           f"whose weight is [{num_outputs}, {num_inputs}]: the adapter is for another base model. "
+                           "Use its own")
     return rank
 
 

@@ -46,9 +46,9 @@ class PaddedTexts:
                    torch.tensor([text.answer_from for text in texts], device=device))
 
     def places(self, num_drafts: int) -> torch.Tensor:
-        """[places] the tokens after which drafts are trained and measured, as indexes (text * length + position): those
-        whose next `num_drafts` tokens are known and were produced by the target. The first token is never one of them,
-        because there is no hidden state before it."""
+        """Return [places]: the tokens after which drafts are trained and measured, as indexes (text * length +
+        position): those whose next `num_drafts` tokens are known and were produced by the target. The first token is
+        never one of them, because there is no hidden state before it."""
         at = torch.arange(self.tokens.shape[1], device=self.tokens.device)
         is_place = (at >= (self.answer_from[:, None] - 1).clamp_min(1)) & (at + num_drafts < self.lengths[:, None])
         return is_place.flatten().nonzero()[:, 0]

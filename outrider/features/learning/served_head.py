@@ -80,7 +80,7 @@ class ServedHead:
 
     @property
     def output(self) -> torch.Tensor:
-        """[draft vocabulary, hidden] weight of the output layer, which is not trained."""
+        """Return the weight [draft vocabulary, hidden] of the output layer, which is not trained."""
         assert self._output_format is not None, "checked at the start"
         return self._output_format.dense()
 
@@ -94,12 +94,13 @@ class ServedHead:
         return ServingWeights(self.slots)
 
     def embeds(self, tokens: torch.Tensor) -> torch.Tensor:
-        """[.., hidden] embeddings of tokens, float32."""
+        """Return the embeddings [.., hidden] of tokens in float32."""
         found = self.head.embedding.format.look_up(tokens.flatten())
         return found.view(*tokens.shape, -1).float()
 
     def draft_ids(self) -> torch.Tensor:
-        """[target vocabulary] the head's id of each of the target's tokens; -1 for tokens that it cannot draft."""
+        """Return [target vocabulary]: the head's id of each of the target's tokens; -1 for tokens that it cannot
+        draft."""
         head = self.head
         if head.target_ids is None:
             return torch.arange(head.num_outputs, device=head.device)

@@ -121,7 +121,7 @@ class TrafficRing:
             kept.index_copy_(0, place, aux_state.to(kept.dtype))
 
     def _places(self, step: Step) -> torch.Tensor:
-        """[token rows] the place in the ring where the states of each token row go. Only the place `nowhere` may be
+        """Return [token rows]: the place in the ring for the states of each token row. Only the place `nowhere` may be
         written by several token rows."""
         view = step.batch.padded
         of = view.request_of
@@ -163,7 +163,7 @@ class TrafficRing:
         self._start_of.fill_(-1)
 
     def clear(self) -> None:
-        """Forget all texts. The trainer must not be reading."""
+        """Forget all texts. Called only while the trainer does not read."""
         self.reset()
         with self._lock:
             self._free += self._closed

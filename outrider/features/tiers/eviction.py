@@ -54,7 +54,7 @@ class EvictionOrder(Generic[Name]):
             part.pop(name, None)
 
     def end_pins(self, now: float) -> None:
-        """Move objects whose pin has ended to the kept ones, as if they had been used at that time."""
+        """Move objects whose pin has ended to the kept ones, with that time as their last use."""
         while self._ends and self._ends[0][0] <= now:
             until, name = heapq.heappop(self._ends)
             if self.pinned.get(name) == until:

@@ -87,8 +87,8 @@ class BoundIndexedLayer:
     exact: bool
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, index: BlockInputs) -> torch.Tensor:
-        """q [tokens, heads, dim], k and v [tokens, kv heads, dim], normed and rotated. Returns [tokens, heads * dim].
-        """
+        """Attend. q [tokens, heads, dim], k and v [tokens, kv heads, dim], normed and rotated. Returns [tokens, heads *
+        dim]."""
         plan, layer, choice = self.plan, self.layer, self.layer.choice
         ops.write_block_keys(index.key, index.gain, index.eps, RopeRows(plan.positions, index.table), plan.slots,
                              plan.offsets, plan.contexts, self.index_keys, choice.blocks)

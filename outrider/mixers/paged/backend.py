@@ -258,7 +258,8 @@ class PagedMixer(Mixer):
         return PagedLayers(self._layers, plans)
 
     def _for_ranges(self) -> Backend:
-        """Return the backend of steps with extra keys, for layers whose own backend has no kernels for them."""
+        """Return the backend for steps in which tokens attend to later tokens (extra keys), if the layers' own backend
+        has no kernels for them."""
         if self._range_backend is None:
             num_pages, device = self._pool_shape
             caches = [cache for layer, cache, _ in self._layers.values() if layer.reach is not RangeReach.NOTHING]

@@ -135,7 +135,7 @@ class BridgedExperts(BridgedModule):
 
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor,
                 top_k_weights: torch.Tensor) -> torch.Tensor:
-        """hidden_states: [tokens, hidden]; top_k_index, top_k_weights: [tokens, k]."""
+        """Compute the experts. hidden_states: [tokens, hidden]; top_k_index, top_k_weights: [tokens, k]."""
         if hidden_states.is_meta:
             return torch.empty_like(hidden_states)
         wide = torch.float64 if hidden_states.dtype == torch.float64 else torch.float32

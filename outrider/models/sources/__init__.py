@@ -58,7 +58,7 @@ def _local_folder(path: Path) -> ModelSource:
         if files:
             raise SourceError(f"{path} holds several GGUF files. Give the path of one: "
                               f"{', '.join(f.name for f in files)}")
-        raise SourceError(f"{path} is not a model: it holds neither config.json nor a .gguf file")
+        raise SourceError(f"{path} is not a model: it holds neither config.json nor a .gguf file. Give another")
     return folder_source(path)
 
 

@@ -99,7 +99,7 @@ def _parsed(file: str, header: bytes, begin: int) -> list[FileTensor]:
         held = json.loads(header)
         tensors = [_from_header(name, own, begin) for name, own in held.items() if name != "__metadata__"]
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError) as error:
-        raise WeightError(f"{file} has a damaged header ({error!r:.300})") from None
+        raise WeightError(f"{file} has a damaged header ({error!r:.300}): fetch it again") from None
     return sorted(tensors, key=lambda tensor: (tensor.start, tensor.end))
 
 

@@ -43,7 +43,7 @@ class QwenPatchProduct(Module):
         return ("weight", Parameter(self.weight)), ("bias", Parameter(self.bias))
 
     def __call__(self, patches: torch.Tensor) -> torch.Tensor:
-        """patches: the numbers of one frame, [patches, 3 * side * side]."""
+        """Embed patches, given as the numbers of one frame: [patches, 3 * side * side]."""
         frames = patches.view(len(patches), 3, 1, -1).expand(-1, -1, self.frames, -1)
         return F.linear(frames.flatten(1), self.weight.flatten(1), self.bias)
 

@@ -37,7 +37,7 @@ def add_dataset_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def get_samples(args: argparse.Namespace, tokenizer: Any) -> list[SampleRequest]:
-    """`tokenizer`: transformers' tokenizer, or `llm.get_tokenizer()`."""
+    """Make the prompts of a benchmark. `tokenizer`: transformers' tokenizer, or `llm.get_tokenizer()`."""
     match args.dataset_name:
         case "random":
             draw = random.Random(args.seed)

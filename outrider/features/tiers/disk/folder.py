@@ -70,7 +70,7 @@ class CacheFolder:
         if os.listdir(self.path):
             raise CacheFolderError(f"{self.path} is not a disk cache and not empty: give an empty or a new folder")
         if not create:
-            raise CacheFolderError(f"{self.path} is not a disk cache: it is empty")
+            raise CacheFolderError(f"{self.path} is not a disk cache, because it is empty: give another")
         with suppress(FileExistsError), os.fdopen(_open_private(marker, os.O_EXCL), "w") as file:
             file.write('{"what": "disk cache of outrider: cached prompts, private", "format": 1}\n')
 
@@ -251,7 +251,7 @@ def _require_own(path: str) -> None:
     """Refuse a link, or a folder of another user, who could read prompts there or put false pages into it."""
     found = os.lstat(path)
     if stat.S_ISLNK(found.st_mode):
-        raise CacheFolderError(f"{path} is a link: a disk cache is a folder of its own")
+        raise CacheFolderError(f"{path} is a link: give the folder to which it leads")
     if not stat.S_ISDIR(found.st_mode):
         raise CacheFolderError(f"{path} is not a folder: give a folder")
     if found.st_uid != os.geteuid():

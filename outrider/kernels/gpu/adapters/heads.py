@@ -59,8 +59,8 @@ def _head_kernel(
     INTO_LATENTS: tl.constexpr, TILE: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr, PLACES: tl.constexpr,
     ALIGNMENT: tl.constexpr, PDL: tl.constexpr,
 ):
-    """num_columns: columns of the second factor, of all heads. first_column: where the columns to use begin in each
-    head."""
+    """Add the adapters' low-rank products of one head to a tile of token rows. num_columns: columns of the second
+    factor, of all heads. first_column: where the columns to use begin in each head."""
     release_dependents(PDL)
     lane = tl.arange(0, TILE)
     place_of_row = tl.program_id(0) // share * TILE + lane

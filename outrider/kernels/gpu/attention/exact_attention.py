@@ -113,8 +113,8 @@ def _exact_kernel(
     HAS_SOFTCAP: tl.constexpr, HAS_STARTS: tl.constexpr, HAS_SINKS: tl.constexpr, FILL_PADDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """LISTED: tiles come from a list, or with SEARCH from the device's counts. SHARED: `num_programs` programs share
-    the splits of a tile; otherwise one walks over all of them."""
+    """Attend for one tile of queries. LISTED: tiles come from a list, or with SEARCH from the device's counts. SHARED:
+    `num_programs` programs share the splits of a tile; otherwise one walks over all of them."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     kv_head = tl.program_id(0)

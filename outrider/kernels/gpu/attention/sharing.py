@@ -126,7 +126,8 @@ def _find_previous(is_candidate, page_table, table_stride, other, context, num_l
 
 @triton.jit
 def _equal_columns(page_table, table_stride, own, previous, most, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[rows]: the number of leading columns in which the page tables of two requests are equal, at most `most`."""
+    """Return [rows]: the number of leading columns in which the page tables of two requests are equal, at most
+    `most`."""
     own_row = page_table + own.to(tl.int64) * table_stride
     previous_row = page_table + previous.to(tl.int64) * table_stride
     count = most

@@ -118,8 +118,9 @@ def _delta_kernel(
     CONV_DIM: tl.constexpr, WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr,
     CHANNELS: tl.constexpr, TAIL: tl.constexpr, DRAFTS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
-    """EARLY: of the tensors read here, kernels that may still run write only convolved, g, beta and chunks. Everything
-    else, above all the state, is loaded before this kernel waits for them."""
+    """Advance some value rows of one head's state of one request by a step. EARLY: of the tensors read here, kernels
+    that may still run write only convolved, g, beta and chunks. Everything else, above all the state, is loaded before
+    this kernel waits for them."""
     release_dependents(PDL)
     if not EARLY:
         wait_for_inputs(PDL)

@@ -69,8 +69,9 @@ def _tile_kernel(
     CHAIN: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr, SHARED: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """WEIGHT_FIRST: the weight is the first operand, which tensor cores take 64 rows of, however few token rows are.
-    SHARED: one program for each chain of CHAIN columns, and all token rows in one tile; the last of them adds up."""
+    """Multiply a tile of token rows with a tile of the weight. WEIGHT_FIRST: the weight is the first operand, of which
+    tensor cores take 64 rows, even if there are few token rows. SHARED: one program for each chain of CHAIN columns,
+    and all token rows in one tile; the last of them adds up."""
     release_dependents(PDL)
     m_tiles, n_tiles = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     program = tl.program_id(0)

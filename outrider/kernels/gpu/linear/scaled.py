@@ -163,7 +163,8 @@ def _scaled_kernel(
     TILE_GROUP: tl.constexpr, SHARED: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr,
     HAS_FACTORS: tl.constexpr, HAS_BIAS: tl.constexpr, WIDEN: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):
-    """SHARED: one program for each chain of CHAIN columns, and all token rows in one tile; the last of them adds up."""
+    """Multiply a tile of token rows with a tile of a weight of codes. SHARED: one program for each chain of CHAIN
+    columns, and all token rows in one tile; the last of them adds up."""
     release_dependents(PDL)
     PER_BYTE: tl.constexpr = 2 if (CODE == _INT4) or (CODE == _FP4) else 1
     m_tiles, n_tiles = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)

@@ -77,8 +77,8 @@ E2M1_TO_SCALED_BF16 = tl.constexpr("""{
 
 @triton.jit
 def unpack_scaled(packed, scale):
-    """(numbers of the low bits, numbers of the high bits) of bytes of e2m1 codes times their scales, in bfloat16, which
-    the scales are too."""
+    """Return (numbers of the low bits, numbers of the high bits) of bytes of e2m1 codes times their scales, in
+    bfloat16, which the scales are too."""
     return tl.inline_asm_elementwise(
         E2M1_TO_SCALED_BF16, "=&r,=&r,=&r,=&r,r,r,r", [packed, scale], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True,
         pack=4,
@@ -87,7 +87,7 @@ def unpack_scaled(packed, scale):
 
 @triton.jit
 def unpack(packed, DTYPE: tl.constexpr, IS_FLOAT: tl.constexpr, ASM: tl.constexpr):
-    """(numbers of the low bits, numbers of the high bits) of bytes."""
+    """Return (numbers of the low bits, numbers of the high bits) of bytes."""
     if IS_FLOAT:
         return _e2m1(packed & 15, DTYPE), _e2m1(packed >> 4, DTYPE)
     elif ASM:
@@ -146,7 +146,7 @@ def _expand_kernel(
     COLUMNS: tl.constexpr, HAS_ZEROS: tl.constexpr, HAS_OFFSETS: tl.constexpr, HAS_FACTORS: tl.constexpr,
     TILED: tl.constexpr, INDEXED: tl.constexpr,
 ):
-    """out [experts, N, K]: the numbers of a weight's outputs, or of those that `index` names, rounded once. Strides
+    """Write to out [experts, N, K] the numbers of a weight's outputs, or of those in `index`, rounded once. Strides
     from expert to expert end in _e. shifts: zero points or offsets. TILED: bytes lie as `Scaled.tiled` puts them."""
     expert = tl.program_id(2).to(tl.int64)
     codes += expert * codes_e

@@ -216,7 +216,8 @@ def _mamba2_kernel(
     WIDTH: tl.constexpr, WINDOW: tl.constexpr, PARTS: tl.constexpr, CHANNELS: tl.constexpr, TAIL: tl.constexpr,
     DRAFTS: tl.constexpr, MORE_THAN: tl.constexpr, PDL: tl.constexpr,
 ):
-    """MORE_THAN: states of runs with more known tokens than this are not updated here; 0: all are."""
+    """Advance some rows of one head's state of one request by a step. MORE_THAN: states of runs with more known tokens
+    than this are not updated here; 0: all are."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
     split, head, index = tl.program_id(0), tl.program_id(1), tl.program_id(2)

@@ -348,9 +348,9 @@ def draw_filtered(
 
 
 def _rounds(num_logit_rows: int, thresholds: bool) -> list[tuple[bool, bool]]:
-    """Return the rounds of weighing and settling: (whether it is the first, whether it is the last) of each. With many
-    logit rows one of them mostly needs a second round, which all programs share. With few rows a second round is rare,
-    and the row's own program does its work."""
+    """Return the rounds in which weights are summed and tokens decided: for each, (whether it is the first, whether it
+    is the last). With many logit rows one of them mostly needs a second round, which all programs share. With few rows
+    a second round is rare, and the row's own program does its work."""
     return [(True, True)] if thresholds or num_logit_rows < _MANY_ROWS else [(True, False), (False, True)]
 
 
