@@ -396,6 +396,20 @@ def test_a_result_for_an_aborted_request_is_dropped() -> None:
     assert sched.update(result_of(batch)) == [] and not sched.has_work
 
 
+def test_a_request_that_had_left_a_step_is_no_suspect_when_the_step_fails() -> None:
+    sched = scheduler()
+    requests = [request(index, 3) for index in range(2)]
+    sched.add(requests[0])
+    scheduled(sched)
+    sched._preempt(requests[0])
+    sched.recover("broken")
+    sched.add(requests[1])
+    for num_held_back in (0, 1):  # the first failure that blames the two, and the second
+        assert len(scheduled(sched).request_ids) == 2
+        sched.recover("broken")
+        assert sched.num_held_back == num_held_back
+
+
 def test_ending_one_that_waits_or_is_unknown() -> None:
     sched = scheduler()
     for index in range(3):
