@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.features.tiers import host_store
+from outrider.features.tiers.eviction import EvictionOrder
 from outrider.features.tiers.host_store import HostStore
 from outrider.features.tiers.medium import Lease, PageMedium
 
@@ -221,3 +221,15 @@ def test_threads_never_read_bytes_of_another_object() -> None:
     for thread in threads:
         thread.join()
     assert not failures and store.stats().loaded > 100
+
+
+def test_a_later_pin_outlives_an_earlier_one_of_the_same_object() -> None:
+    order: EvictionOrder[str] = EvictionOrder()
+    for name in ("pinned twice", "never pinned"):
+        order.add(name, is_kept=True)
+    order.pin("pinned twice", 10.0)
+    order.pin("pinned twice", 20.0)
+    order.end_pins(15.0)
+    assert [*order.pinned] == ["pinned twice"] and [*order.next_victims()] == ["never pinned", "pinned twice"]
+    order.end_pins(20.0)
+    assert not order.pinned and [*order.kept] == ["never pinned", "pinned twice"]

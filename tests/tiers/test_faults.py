@@ -218,6 +218,18 @@ def test_a_load_that_was_cancelled_writes_to_no_page_of_others(change: str, plac
         assert_equal(answers_of([finish(rig)["second"]]), expected)
 
 
+def test_a_load_evicts_no_page_of_the_prefix_that_it_completes(place: Gated, tmp_path: Path) -> None:
+    """The prefix begins with the pages that were used least recently."""
+    kind = KINDS["full"]
+    first, second = asks_of(kind, (70, 71))
+    expected = cold(kind, tmp_path, [first])
+    with kind.open(tmp_path, num_pages=8) as rig:
+        rig.run_one_by_one([first, second])
+        outputs = rig.run([first])
+        assert_equal(answers_of(outputs), expected)
+        assert (cached_of(outputs), stats_of(rig).num_loads, place.num_loads) == ([64], 1, 2)
+
+
 def test_a_page_is_stored_before_a_load_takes_its_place(place: Gated, tmp_path: Path) -> None:
     """Pages that no place took are stored when they are evicted, here by the load that is read at once."""
     kind = KINDS["full"]

@@ -11,7 +11,7 @@ import pytest
 from outrider.cache import manager as manager_module
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
-from outrider.core import NULL_PAGE, Bound, Limits, Settled
+from outrider.core import NULL_PAGE, Bound, Limits, PageChanges, Settled
 from tests.unit.hash_mixer import make_layout
 
 LIMITS = Limits(max_requests=4, max_batched_tokens=8, max_len=32, max_drafts=3, vocab_size=99)
@@ -197,6 +197,16 @@ def test_the_next_event_is_the_first_length_at_which_settling_does_something() -
         event = cache.next_event(Settled(settled))
         effects = [(n // 4, [g.kind.first_needed(n) for g in cache.groups]) for n in range(settled, 40)]
         assert event == settled + next(i for i, effect in enumerate(effects) if effect != effects[0])
+
+
+def test_changes_for_a_batch_that_was_never_made_are_not_sent_after_a_failed_step() -> None:
+    """Rows have other owners then."""
+    cache = manager((4, 0))
+    cache.admit(0, 1, cache.find_start(0, TOKENS[:9]))
+    assert cache.reserve(0, Bound(9))
+    cache.free(0)
+    cache.forget_unsettled([])
+    assert cache.take_changes() == PageChanges()
 
 
 def test_a_reserve_that_fails_takes_nothing() -> None:

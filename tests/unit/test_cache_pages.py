@@ -78,6 +78,18 @@ def test_a_page_that_changes_group_is_cleared_unless_it_is_overwritten() -> None
     assert pool.allocate(0) == page and pool.take_changes().cleared == [page]
 
 
+def test_a_page_that_a_failed_step_was_to_clear_is_cleared_for_its_next_holder() -> None:
+    """Though the next holder is of the group that the page was to be cleared for."""
+    pool = PagePool(2)
+    page = pool.allocate(0)
+    pool.free(page)
+    assert pool.allocate(1) == page
+    lost = pool.take_changes()
+    pool.free(page)
+    pool.lose_changes([lost])
+    assert pool.allocate(1) == page and pool.take_changes().cleared == [page]
+
+
 def test_a_group_gets_its_own_pages_back_in_their_order() -> None:
     pool = PagePool(9)
     pages = [[pool.allocate(group) for _ in range(3)] for group in (0, 1)]

@@ -15,6 +15,7 @@ from outrider.core.costs import DraftCost, ReadCost, StepCosts
 from outrider.core.params import SamplingParams
 from outrider.runner.graphs.costs import REPEATS, best_seconds, measured_sizes
 from outrider.sched.request import Request, State
+from outrider.speculation.acceptance import Acceptance
 from outrider.speculation.choosers import auto_drafts
 from outrider.speculation.draft_counts import DraftCounts, DraftPlan, FixedDrafts
 from outrider.speculation.drafter_tries import PROBE_ALL_AFTER, PROBE_DEPTH_AFTER, READ_STEPS, TRY_STEPS, ProposedDepth
@@ -288,3 +289,17 @@ def test_long_runs_are_repeated_less() -> None:
     assert len(runs) == REPEATS
     best_seconds(lambda: runs.append(0), torch.device("cpu"), enough=1e-9)
     assert len(runs) == REPEATS + 1
+
+
+def test_a_request_inherits_nothing_of_one_that_has_ended() -> None:
+    """Its counts take the place of the other's."""
+    gains = []
+    for has_ended in (False, True):
+        acceptance = Acceptance(3)
+        for _ in range(20):
+            acceptance.observe([(1, 3, 0)])
+        if has_ended:
+            acceptance.forget(1)
+        acceptance.observe([(2, 3, 3)])
+        gains.append(acceptance.gains(2))
+    assert gains[0] == gains[1]

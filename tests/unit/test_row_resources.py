@@ -1,4 +1,4 @@
-"""Resources that requests need beside rows and pages: nothing of them is lost, and the longest wait goes first."""
+"""Resources that requests need beside rows and pages: none is lost, and a request that waited long goes first."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 
 from outrider.cache.manager import CacheManager
 from outrider.cache.pages import PagePool
-from outrider.core import DraftOrders, Finish, Limits, RequestResult, ScheduledBatch, StepResult
+from outrider.core import DraftOrders, Finish, Limits, RequestResult, RowEnd, ScheduledBatch, StepResult
 from outrider.core.checked_request import CheckedRequest
 from outrider.core.costs import DraftCost, StepCosts
 from outrider.core.params import SamplingParams
@@ -207,14 +207,16 @@ def test_a_prompt_goes_on_beside_drafts() -> None:
     assert (tokens_of(batch), batch.num_drafts) == ({0: 1, 1: 1}, [2, 0])
 
 
-def test_no_more_steps_are_scheduled_than_end_a_request() -> None:
+@pytest.mark.parametrize("new", range(1, 7))
+def test_no_more_steps_are_scheduled_than_end_a_request(new: int) -> None:
+    """Whether its last page is full then or not."""
     sched = scheduler(steps=9)
-    sched.add(request(0, 3, new=2))
-    batches = [scheduled(sched), scheduled(sched)]
+    sched.add(request(0, 3, new=new))
+    batches = [scheduled(sched) for _ in range(new)]
     assert sched.schedule() is None
-    assert batches[1].bounds == [4]  # the last token is never computed
-    for batch, finish in zip(batches, (Finish.NO, Finish.LENGTH), strict=True):
-        sched.update(result_of(batch, {0: finish}))
+    assert batches[-1].bounds == [2 + new]  # the last token is never computed
+    for batch in batches:
+        sched.update(result_of(batch, {0: Finish.LENGTH} if batch is batches[-1] else {}))
     assert not sched.has_work
 
 
@@ -326,6 +328,21 @@ def test_drafts_of_the_host_that_a_batch_has_no_room_for_are_not_sent() -> None:
     assert [draft.row for draft in batch.drafting.from_host] == batch.rows[:1]
 
 
+@pytest.mark.parametrize(("finish", "served"), [
+    (Finish.STOP, 3), (Finish.LENGTH, 3), (Finish.ERROR, 0), (Finish.ABORT, 0)])
+def test_only_texts_that_were_served_are_learned_from(finish: Finish, served: int) -> None:
+    """The row's end tells how many tokens of its text count."""
+    sched = scheduler(drafts=3)
+    sched.add(request(0, 3), request(1, 2))
+    batch = scheduled(sched)
+    if finish is Finish.ABORT:
+        sched.update(result_of(batch))
+        sched.end(0, finish)
+    else:
+        sched.update(result_of(batch, {0: finish}))
+    assert scheduled(sched).drafting.ends == [RowEnd(batch.rows[0], served)]
+
+
 def test_without_speculation_a_batch_has_no_drafts() -> None:
     sched = scheduler()
     sched.speculation = NO_SPECULATION
@@ -377,6 +394,20 @@ def test_a_result_for_an_aborted_request_is_dropped() -> None:
     assert sched.take_ended_early() == [gone] and sched.take_ended_early() == []
     assert sched.has_work, "a result is still to come"
     assert sched.update(result_of(batch)) == [] and not sched.has_work
+
+
+def test_a_request_that_had_left_a_step_is_no_suspect_when_the_step_fails() -> None:
+    sched = scheduler()
+    requests = [request(index, 3) for index in range(2)]
+    sched.add(requests[0])
+    scheduled(sched)
+    sched._preempt(requests[0])
+    sched.recover("broken")
+    sched.add(requests[1])
+    for num_held_back in (0, 1):  # the first failure that blames the two, and the second
+        assert len(scheduled(sched).request_ids) == 2
+        sched.recover("broken")
+        assert sched.num_held_back == num_held_back
 
 
 def test_ending_one_that_waits_or_is_unknown() -> None:
