@@ -188,6 +188,21 @@ def test_run_length_encoding_of_bmp_is_refused() -> None:
         decode(header + bytes(20) + bytes(1024) + b"\0\1")
 
 
+def test_scans_of_a_jpeg_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixteen bytes are one more scan, which takes 40 ms for 67 million pixels: a file would be read for hours."""
+    data = written(Image.new("L", (64, 64), 100), "JPEG", progressive=True)
+    scan = data[data.rindex(b"\xff\xda") : -2]
+    hidden = b"\xff\xe1\x00\x10" + b"\xff\xda" * 7  # in a segment of EXIF
+    fine = data[:2] + hidden * 50 + data[2:-2] + scan * 30 + b"\xff\xd9" + b"\xff\xda" * 100
+    assert decode(fine).shape == (64, 64, 3)
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("pixels are decoded"))
+    for between in (b"", b"\xff\x01", b"\xff\xd0", b"\xff\xff", b"\xff\xfe\x00\x04ab"):
+        many = data[:2] + data[2:-2] + (between + scan) * 100 + b"\xff\xd9"
+        for read in (decode, image_size):
+            with pytest.raises(ImageRefused, match="64 scans"):
+                read(many)
+
+
 def test_what_callers_of_the_engine_give() -> None:
     grey, alpha = RGB[..., 0], picture(5, 7, seed=2)[..., 0]
     forms: list[Any] = [RGB, Image.fromarray(RGB), png(), bytearray(png()), memoryview(png()), RGB.copy(order="F")]

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable
 from typing import Any, TypeAlias, TypeVar
 
@@ -32,6 +33,9 @@ TURNS = {  # by EXIF orientation; 1 is upright
 }
 WHITE = (255, 255, 255)
 SLOW_CODECS = ("bmp_rle",)  # of PIL, in Python: a few bytes would keep a thread busy for long
+MAX_SCANS = 64  # of a JPEG file: each takes time for all pixels, and may be 16 bytes long
+JPEG_MARKER = re.compile(rb"\xff([^\x00\xd0-\xd7\xff])")  # not one of those within a scan
+SCAN, END, ALONE = 0xDA, 0xD9, (0x01, 0xD8)  # markers: a scan, the end, and those without a length
 UNREADABLE = (f"an image cannot be read: send a whole file of one of the formats {', '.join(FORMATS)}")
 
 
@@ -103,9 +107,25 @@ def _opened(data: bytes, limits: ImageLimits) -> Image.Image:
     except Image.DecompressionBombError:
         raise limits.too_large("an image") from None
     limits.check_size(*image.size)
+    if _has_many_scans(data):
+        raise ImageRefused(f"a JPEG file with more than {MAX_SCANS} scans is not supported: send it as PNG")
     if any(tile[0] in SLOW_CODECS for tile in getattr(image, "tile", ())):
         raise ImageRefused("a BMP file with run-length encoding is not supported: send it as PNG")
     return image
+
+
+def _has_many_scans(data: bytes) -> bool:
+    """Whether these are the bytes of a JPEG file with more than MAX_SCANS scans."""
+    num_scans, place = 0, 2
+    while data[:2] == b"\xff\xd8" and num_scans <= MAX_SCANS:
+        found = JPEG_MARKER.search(data, place)
+        if found is None or found[1][0] == END:
+            return False
+        place, kind = found.end(), found[1][0]
+        num_scans += kind == SCAN
+        if kind not in ALONE:
+            place += max(2, int.from_bytes(data[place : place + 2], "big"))
+    return num_scans > MAX_SCANS
 
 
 def _webp_size(data: bytes) -> tuple[int, int] | None:
