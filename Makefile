@@ -14,7 +14,7 @@ QUICK := tests/unit/test_imports.py tests/unit/test_cache_kinds.py tests/unit/te
 	tests/unit/test_scheduler.py tests/unit/test_draft_counts.py tests/unit/test_sample_accept.py tests/unit/test_text.py \
 	tests/engine/test_generate.py tests/compat/test_examples.py
 
-.PHONY: help setup hooks quick test test-long test-ray test-trl test-browser test-gpu lint types site dist lock try-dist try-docs mutants demo
+.PHONY: help setup hooks quick test test-long test-ray test-trl test-verl test-browser test-gpu lint types site dist lock try-dist try-docs mutants demo
 .PHONY: bench bench-track clean
 .DEFAULT_GOAL := help
 
@@ -23,6 +23,7 @@ help:
 	@echo "make quick      lint and a part of the tests, in about a minute"
 	@echo "make test       quick tests          make test-long  all tests"
 	@echo "make test-browser  the server's page in a headless Chromium"
+	@echo "make test-verl  verl's rollout on a Ray cluster of this machine; installs verl"
 	@echo "make test-trl   steps of TRL's GRPO trainer with the engine in its process; installs TRL"
 	@echo "make test-ray   replicas on a Ray cluster of this machine"
 	@echo "make test-gpu   the tests of kernels and engines on an NVIDIA card"
@@ -68,6 +69,11 @@ test-ray: $(READY)
 test-trl: $(READY)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,test,trl]'
 	$(BIN)/python -m pytest -n 0 tests/training/test_trl.py
+
+test-verl: $(READY)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[server,test,ray]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -r requirements/verl.txt
+	$(BIN)/python -m pytest -n 0 tests/training/test_verl.py
 
 test-browser: $(READY)
 	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \

@@ -41,7 +41,7 @@ COLUMNS = [
     {"simulation"},
     {"features"},
     {"adapters", "adapter_loading", "compat", "front", "llm", "llm_engine", "async_llm", "beam_search", "server",
-     "receipts", "replicas", "token_scores", "commands", "benchmarks", "training", "ray", "cli", "weight_group",
+     "receipts", "replicas", "token_scores", "commands", "benchmarks", "training", "ray", "cli", "weight_group", "verl",
      "__main__"},
 ]
 COLUMN_OF = {part: i for i, parts in enumerate(COLUMNS) for part in parts}
