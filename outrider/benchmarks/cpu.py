@@ -130,22 +130,20 @@ def _own_engines(args: argparse.Namespace, path: Path, rows: Sequence[TableRow],
 def _measure(engines: list[MeasuredEngine], rows: Sequence[TableRow],
              rounds: int) -> Iterator[tuple[TableRow, dict[str, Speed]]]:
     """Measure every case once for all its rows, and yield the rows as soon as they are known. An engine that fails is
-    left out from then on."""
+    left out of that case."""
     for case in dict.fromkeys(row.case for row in rows):
-        found: dict[str, list[Measured]] = {}
+        found: dict[str, list[Measured]] = {engine.name: [] for engine in engines}
         for turn in range(rounds):
             with status_line(f"{case.requests} x {case.context}: round {turn + 1} of {rounds}"):
-                for engine in _rotated(list(engines), turn):
+                for engine in _rotated([engine for engine in engines if engine.name in found], turn):
                     try:
-                        found.setdefault(engine.name, []).append(engine.measure(case))
+                        found[engine.name].append(engine.measure(case))
                     except EngineFails as failure:
-                        say(f"{engine.name} is left out: {failure}")
-                        engines.remove(engine)
-                        found.pop(engine.name, None)
+                        say(f"{engine.name} is left out here: {failure}")
+                        del found[engine.name]
         for row in rows:
             if row.case == case:
-                yield row, {engine.name: Speed.median([row.of(one) for one in found[engine.name]])
-                            for engine in engines}
+                yield row, {name: Speed.median([row.of(one) for one in measured]) for name, measured in found.items()}
 
 
 def _rotated(engines: list[MeasuredEngine], turn: int) -> list[MeasuredEngine]:

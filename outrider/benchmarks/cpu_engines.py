@@ -1,7 +1,7 @@
 """The engines that `outrider bench cpu` compares: this one, and llama.cpp or ik_llama.cpp by their own programs.
 
 Every engine measures a case in the same way: a prompt of random tokens is read, and behind it so many requests decode,
-each step one token of each request. Several requests share the prompt. llama.cpp's `llama-batched-bench` does just
+each step one token of each request. Several requests share a long prompt. llama.cpp's `llama-batched-bench` does just
 this and counts no sampling, so its figures are its best.
 """
 
@@ -106,7 +106,8 @@ class LlamaEngine:
         room = case.requests * -(-longest // CONTEXT_UNIT) * CONTEXT_UNIT
         sizes = {"-c": room, "-npp": case.prompt_len, "-ntg": case.new_tokens, "-npl": case.requests,
                  "-t": self._threads}
-        shared = ["-pps"] if case.requests > 1 else []
+        # Recurrent states cannot be shared, so a short prompt is read by every request.
+        shared = ["-pps"] if case.requests > 1 and case.context else []
         return [str(self._tool), "-m", str(self._model), *(str(word) for pair in sizes.items() for word in pair),
                 *shared]
 

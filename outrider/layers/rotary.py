@@ -39,7 +39,7 @@ class RopeParams:
         return int(self.original_len * self.factor) if self.kind == "yarn" else 0
 
 
-TABLE_BLOCK = 256  # positions of a rope's table that are computed together
+TABLE_BLOCK = 2048  # angles of a table that are computed together: of more, torch has several threads compute them
 
 
 class Angles:
@@ -129,12 +129,17 @@ class Unrotated(Rotary):
 def rope_table(frequencies: torch.Tensor, max_len: int) -> torch.Tensor:
     """Compute the table [max_len, cos | sin], in one tensor so that a step gathers once. It is computed in blocks of
     one size, because a library may compute the last elements of a tensor with other code. So the values at a position
-    do not depend on max_len."""
-    if not frequencies.numel():  # nothing rotates: no positions to compute
+    do not depend on max_len. A block is too small for several threads, which would mostly wait for each other."""
+    num = frequencies.numel()
+    if not num:  # nothing rotates: no positions to compute
         return torch.empty(max_len, 0, dtype=frequencies.dtype)
-    blocks = torch.arange(-(-max_len // TABLE_BLOCK) * TABLE_BLOCK, dtype=frequencies.dtype).split(TABLE_BLOCK)
-    angles = [positions[:, None] * frequencies for positions in blocks]
-    return torch.cat([torch.cat((part.cos(), part.sin()), dim=-1) for part in angles])[:max_len]
+    rows = 1 << max(0, (TABLE_BLOCK // num).bit_length() - 1)
+    table = torch.empty(-(-max_len // rows), rows, 2 * num, dtype=frequencies.dtype)
+    positions = torch.arange(table.shape[0] * rows, dtype=frequencies.dtype).view(-1, rows, 1)
+    for part, block in zip(table, positions, strict=True):
+        angles = block * frequencies
+        part[:, :num], part[:, num:] = angles.cos(), angles.sin()
+    return table.flatten(0, 1)[:max_len]
 
 
 def rotate(x: torch.Tensor, angles: Angles) -> torch.Tensor:
