@@ -8,13 +8,12 @@ from typing import Any
 
 from outrider.core.fields import did_you_mean
 from outrider.models.sources.folder import folder_source
-from outrider.models.sources.model_source import ModelSource, SourceError
+from outrider.models.sources.model_source import VISION_PART, ModelSource, SourceError
 from outrider.models.sources.smollm2 import smollm2_file
 
 __all__ = ["DEFAULT_MODEL", "ModelSource", "SourceError", "folder_source", "gguf_source", "resolve", "tokenizer_files"]
 
 DEFAULT_MODEL = "smollm2"
-VISION_PART = "mmproj"  # in the name of a GGUF file with the vision part of a model
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 

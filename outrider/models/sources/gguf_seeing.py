@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outrider.core.fields import shown
-from outrider.models.sources import VISION_PART
 from outrider.models.sources.gguf import GgufSource
-from outrider.models.sources.model_source import SourceError
+from outrider.models.sources.model_source import VISION_PART, SourceError
 from outrider.models.vision.mmproj import ProjectorFile, read_projector
 
 if TYPE_CHECKING:

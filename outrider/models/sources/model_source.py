@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from outrider.models.sources.cache_scales import ScalePairs
 
 
+VISION_PART = "mmproj"  # in the name of a GGUF file with the vision part of a model
+
+
 class SourceError(ValueError):
     """Raised when a model's files are missing, damaged or not supported. The message names the cause and says what to
     do."""
