@@ -292,8 +292,7 @@ class AsyncLLM(Front):
             reset_running_requests=reset_running_requests)))
 
     async def drop_cache_session(self, cache_session: str | tuple[str, str]) -> bool:
-        """Delete the pages that prompts with this `cache_session` have left in caches beyond the device. See
-        `LLM.drop_cache_session`."""
+        """Delete the pages of the last turn of a `cache_session`. See `LLM.drop_cache_session`."""
         return await asyncio.wrap_future(self._owner.call(
             lambda: self._maintenance.drop_cache_session(cache_session)))
 

@@ -354,8 +354,9 @@ class LLM(Front):
             reset_running_requests=reset_running_requests))
 
     def drop_cache_session(self, cache_session: str) -> bool:
-        """Delete the pages that prompts with this `cache_session` have left in caches beyond the device. Returns False
-        if there are none."""
+        """Delete the pages that the last turn of a `cache_session` has left on the device and in caches beyond it,
+        unless they were there before the session or another session has them. Returns False if there is no such
+        session."""
         return self._loop.run(lambda: self._maintenance.drop_cache_session(cache_session))
 
     def start_profile(self, profile_prefix: str | None = None) -> None:

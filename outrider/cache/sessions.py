@@ -100,8 +100,8 @@ class CacheSessions:
             self._pin([key], until)
 
     def drop(self, asked: CacheSession, is_stored: IsStored) -> dict[bytes, PageKey | None] | None:
-        """Drop the pages that a session has computed, unless another session has them too. Returns these pages; None if
-        there is no such session."""
+        """Drop the pages of a session's last turn, unless they were there before it or another session has them too.
+        Returns the dropped pages; None if there is no such session."""
         session = self._sessions.pop((asked.owner, asked.name), None)
         if session is None:
             return None

@@ -198,7 +198,7 @@ class CacheWithMedia(CacheManager):
             self.sessions.extend(session, pages, self.media.is_stored)
 
     def drop_session(self, session: CacheSession) -> bool:
-        """Delete the pages that a session has computed. Returns False if no session has this name."""
+        """Delete the pages of a session's last turn. Returns False if no session has this name."""
         pages = self.sessions.drop(session, self.media.is_stored)
         for key in pages or ():
             for name in self.media.remove(key):

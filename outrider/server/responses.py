@@ -87,8 +87,8 @@ def response_routes(service: Service) -> APIRouter:
 
     @routes.delete("/v1/cache_sessions/{name:path}")
     async def drop_session(name: str, request: Request) -> Json:
-        """Delete the pages that requests with this cache_session have left in host memory and on the disk. `deleted` is
-        0 if there is no such session, else 1; several replicas add theirs."""
+        """Delete the cached pages of this session's last turn. `deleted` is 0 if there is no such session, else 1;
+        several replicas add theirs."""
         gone = await carried_out(service.host.llm.drop_cache_session((request.scope[TENANT] or "", name)))
         return {"id": name, "object": "cache_session", "deleted": int(gone)}
 

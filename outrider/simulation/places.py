@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
+from outrider.cache.eviction import EvictionOrder
 from outrider.cache.manager import CacheManager
 from outrider.cache.media import PageMedia
 from outrider.cache.with_media import CacheWithMedia, add_media
@@ -16,7 +17,6 @@ from outrider.core import ScheduledBatch
 from outrider.core.fields import INT64, Range
 from outrider.core.page_moves import LoadedPages, MovesReport, OpenedPlaces, PageLoad
 from outrider.engine.engine_feature import EngineFeature
-from outrider.feature_list import feature_object
 
 POLL_SECONDS = 0.005  # that a step without requests takes
 
@@ -38,8 +38,7 @@ class SimulatedPlace:
         taken = -(-(page_bytes + costs.head) // costs.unit) * costs.unit
         self._capacity = costs.size_bytes // taken
         self.page_seconds = page_bytes / costs.bandwidth
-        order = feature_object("cache beyond the device", "outrider.features.tiers.eviction:EvictionOrder")
-        self._order: Any = order()
+        self._order: EvictionOrder[bytes] = EvictionOrder()
         self._held: set[bytes] = set()
         self.evicted: list[bytes] = []
 

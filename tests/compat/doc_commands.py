@@ -45,6 +45,7 @@ ALONE = (
     "outrider simulate costs.json --rate 10,20,40",
     "outrider simulate costs.json --rate 400 --replicas 8,16,32 --router prefix --prefixes 200 --prefix-len 1024",
     "outrider simulate costs.json --concurrency 64 --input-len lognormal:512:0.8 --output-len 128 --ranks 4",
+    "outrider simulate costs.json --trace trace.jsonl --tier host:64GiB:50 --tier disk:1TiB:5",
     "outrider simulate costs.json --trace trace.jsonl --plot capacity --save-result result.json",
     f"outrider verify smollm2 --quick --speculative-config {NGRAM}",
     "outrider verify smollm2 --exact",

@@ -84,3 +84,15 @@ def test_bad_names_are_refused(served: Served) -> None:
         headers = {"Authorization": "Bearer one"} | ({} if session is None else {"X-Cache-Session": session})
         answer = served.http.post("/v1/completions", json={"model": MODEL, "prompt": "a"} | body, headers=headers)
         assert answer.status_code == 400 and "cache_session" in answer.text
+
+
+def test_metrics_tell_what_was_not_loaded_by_reason(served: Served) -> None:
+    cache = served.llm.engine.scheduler.cache
+    assert isinstance(cache, CacheWithMedia)
+    cache.media.stats.num_unloaded.update({"too small": 2, "too late": 1})
+    text = served.http.get("/metrics", headers={"Authorization": "Bearer one"}).text
+    assert text.count("# TYPE vllm:cache_unloaded_total counter") == 1
+    for reason, count in (("too small", 2), ("too late", 1)):
+        assert f'reason="{reason}"}} {count}\n' in text
+    for name in ("cache_host_pages{", "cache_host_pages_loaded_total{", "cache_host_bytes_loaded_total{"):
+        assert f"vllm:{name}" in text, "the page shows it"

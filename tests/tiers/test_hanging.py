@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from outrider.features.tiers import place_health
 from outrider.features.tiers.loader import Loader, StagedPage
 from outrider.features.tiers.place_health import PlaceHealth
 from tests.engine.harness import Ask, Rig, greedy, prompt_of
+from tests.features.disk_cases import object_files
 from tests.tiers.rigs import KINDS, answers_of, asks_of, assert_equal, cached_of, stats_of
 from tests.tiers.test_faults import FAMILIES, Gated, begin, cold, finish, place
 
@@ -223,3 +225,29 @@ def test_a_place_that_is_slower_than_computing_is_not_waited_for(place: Gated, t
         assert stats_of(rig).num_loads == 1 and stats_of(rig).num_unloaded == {"slower than computing": 2}
         figures = [figure for figure in stats_of(rig).figures() if figure.name == "cache_unloaded"]
         assert [(figure.value, figure.label) for figure in figures] == [(2, 'reason="slower than computing"')]
+
+
+def test_files_that_cannot_be_read_to_their_end(tmp_path: Path) -> None:
+    """A read of a pipe hangs, as one of a lost network disk does."""
+    kind = KINDS["mamba2"]
+    (ask,) = asks_of(kind, (70,))
+    expected = cold(kind, tmp_path, [ask])
+    tier = {"disk_cache_dir": str(tmp_path / "cache")}
+    with kind.open(tmp_path, **tier) as rig:
+        rig.run([ask])
+    files = object_files(tmp_path / "cache")
+    for path in files:
+        path.unlink()
+        os.mkfifo(path)
+    with kind.open(tmp_path, **tier) as rig:
+        for _ in range(2):
+            assert_equal(answers_of(rig.run([ask])), expected)
+            rig.engine.rest()
+        assert stats_of(rig).num_unloaded == {"too late": 1} and not stats_of(rig).num_loaded["disk"]
+        released = [os.open(path, os.O_RDWR) for path in files]
+        for path, file in zip(files, released, strict=True):
+            path.unlink()
+            os.write(file, b"late " * 1000)
+            os.close(file)
+        time.sleep(0.05)
+        assert_equal(answers_of(rig.run([ask])), expected)

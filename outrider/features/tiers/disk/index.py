@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from outrider.cache.eviction import EvictionOrder
 from outrider.features.tiers.disk.object_file import bytes_on_disk
 from outrider.features.tiers.disk.records import LOG_MAGIC, TAG_BYTES, Op, Record
-from outrider.features.tiers.eviction import EvictionOrder
 
 
 @dataclass(slots=True)
