@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 import pytest
 
-from outrider.features.tiers.eviction import EvictionOrder
+from outrider.cache.eviction import EvictionOrder
+from outrider.features.tiers import host_store
 from outrider.features.tiers.host_store import HostStore
 from outrider.features.tiers.medium import Lease, PageMedium
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
+import numpy as np
+
 from outrider.cache.eviction import EvictionOrder
 from outrider.core.host_memory import available_bytes
 from outrider.features.tiers.medium import Lease
