@@ -27,6 +27,7 @@ from outrider.server.engine_host import EngineHost, Failed
 from outrider.server.logs import set_up_logs
 from outrider.server.service import Service
 from outrider.server.settings import ServerConfig
+from outrider.server.tenant_secret import kept_secret
 from outrider.server.tracing import Tracing
 from outrider.server.web_server import WebServer, web_options
 
@@ -47,7 +48,7 @@ def serve_engine(engine: EngineConfig, config: ServerConfig, names: Sequence[str
     host = make_host(engine, config, tracing, lambda: tell("ready"))
     set_up_logs(config.log_format, logs_requests=config.enable_log_requests)
     service = Service(host, config, names, chat_template(config.chat_template), tracing)
-    server = WebServer(uvicorn.Config(build_app(service), **web_options(config, tls)), tell)
+    server = WebServer(uvicorn.Config(build_app(service, kept_secret(engine)), **web_options(config, tls)), tell)
 
     host.on_failed = server.stop
     sys.setswitchinterval(SWITCH_SECONDS)

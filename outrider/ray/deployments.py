@@ -36,6 +36,7 @@ from outrider.server.errors import ApiError
 from outrider.server.guard import Message
 from outrider.server.service import Service
 from outrider.server.settings import ServerConfig
+from outrider.server.tenant_secret import kept_secret
 from outrider.server.trainer_routes import FINISH_UPDATE, INIT_TRANSFER, START_UPDATE, UPDATE
 from outrider.server.work import DONE, event
 
@@ -62,7 +63,8 @@ class EngineReplica:
         given = len(ray.get_gpu_ids()) if engine.device != "cpu" else None
         await asyncio.to_thread(check_node, engine, config, versions, given)
         self._host = make_host(engine, config, None, lambda: None)
-        self._app = build_app(Service(self._host, config, names, chat_template(config.chat_template)))
+        service = Service(self._host, config, names, chat_template(config.chat_template))
+        self._app = build_app(service, kept_secret(engine))
         self._life = asyncio.create_task(self._host.run())
         while isinstance(self._host.state, Loading):  # until then Ray sends no requests
             await asyncio.sleep(LOOK_SECONDS)

@@ -35,8 +35,9 @@ from outrider.server.text_routes import text_routes
 from outrider.server.token_generation import GenerateRequest, generate_tokens
 
 
-def build_app(service: Service) -> FastAPI:
-    """Build the application. A task that lives as long as the application loads, watches and restarts the engine."""
+def build_app(service: Service, secret: bytes | None = None) -> FastAPI:
+    """Build the application. A task that lives as long as the application loads, watches and restarts the engine.
+    secret: see `Guard`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -65,7 +66,7 @@ def build_app(service: Service) -> FastAPI:
     answer_errors(app)
     app.add_middleware(IgnoredFieldsHeader, is_strict=config.strict)
     app.add_middleware(Guard, **guard_options(config), takes_images=lambda: service.takes_images,
-                       on_refused=service.metrics.count_refused)
+                       on_refused=service.metrics.count_refused, secret=secret)
     if config.allowed_origins:  # outside the guard: a browser asks for permission without a key
         app.add_middleware(CORSMiddleware, allow_origins=list(config.allowed_origins), allow_methods=["*"],
                            allow_headers=["*"], expose_headers=EXPOSED_HEADERS)

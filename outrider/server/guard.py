@@ -68,12 +68,12 @@ def guard_options(config: ServerConfig) -> dict[str, Any]:
 class Guard:
     def __init__(self, app: App, *, keys: Sequence[str], max_body_bytes: int, hosts: HostNames | None = None,
                  image_bytes: int = 0, takes_images: Callable[[], bool] = lambda: True,
-                 on_refused: Callable[[int], None] | None = None) -> None:
+                 on_refused: Callable[[int], None] | None = None, secret: bytes | None = None) -> None:
         """hosts: the host names that the server answers to; None for all names. image_bytes: how much larger bodies
         with images may be, while the server `takes_images`. on_refused: called with the status of every answer that
-        refuses a request."""
+        refuses a request. secret: names of tenants are derived from it and from keys; by default it is drawn anew."""
         self._app, self._hosts, self._on_refused = app, hosts, on_refused
-        self._secret = secrets.token_bytes(32)
+        self._secret = secret or secrets.token_bytes(32)
         self._digests = [self._digest(key.encode()) for key in keys]
         self._max_body_bytes = max_body_bytes
         self._image_bytes, self._takes_images = image_bytes, takes_images

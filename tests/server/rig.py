@@ -45,12 +45,12 @@ def tiny_engine(**settings: Any) -> Rig:
 class Served:
     """Listens at `url` until the block of `serving` ends."""
 
-    def __init__(self, start: Callable[[], AsyncLLM], config: ServerConfig) -> None:
+    def __init__(self, start: Callable[[], AsyncLLM], config: ServerConfig, secret: bytes | None = None) -> None:
         self.host = EngineHost(start, stall_timeout=config.stall_timeout, max_restarts=config.max_restarts)
         self.service = Service(self.host, config, config.served_model_name or (MODEL,))
         # uvicorn closes idle connections after 5 seconds, as httpx does: a client would race with the server.
-        config_of_server = uvicorn.Config(build_app(self.service), http=BoundedHttp, log_level="warning", lifespan="on",
-                                          timeout_graceful_shutdown=5, timeout_keep_alive=int(PATIENCE))
+        config_of_server = uvicorn.Config(build_app(self.service, secret), http=BoundedHttp, log_level="warning",
+                                          lifespan="on", timeout_graceful_shutdown=5, timeout_keep_alive=int(PATIENCE))
         self._server = uvicorn.Server(config_of_server)
         self._socket = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
@@ -100,8 +100,9 @@ class Served:
 
 
 @contextmanager
-def serving(start: Callable[[], AsyncLLM] | None = None, **settings: Any) -> Iterator[Served]:
-    served = Served(start or (lambda: AsyncLLM.around(tiny_engine().engine)), ServerConfig(**settings))
+def serving(start: Callable[[], AsyncLLM] | None = None, secret: bytes | None = None,
+            **settings: Any) -> Iterator[Served]:
+    served = Served(start or (lambda: AsyncLLM.around(tiny_engine().engine)), ServerConfig(**settings), secret)
     try:
         served.wait_for(lambda: isinstance(served.host.state, Serving))
         yield served

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -9,7 +10,9 @@ import httpx
 from outrider.async_llm import AsyncLLM
 from outrider.cache.sessions import CacheSessions
 from outrider.cache.with_media import CacheWithMedia
-from tests.server.rig import MODEL, Served, served_fixture, tiny_engine
+from outrider.config import EngineConfig
+from outrider.server.tenant_secret import kept_secret
+from tests.server.rig import MODEL, Served, served_fixture, serving, tiny_engine
 
 PROMPT = "a conversation that several turns continue " * 2
 
@@ -96,3 +99,21 @@ def test_metrics_tell_what_was_not_loaded_by_reason(served: Served) -> None:
         assert f'reason="{reason}"}} {count}\n' in text
     for name in ("cache_host_pages{", "cache_host_pages_loaded_total{", "cache_host_bytes_loaded_total{"):
         assert f"vllm:{name}" in text, "the page shows it"
+
+
+def test_a_key_finds_its_own_pages_after_a_restart(tmp_path: Path) -> None:
+    folder, loaded = str(tmp_path / "cache"), []
+
+    def start() -> AsyncLLM:
+        return AsyncLLM.around(tiny_engine(disk_cache_dir=folder).engine)
+
+    for key in ("one", "two", "one"):
+        with serving(start, kept_secret(EngineConfig("tiny", disk_cache_dir=folder)), api_key=("one", "two")) as served:
+            post(served, "/v1/completions", key, prompt=PROMPT, max_tokens=2)
+            served.assert_idle()
+            cache = served.llm.engine.scheduler.cache
+            assert isinstance(cache, CacheWithMedia)
+            loaded.append(cache.media.stats.num_loaded["disk"])
+    assert loaded[:2] == [0, 0] and loaded[2] > 0
+    (tmp_path / "cache" / "secret").write_bytes(b"short")
+    assert kept_secret(EngineConfig("tiny", disk_cache_dir=folder)) is None

@@ -3,6 +3,7 @@
     FOLDER/outrider-cache.json    marks the folder as a disk cache
            index.log              the list of all objects (shared_log.py)
            lock                   held briefly while a process changes the list
+           secret                 from which servers derive the salts of API keys
            writers/ID             locked by a process as long as it runs
            tmp/ID-N               a file that is being written
            DOMAIN/about.json      which model and settings the domain is for
@@ -28,6 +29,7 @@ from outrider.features.tiers.disk.records import TAG_BYTES
 
 MARKER = "outrider-cache.json"
 ABOUT = "about.json"
+SECRET, SECRET_BYTES = "secret", 32
 DOMAIN_BYTES = 32
 KEY_BYTES = 32
 
@@ -73,6 +75,21 @@ class CacheFolder:
             raise CacheFolderError(f"{self.path} is not a disk cache, because it is empty: give another")
         with suppress(FileExistsError), os.fdopen(_open_private(marker, os.O_EXCL), "w") as file:
             file.write('{"what": "disk cache of outrider: cached prompts, private", "format": 1}\n')
+
+    def secret(self) -> bytes:
+        """Return the folder's secret, which the first call draws."""
+        path, temporary = f"{self.path}/{SECRET}", f"{self.path}/tmp/secret-{secrets.token_hex(8)}"
+        if not os.path.lexists(path):
+            with os.fdopen(_open_private(temporary, os.O_EXCL), "wb") as file:
+                file.write(secrets.token_bytes(SECRET_BYTES))
+            with suppress(FileExistsError):  # another process has drawn one meanwhile
+                os.link(temporary, path)
+            os.unlink(temporary)
+        with os.fdopen(_open_private(path), "rb") as file:
+            found, owner = file.read(SECRET_BYTES + 1), os.fstat(file.fileno()).st_uid
+        if len(found) != SECRET_BYTES or owner != os.geteuid():
+            raise CacheFolderError(f"{path} is damaged or another user's: delete it, and a new one is drawn")
+        return found
 
     # Domains and objects
 
