@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from outrider.features.images.working_memory import encoding_bytes
 from outrider.models.vision.base import VisionTower
 from outrider.models.vision.grid import ImageGrid
 from outrider.models.vision.towers import build_tower
@@ -85,3 +86,6 @@ def test_memory_grows_no_faster_than_the_image() -> None:
         tower.encode(patches, grid)
         peaks.append(torch.cuda.max_memory_allocated(DEVICE) - before)
     assert peaks[1] < 14 * peaks[0] + (64 << 20) and peaks[1] < 4 << 30
+    config = {"model_type": "qwen3_vl", "text_config": {"hidden_size": 256}, "vision_config": TOWERS["qwen3_vl"][2]}
+    planned = encoding_bytes(build_tower(config, dtype=DTYPE, device="meta"), 96 * 128)
+    assert peaks[1] <= planned + (64 << 20), "the plan of a GPU's memory has room for it"

@@ -50,6 +50,8 @@ class ImagesOnDevice(WorkerFeature):
         longest image takes."""
         own = limits.part(SeeingLimits)
         assert own is not None
+        if own.longest == 0:  # every image will be refused
+            return FeatureBytes()
         room = tower_room(own.model_config, model.dtype, model.file_name, own.longest)
         tokens = KEPT_TOKENS + STEP_COPIES * limits.max_batched_tokens
         encoding = 0 if model.device.type == "cpu" else room.encoding_bytes  # the host's memory is not divided up
