@@ -88,12 +88,12 @@ FEATURES = (
                  is_on=lambda config: config.takes_images, serves=lambda model: model.sees,
                  flag_help={"limit_mm_per_prompt": "images of one prompt, as '{\"image\": 2}'; 0: the vision tower is "
                                                    "never loaded"}),
-    FeatureEntry("sampling masks", engine="outrider.features.masks.in_engine:MasksInEngine",
+    FeatureEntry("sampling masks", engine="outrider.features.masks.masks_in_engine:MasksInEngine",
                  parameter="return_sampling_mask",
                  is_implied=lambda config, params: config.return_sampling_mask and params.filters,
                  flag_help={"return_sampling_mask": "the ids that top-k, top-p and min-p kept at each place"}),
-    FeatureEntry("routed experts", worker="outrider.features.routing.on_device:RoutingOnDevice",
-                 engine="outrider.features.routing.in_engine:RoutingInEngine",
+    FeatureEntry("routed experts", worker="outrider.features.routing.routing_on_device:RoutingOnDevice",
+                 engine="outrider.features.routing.routing_in_engine:RoutingInEngine",
                  is_on=lambda config: config.enable_return_routed_experts,
                  flag_help={"enable_return_routed_experts": "samples have the experts that each layer chose for every "
                                                             "token, as trainers replay them"}),

@@ -23,7 +23,7 @@ from outrider.server.engine_host import EngineHost, Failed, Loading
 from outrider.server.service import Service
 from outrider.server.settings import ServerConfig
 from outrider.verl.buckets import Bucket
-from outrider.verl.settings import engine_settings, sampling_settings, sleep_level
+from outrider.verl.rollout_settings import engine_settings, sampling_settings, sleep_level
 
 LOOK_SECONDS = 0.05  # between two looks at a state that changes in another thread
 

@@ -10,7 +10,7 @@ import torch
 from outrider.config import EngineConfig
 from outrider.core import Admission, Limits, RequestResult, ScheduledBatch, StepPart, StepResult
 from outrider.drafters.base import Drafter
-from outrider.features.routing.in_engine import RoutedStep, RoutingPart
+from outrider.features.routing.routing_in_engine import RoutedStep, RoutingPart
 from outrider.layers import Router
 from outrider.layers.base import find_modules
 from outrider.models.base import Model
