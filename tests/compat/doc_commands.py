@@ -94,6 +94,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "bash bench/h200.sh OUT && python bench/collect_results.py OUT && python bench/plot_results.py",
         "bash bench/h200.sh OUT nemotronh-spread nemotronh-mtp-spread dsv32-spread dsv32-mtp-spread",
         "python bench/beside.py bench/configs/llama8b --engine outrider --cases 7x1024x192,80x300x300,220x128x128,mix",
+        "outrider bench steps bench/configs/llama8b --load-format dummy --shapes 80x300x300,220x128x128",
         "python bench/sparse.py", "python bench/adapters_gpu.py bench/configs/llama8b",
         "outrider bench throughput bench/configs/gpt-oss-20b --load-format dummy "
         "--shapes 1x128x256,8x128x256,64x128x256",

@@ -229,7 +229,7 @@ REFUSED = {
         "LLM(model, speculative_config={'num_speculative_tokens': 2})",
         r"^speculative_config: method must be given, or a 'model' whose files tell it: one of ngram, "),
     "drafts without a number": ("LLM(model, speculative_config={'method': 'ngram'})",
-                                "^speculative_config: num_speculative_tokens must be given: .* 1 to 16, as "),
+                                "^speculative_config: num_speculative_tokens must be given: .* 1 to 16: "),
     "a drafter on several devices": (
         "LLM(model, speculative_config={'model': 'x', 'num_speculative_tokens': 2, 'draft_tensor_parallel_size': 2})",
         "speculative_config: draft_tensor_parallel_size=2 is not supported: a model is cut by"),
