@@ -255,8 +255,9 @@ class CacheManager:
                 request_id, tokens_of(request_id))(boundary), failed)
 
     def settle_promises(self, step: int, failed: Collection[int], written: Collection[int]) -> set[int]:
-        """Publish the pages that a step has filled, as it promised. Returns the requests that must start again: they
-        began from pages or states of a failed request, or from a state that the step did not write."""
+        """Publish the pages that a finished step has filled. failed: requests with values that are not finite.
+        written: ids of the checkpoints that the step wrote. Returns the requests to restart, because they began from
+        pages of a failed request or from a checkpoint that was not written."""
         return self.promises.settle(step, failed, written)
 
     def settle_moves(self, result: StepResult) -> None:

@@ -47,7 +47,8 @@ class ExtendedWorker:
             return [method(self._worker, *args, **kwargs or {})]
         called = getattr(self._worker, method, None)
         if not callable(called) or method.startswith("_"):
-            raise ValueError(f"{type(self._worker).__bases__[0].__name__} has no method {shown(method)}")
+            owner = type(self._worker).__bases__[0].__name__
+            raise ValueError(f"{owner} has no public method {shown(method)}: define it in that class")
         return [called(*args, **kwargs or {})]
 
     def _make(self) -> Any:

@@ -46,8 +46,8 @@ class SampleAddition:
 
 
 class AddingPart(RequestPart):
-    """A request part whose feature adds a value to each of the request's samples. A subclass overrides
-    `make_additions`."""
+    """A request part whose feature attaches an extra value to the output of each of the request's samples. A subclass
+    overrides `make_additions`."""
 
     __slots__ = ()
     adds_to_samples = True

@@ -12,7 +12,7 @@ SPARSE = "block_sparse_moe"  # experts and their router in the checkpoint
 
 
 def published_name(name: str) -> str:
-    """Return a tensor's name in the checkpoint, from the name of transformers' module."""
+    """Return the name that a tensor has in the checkpoint. name: its name in transformers' model class."""
     name = name.replace(".mlp.", f".{SPARSE}.")
     if f".{SPARSE}.experts." in name:
         for own, published in zip(PROJECTIONS, EXPERT_NAMES, strict=True):

@@ -22,8 +22,8 @@ class InputEncoder(ABC):
         """Return the vectors of the part's encoded ranges within [start, end), on the device."""
 
     def expect(self, needed: Sequence[tuple[InputPart, int]]) -> None:
-        """Called before each step that needs vectors: the parts that this step or later ones need, each with the first
-        position that they need."""
+        """Prepare for a step that needs vectors; by default nothing is done. needed: each part that this step or a
+        later one needs, with the first position that is needed of it."""
 
     # An encoder with weights of its own, which updates of the model's weights may replace
 

@@ -141,7 +141,7 @@ class Worker:
     def feature(self, name: str) -> WorkerFeature:
         """Return the worker's part of a feature that requests ask for; the first call makes it. Any thread may call."""
         if not hasattr(self, "runner"):
-            raise WorkerDied("the worker was closed")
+            raise WorkerDied(f"the worker has shut down, so {name} cannot be loaded: send the request again later")
         return self._late.need(name)
 
     def idle(self, quiet_seconds: float) -> float | None:

@@ -161,7 +161,7 @@ class EngineHost:
             log.error("no step has ended for %.0f s although requests wait: /health now fails", self._stall_timeout)
         self._stalled = stalled
         if waited > 2 * self._stall_timeout:
-            log.error("the stalled engine is ended")
+            log.error("the engine has stalled for too long and is stopped; it is started again if restarts are left")
             self._progress = (steps, now)
             self._end_stalled(llm)
 

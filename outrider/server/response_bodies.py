@@ -137,8 +137,8 @@ LOGPROBS = "message.output_text.logprobs"
 
 
 class ResponsesPrompt(RequestBody):
-    """The fields of a /v1/responses body that become the prompt, and fields about the answer, which add no tokens to
-    the prompt."""
+    """The fields of a /v1/responses body that determine the prompt. A few of them only shape the answer and add no
+    tokens to the prompt."""
 
     model: str | None = None
     input: str | Annotated[list[Item], Field(fail_fast=True)] | None = None

@@ -46,7 +46,7 @@ class GenerateRequest(Scheduled):
 
 async def generate_tokens(service: Service, body: GenerateRequest, tenant: str | None) -> Work:
     if body.stream:
-        raise ApiError(400, "stream must be false: /v1/completions streams token ids with return_token_ids",
+        raise ApiError(400, "stream must be false here: to stream token ids, use /v1/completions with return_token_ids",
                        param="stream")
     asked = service.with_defaults(await beside_loop(partial(body.as_completion)))
     service.check_model(asked.model)

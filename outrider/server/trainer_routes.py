@@ -175,7 +175,7 @@ def _add_calls(routes: APIRouter, service: Service) -> None:
 
     @routes.post(CALL)
     async def collective_rpc(body: CallRequest) -> dict[str, list[Any]]:
-        """Call a method of the operator's class (--worker-extension-cls), once for all ranks."""
+        """Call a method of the class given with --worker-extension-cls: a single time, not in each rank as vLLM."""
         call = service.host.llm.collective_rpc(body.method, body.timeout, body.args, body.kwargs)
         results = await carried_out(call)
         return {"results": [own if own is None or isinstance(own, dict | list) else str(own) for own in results]}

@@ -203,8 +203,8 @@ class CostTable:
         for prompts in self.prompts:
             _check_points(f"prompts with {prompts.num_drafts} drafts: tokens", prompts.tokens, prompts.seconds)
             if prompts.padded_up_to > prompts.tokens[-1]:
-                raise ValueError(f"prompts: padded_up_to ({prompts.padded_up_to}) must be at most the last of tokens "
-                                 f"({prompts.tokens[-1]})")
+                raise ValueError(f"prompts: padded_up_to ({prompts.padded_up_to}) must not exceed the last entry "
+                                 f"of the list 'tokens' ({prompts.tokens[-1]})")
         if isinstance(drafting, MeasuredDrafting):
             _check_points("drafting: tokens", drafting.costs.tokens, drafting.costs.seconds)
         if isinstance(prompt_steps, BoundedSteps):

@@ -39,8 +39,8 @@ class AnswerPlan:
         return self.prompts[index % len(self.prompts)] if index < 2 * len(self.prompts) else None
 
     def is_greedy(self, index: int) -> bool:
-        """Whether a text is answered greedily, as every other text is. If a prompt is answered twice, one answer is
-        greedy and one sampled."""
+        """Whether a text's answer is greedy instead of sampled. The two alternate from text to text; a prompt that is
+        answered twice gets one of each."""
         is_second = len(self.prompts) <= index < 2 * len(self.prompts)
         return (index - len(self.prompts) + 1 if is_second else index) % 2 == 0
 

@@ -274,5 +274,5 @@ def test_a_method_of_the_operators_class_is_called(served: Served, folder: Path)
         answer = own.post("/collective_rpc", method="scaled", args=[3], kwargs={"by": 5})
         assert answer.json() == {"results": [{"number": 15}]}
         assert own.post("/collective_rpc", method="name").json() == {"results": ["a"]}
-        assert "has no method '_make'" in own.error("/collective_rpc", method="_make")["message"]
+        assert "has no public method '_make'" in own.error("/collective_rpc", method="_make")["message"]
         own.error("/collective_rpc", method="scaled", args=5)

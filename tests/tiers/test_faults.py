@@ -42,6 +42,8 @@ class Gated:
     gate: threading.Event = field(default_factory=threading.Event)
     fails: set[int] = field(default_factory=set)  # loads, by number
     error: Exception | None = None
+    pause: float = 0.0  # seconds of each load
+    is_wrong: bool = False  # loads bring other bytes
     declines: bool = False  # all stores
     num_loads: int = 0
     flags: dict[bytes, bool] = field(default_factory=dict)

@@ -108,8 +108,8 @@ class RowGrammar:
         self.__dict__["matcher"] = DeadMatcher(error)
 
     def forbids_end_at(self, length: int) -> bool:
-        """Whether the request forbids that the text ends at this length (prompt included). An end is allowed
-        nevertheless if the grammar allows nothing else."""
+        """Whether ignore_eos or min_tokens forbids an end of the text at this length (prompt included). The caller
+        must still allow an end where the grammar allows nothing else."""
         return self.params.ignore_eos or length - self.prompt_len < self.params.min_tokens
 
 

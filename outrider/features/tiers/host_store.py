@@ -165,7 +165,7 @@ class HostStore:
     # The arena
 
     def _grow(self, make_memory: Callable[[int], memoryview]) -> None:
-        """Allocate the arena part by part. What cannot be had costs hits, not the engine."""
+        """Allocate the arena part by part. If the host has too little memory, the cache stays smaller."""
         left = self._num_cells
         while left and not self._is_closed:
             num_bytes = min(left, self._part_cells) * self._cell_bytes

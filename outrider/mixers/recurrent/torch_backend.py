@@ -81,8 +81,8 @@ class Walk:
         return StepOutput(*map(torch.cat, zip(*done, strict=True)))
 
     def scan(self, request: int, conv_in: torch.Tensor, gates: Gates, moves: torch.Tensor) -> torch.Tensor:
-        """Compute many tokens of one request, and keep the new state if `moves` [] is True. Returns y of the request.
-        """
+        """Run the recurrence over many tokens of one request, and return their outputs. moves: a tensor with one bool,
+        whether the new state is kept."""
         count, targets = conv_in.shape[0], self.targets
         mine = [] if targets is None else sorted(
             (offset, i) for owner, i, offset in targets.scans if owner == request and 0 < offset <= count

@@ -208,7 +208,7 @@ def _output_kernel(
     N_TILE: tl.constexpr, CHUNK: tl.constexpr, MORE_THAN: tl.constexpr, PAD: tl.constexpr, WINDOW: tl.constexpr,
     CONV_DIM: tl.constexpr, OWN: tl.constexpr, Y_PRECISION: tl.constexpr, PAGE_WORDS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Compute the outputs of a chunk's tokens for OWN heads, which share B and C, and the checkpoints inside the
+    """Compute the outputs of a chunk's tokens for OWN heads, which share B and C. Also save the states inside the
     chunk."""
     release_dependents(PDL)
     wait_for_inputs(PDL)
