@@ -32,7 +32,7 @@ the result for some hundred well-known checkpoints.
 
 ## Through transformers
 
-Other text decoders run on transformers' own code (`pip install 'outrider[transformers]'`) if it uses transformers'
+Other text decoders run on transformers' own code (`pip install '.[transformers]'`) if it uses transformers'
 attention interface. `model_impl="auto"`, the default, takes a family of the table above if there is one, else this
 bridge; `"transformers"` always takes the bridge, `"outrider"` never. `outrider env MODEL` says which one is used.
 

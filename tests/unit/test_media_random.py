@@ -67,7 +67,7 @@ def test_sessions_and_late_loads_and_news(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_resets_and_rests_while_pages_come() -> None:
-    run(150, FAULTS, state_pages=st.integers(0, 2), disturb_rate=0.05).needs("pages cancelled",
+    run(300, FAULTS, state_pages=st.integers(0, 2), disturb_rate=0.15).needs("pages cancelled",
                                                                             "rests while pages come")
 
 

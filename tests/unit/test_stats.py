@@ -86,7 +86,7 @@ def test_a_line_at_most_every_ten_seconds_and_one_at_the_end(caplog: pytest.LogC
         log.close()
     assert [message.split("Tokens")[0].split("Accepted/drafted: ")[1].split(",")[0] for message in caplog.messages] == [
         "3/3", "3/3", "6/6"]
-    assert caplog.messages[-1].startswith("in all: Mean acceptance length")
+    assert caplog.messages[-1].startswith("totals since the start: Mean acceptance length")
 
 
 def test_a_requests_own_positions() -> None:
