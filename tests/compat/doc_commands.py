@@ -87,7 +87,7 @@ OPERATOR = "needs a container runtime or systemd; tests/server/test_deploy.py re
 NOT_RUN: dict[str, tuple[str, ...]] = {
     INSTALL: (
         "python3 -m venv .venv && . .venv/bin/activate", "pip install torch==2.13.0",
-        "pip install '.[server]'", "pip install -c constraints.txt '.[server]'", "pip install 'outrider[server,ray]'",
+        "pip install '.[server]'", "pip install -c constraints.txt '.[server]'", "pip install '.[server,ray]'",
     ),
     TARGETS: ("make demo", "make test"),
     GPU: (
