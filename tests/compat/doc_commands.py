@@ -115,6 +115,7 @@ NOT_RUN: dict[str, tuple[str, ...]] = {
         "python bench/train_in_minutes.py MODEL DIR --prompts FILE --answer-minutes 3 --train-minutes 7",
     ),
     MEASUREMENT: (
+        "python bench/start_up.py FILE --llama llama.cpp --rounds 3",
         "outrider bench cpu FILE --llama llama.cpp --ik ik_llama.cpp --threads 2",
         "outrider bench cpu smollm2 --llama llama.cpp --rounds 3",
         "outrider bench cpu FILE --llama llama.cpp --threads 1 --prompts 128 --contexts 0 --new-tokens 16",
