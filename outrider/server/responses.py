@@ -87,8 +87,8 @@ def response_routes(service: Service) -> APIRouter:
 
     @routes.delete("/v1/cache_sessions/{name:path}")
     async def drop_session(name: str, request: Request) -> Json:
-        """Delete the cached pages of this session's last turn. `deleted` is 0 if there is no such session, else 1;
-        several replicas add theirs."""
+        """Delete the cached pages of the last turn of the conversation that has this `cache_session`. `deleted` is the
+        number of replicas that knew the name."""
         gone = await carried_out(service.host.llm.drop_cache_session((request.scope[TENANT] or "", name)))
         return {"id": name, "object": "cache_session", "deleted": int(gone)}
 
