@@ -194,19 +194,9 @@ def _ids_of(given: str) -> re.Pattern[str]:
 
 
 def _add_updates(routes: APIRouter, service: Service) -> None:
-    checker, receiver = WeightChecker(), WeightReceiver(service.config.weight_transfer_config)
-
-    @routes.post(INIT_TRANSFER)
-    async def init_weight_transfer_engine(body: InitTransferRequest) -> dict[str, str]:
-        """Connect to a trainer that listens, and that sends weights after each /update_weights without a path."""
-        await receiver.join(body.init_info)
-        return {"status": "joined"}
-
-    @routes.post("/shutdown_weight_transfer_engine")
-    async def shutdown_weight_transfer_engine() -> dict[str, str]:
-        """Close the connection to the trainer."""
-        await receiver.leave()
-        return {"status": "left"}
+    receiver = WeightReceiver(service.config.weight_transfer_config)
+    _add_transfer(routes, receiver)
+    _add_checks(routes, service)
 
     @routes.post("/start_draft_weight_update")
     async def start_draft_weight_update() -> None:
@@ -253,6 +243,24 @@ def _add_updates(routes: APIRouter, service: Service) -> None:
             _check_version(body.weight_version, llm.weights_version + 1, "weight_version")
         report = await carried_out(llm.finish_weight_update())
         return {"status": "finished", "num_tensors": report.num_tensors, "weights_version": llm.weights_version}
+
+
+def _add_transfer(routes: APIRouter, receiver: WeightReceiver) -> None:
+    @routes.post(INIT_TRANSFER)
+    async def init_weight_transfer_engine(body: InitTransferRequest) -> dict[str, str]:
+        """Connect to a trainer that listens, and that sends weights after each /update_weights without a path."""
+        await receiver.join(body.init_info)
+        return {"status": "joined"}
+
+    @routes.post("/shutdown_weight_transfer_engine")
+    async def shutdown_weight_transfer_engine() -> dict[str, str]:
+        """Close the connection to the trainer."""
+        await receiver.leave()
+        return {"status": "left"}
+
+
+def _add_checks(routes: APIRouter, service: Service) -> None:
+    checker = WeightChecker()
 
     @routes.post("/weight_checker")
     @routes.post("/weights_checker", include_in_schema=False)  # SGLang's name
